@@ -1,0 +1,95 @@
+"""Directories that are whole or absent: written aside, synced to disk, then renamed into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+
+@contextmanager
+def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty directory beside `path`; on success it becomes `path` (replacing it), on any error it is removed.
+
+    A reader never sees a half-written directory, whenever the process is killed. What a killed writer leaves behind is named
+    `.NAME.HEX.partial`; `remove_partials` deletes it.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+        aside.mkdir()
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}; choose another output folder") from error
+    try:
+        yield aside
+        sync_tree(aside)
+        if path.exists():
+            old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+            path.rename(old)
+            aside.rename(path)
+            shutil.rmtree(old)
+        else:
+            aside.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a path beside `path` to write to; on success it becomes `path`, on any error it is removed."""
+    path = Path(path)
+    aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield aside
+        _sync(aside)
+        aside.rename(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def remove_partials(folder: Path) -> None:
+    """Delete what killed writers left in `folder`."""
+    for left in folder.glob(".*.partial"):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and directory below `folder` to the disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`; a missing or broken file is a `UserError` that names it."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from error

@@ -1,0 +1,84 @@
+"""Which target is this? Shapes, tokenizer and sampled weights, so that a drafter is never silently used on another one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+SAMPLES_PER_TENSOR = 32
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a drafter remembers of the target that it was trained for."""
+
+    name: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    tokenizer_hash: str
+    template_hash: str
+    weights_hash: str
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any, name: str) -> Fingerprint:
+        config: Any = model.config
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return cls(
+            name=name,
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            vocab_size=config.vocab_size,
+            tokenizer_hash=tokenizer_hash(tokenizer),
+            template_hash=_digest(str(getattr(tokenizer, "chat_template", None))) if tokenizer is not None else "",
+            weights_hash=weights_hash(model),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def errors_against(self, target: Fingerprint) -> list[str]:
+        """Differences that make a drafter of `self` unusable with `target`."""
+        return [
+            f"{field} is {getattr(self, field)} in the drafter and {getattr(target, field)} in the target"
+            for field in ("hidden_size", "vocab_size", "num_layers")
+            if getattr(self, field) != getattr(target, field)
+        ]
+
+    def warnings_against(self, target: Fingerprint) -> list[str]:
+        """Differences that leave decoding lossless but probably cost acceptance."""
+        what = {"tokenizer_hash": "tokenizer", "template_hash": "chat template", "weights_hash": "weights"}
+        different = [text for field, text in what.items() if getattr(self, field) != getattr(target, field)]
+        if not different:
+            return []
+        return [f"drafter was trained for {self.name!r}; {target.name!r} differs in {' and '.join(different)}"]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of every (token, id) pair, added and special tokens included; empty for a target without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    return _digest(json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))))
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Hash of some elements of every parameter, rounded to bf16 so that the dtype it was loaded in does not matter."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.named_parameters()):
+        if tensor.is_floating_point() and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
+            digest.update(name.encode())
+            digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

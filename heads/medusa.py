@@ -1,0 +1,143 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): head i (0-based) reads the target's last hidden state at t and predicts x[t+2+i].
+
+Choices that differ from the reference code: block biases start at zero, so that an untrained head is exactly the target's
+own head; the blocks of a head are distinct modules (the reference repeats one); with `shared_head` the heads own no output
+matrix and their logits go through the target's head.
+
+Shapes: B batch, N rows, H hidden size, V vocabulary, M heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .errors import UserError
+
+WEIGHTS_FILE = "medusa_lm_head.safetensors"
+
+
+@dataclass
+class MedusaConfig:
+    """The shape of the heads."""
+
+    num_heads: int = 4
+    """Heads, so the deepest guess is this many tokens ahead."""
+    num_layers: int = 1
+    """Residual blocks in each head."""
+    shared_head: bool = False
+    """Send each head's state through the target's own head instead of an output matrix of its own."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise UserError("heads.num_heads and heads.num_layers must be at least 1")
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(A x + b), the identity at initialisation."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """M heads over the target's last hidden state.
+
+    `target_head` maps `[..., H]` to the target's logits; it is needed for `shared_head` only and is not a parameter.
+    """
+
+    method = "medusa"
+    weights_file = WEIGHTS_FILE
+    taps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        config: MedusaConfig,
+        hidden_size: int,
+        vocab_size: int,
+        target_head: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+        )
+        self.outputs = nn.ModuleList(
+            nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(0 if config.shared_head else config.num_heads)
+        )
+        self._target_head = target_head
+        if config.shared_head and target_head is None:
+            raise UserError("heads with shared_head need the target's head; load them together with their target")
+
+    @torch.no_grad()
+    def start_from(self, head_weight: Tensor) -> None:
+        """Copy the target's output matrix `[V, H]` into every head that owns one."""
+        for output in self.outputs:
+            assert isinstance(output, nn.Linear)
+            output.weight.copy_(head_weight)
+
+    def states(self, hidden: Tensor, head: int) -> Tensor:
+        """`[..., H]` -> `[..., H]`: what head `head` sends to its output matrix."""
+        return self.blocks[head](hidden)
+
+    def logits(self, hidden: Tensor, head: int) -> Tensor:
+        """`[..., H]` -> `[..., V]`: logits of head `head` for the token `head + 2` after the state's own."""
+        states = self.states(hidden, head)
+        if self.config.shared_head:
+            assert self._target_head is not None
+            return self._target_head(states)
+        return self.outputs[head](states)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` -> `[M, ..., V]`."""
+        return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
+
+    # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32 (reference/checkpoint-formats.md section 7).
+
+    def serving_state(self) -> dict[str, Tensor]:
+        """This module's tensors under their names on disk."""
+        state: dict[str, Tensor] = {}
+        for h, blocks in enumerate(self.blocks):
+            assert isinstance(blocks, nn.Sequential)
+            for layer, block in enumerate(blocks):
+                assert isinstance(block, ResidualBlock)
+                state[f"{h}.{layer}.linear.weight"] = block.linear.weight
+                state[f"{h}.{layer}.linear.bias"] = block.linear.bias
+        for h, output in enumerate(self.outputs):
+            assert isinstance(output, nn.Linear)
+            state[f"{h}.{self.config.num_layers}.weight"] = output.weight
+        return state
+
+    def serving_config(self, target_name: str) -> dict[str, Any]:
+        """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no other `num_*` keys."""
+        return {
+            "medusa_num_heads": self.config.num_heads,
+            "medusa_num_layers": self.config.num_layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": self.config.shared_head,
+            "base_model_name_or_path": target_name,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
+
+    @classmethod
+    def from_serving_config(
+        cls, config: dict[str, Any], target_head: Callable[[Tensor], Tensor] | None = None
+    ) -> MedusaHeads:
+        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
+        shape = MedusaConfig(config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"])
+        return cls(shape, config["hidden_size"], config["vocab_size"], target_head)
+
+
+Drafter = MedusaHeads

@@ -1,0 +1,1 @@
+"""How a drafter is used: the target and its cache, trees, acceptance, proposers, the decode loop, evaluation."""

@@ -1,0 +1,205 @@
+"""The frozen target: any decoder-only model that `AutoModelForCausalLM` loads, through transformers' public API.
+
+Shapes: B batch, N positions, H hidden size, V vocabulary, L decoder layers. Taps are indices into Hugging Face
+`hidden_states`: 0 = embeddings, i = residual stream after layer i - 1; the last hidden state is the one after the final norm.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
+
+from ..heads.errors import UserError
+from ..heads.fingerprint import Fingerprint
+
+
+@dataclass
+class TargetConfig:
+    """Where the target is and how it is loaded."""
+
+    path: str
+    """Model folder, or its name on the hub."""
+    dtype: str = "auto"
+    """auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
+    adapter: str | None = None
+    """LoRA adapter folder, merged into the weights on load (needs peft)."""
+    attention: str | None = None
+    """Attention implementation to ask transformers for; its own choice if not given."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Only for sources that you trust."""
+
+
+@dataclass
+class Hidden:
+    """What one target forward gives: `last` `[B, N, H]` after the final norm, and one `[B, N, H]` tensor for each tap."""
+
+    last: Tensor
+    taps: tuple[Tensor, ...] = ()
+
+
+class Target:
+    """The frozen model with its tokenizer, split into decoder and head."""
+
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str) -> None:
+        self.model: Any = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = self.model.config.get_text_config()
+        self.decoder: Any = self.model.get_decoder()
+        output = self.model.get_output_embeddings()
+        if output is None:
+            raise UserError(f"target {name} has no output head; name a causal language model")
+        self._output = output
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._scale = getattr(self.config, "logit_scale", None)
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            self._scale = 1.0 / divisor
+
+    @property
+    def device(self) -> torch.device:
+        return self._output.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix `[V, H]`."""
+        return self._output.weight
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a generation, as `generate` sees them."""
+        ids = self.model.generation_config.eos_token_id
+        if ids is None and self.tokenizer is not None:
+            ids = self.tokenizer.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self.model, self.tokenizer, self.name)
+
+    def head(self, last: Tensor) -> Tensor:
+        """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
+        logits = self._output(last)
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        """Run the decoder over `ids` `[B, N]`.
+
+        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents of a packed row, and no document
+        sees another. `mask` `[B, 1, N, length]` is additive (0 = visible).
+        """
+        output = self.decoder(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            output_hidden_states=bool(taps),
+        )
+        states = output.hidden_states if taps else ()
+        return Hidden(output.last_hidden_state, tuple(states[tap] for tap in taps))
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Demand that `head(features)` gives the model's own logits; drafters would learn from a wrong teacher otherwise."""
+        ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
+        own = self.model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.head(self.forward(ids).last).float()
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
+        error = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-6)
+        if not error <= tolerance:
+            raise UserError(
+                f"target {self.name} ({self.config.model_type}) changes its logits after the head in a way that draftsmith does not "
+                f"know (relative difference {error:.1e}); please report this model type"
+            )
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load model and tokenizer, merge an adapter if there is one, and check the head. Raises `UserError`."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    path, adapter = config.path, config.adapter
+    if adapter is None and Path(path, "adapter_config.json").is_file():
+        adapter = path
+        path = json.loads(Path(path, "adapter_config.json").read_text())["base_model_name_or_path"]
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    if config.attention is not None:
+        options["attn_implementation"] = config.attention
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load target {path!r}: {first_line}") from error
+    if adapter is not None:
+        model = merge_adapter(model, adapter)
+    target = Target(model.to(device), tokenizer, config.path)
+    target.check_head()
+    return target
+
+
+def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
+    """`model` with the LoRA adapter in folder `adapter` merged into its weights."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise UserError("a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'") from error
+    try:
+        return cast(Any, PeftModel.from_pretrained(cast(Any, model), adapter)).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"cannot merge adapter {adapter!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def resolve_device(name: str) -> torch.device:
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r} asked for, but this machine has no CUDA device; use cpu")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if name not in ("float32", "bfloat16", "float16", "float64"):
+        raise UserError(f"unknown dtype {name!r}; use auto, float32, bfloat16 or float16")
+    return getattr(torch, name)

@@ -1,0 +1,265 @@
+"""Make the quickstart target: a chat-style code model small enough to commit, and a draft LM for it.
+
+    python scripts/quickstart/make_target.py --out scripts/quickstart/target --tokens 16e6
+    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_lm --draft-lm --tokens 16e6 \\
+        --tokenizer scripts/quickstart/target
+
+Data: the functions (`functions.py`) of the standard library and of the packages installed beside it. Held-out modules are
+left out, and so is every training function that shares a 13-gram with one (vendored copies and backports are common).
+The same script runs on a CPU or a GPU; it needs torch, transformers, tokenizers and safetensors only.
+
+Choices that differ from the textbook: Muon for the matrices inside the layers and AdamW for the rest (fewer tokens to the
+same loss at this size), batches of equal-length rows instead of packing (right padding is never attended, so no mask is
+built), loss on every token of the conversation (the model also learns what prompts look like), standard-library functions
+seen three times as often (the quickstart's prompts come from there).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from functions import Function, functions_under, ngrams, stdlib_functions
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{ '<|assistant|>' }}{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{%- else -%}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
+)
+STDLIB_REPEATS = 3
+CONTEXT = 1024  # tokens; longer functions are left out, not cut, so that every reply ends with its end token
+
+
+def collect() -> tuple[list[Function], list[Function]]:
+    """Training and held-out functions: distinct, and none of the former shares a 13-gram with one of the latter."""
+    stdlib = stdlib_functions()
+    packages = list(functions_under(Path(sysconfig.get_paths()["purelib"])))
+    held_out = [f for f in stdlib + packages if f.split != "train"]
+    forbidden: set[int] = set()
+    for f in held_out:
+        forbidden |= ngrams(f.body)
+    seen: set[str] = set()
+    train: list[Function] = []
+    for source, repeats in ((stdlib, STDLIB_REPEATS), (packages, 1)):
+        for f in source:
+            key = " ".join((f.prompt + f.body).split())
+            if f.split == "train" and key not in seen and forbidden.isdisjoint(ngrams(f.body)):
+                seen.add(key)
+                train.extend([f] * repeats)
+    return train, [f for f in held_out if f.split == "valid"]
+
+
+def train_tokenizer(functions: list[Function], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE over prompts and bodies, with the chat template that marks what the assistant wrote."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    sample = random.Random(0).sample(functions, min(len(functions), 40_000))
+    tokenizer.train_from_iterator((f.prompt + "\n" + f.body for f in sample), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=SPECIAL[2:],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, functions: list[Function]) -> list[list[int]]:
+    """Token ids of each conversation, in the template's form; conversations longer than the context are left out."""
+    texts = [f"<|user|>{f.prompt}<|end|><|assistant|>{f.body}<|end|>" for f in functions]
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": functions[0].prompt}, {"role": "assistant", "content": functions[0].body}],
+        tokenize=False,
+    )
+    assert rendered == texts[0], "the template and its fast rendering differ"
+    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return [row for row in ids if len(row) <= CONTEXT]
+
+
+def batches(rows: list[list[int]], tokens_per_batch: int, pad: int, seed: int) -> Iterator[torch.Tensor]:
+    """Endless batches `[rows, length]` of rows of similar length, in a new order each epoch."""
+    rng = random.Random(seed)
+    while True:
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]) + rng.uniform(0, 16))
+        groups: list[list[int]] = [[]]
+        for i in order:
+            if groups[-1] and (len(groups[-1]) + 1) * len(rows[i]) > tokens_per_batch:
+                groups.append([])
+            groups[-1].append(i)
+        rng.shuffle(groups)
+        for group in groups:
+            length = max(len(rows[i]) for i in group)
+            yield torch.tensor([rows[i] + [pad] * (length - len(rows[i])) for i in group])
+
+
+def token_loss(model: torch.nn.Module, ids: torch.Tensor, pad: int) -> tuple[torch.Tensor, int]:
+    """Summed cross-entropy of every next token that is not padding, and how many there are."""
+    labels = ids[:, 1:]
+    logits = model(input_ids=ids[:, :-1]).logits.float()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum")
+    return losses, int((labels != pad).sum())
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, rows: list[list[int]], pad: int, device: str, bodies_only: int | None = None) -> float:
+    """Mean loss in nats per token on `rows`; with `bodies_only`, only what follows that token id (the assistant mark)."""
+    model.eval()
+    total, count = 0.0, 0
+    for ids in _evaluation_batches(rows, pad):
+        ids = ids.to(device)
+        with torch.autocast(device, torch.bfloat16):
+            logits = model(input_ids=ids[:, :-1]).logits.float()
+        labels = ids[:, 1:].clone()
+        if bodies_only is not None:
+            started = (ids[:, :-1] == bodies_only).cumsum(1) > 0
+            labels[~started] = pad
+        total += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum"
+        ).item()
+        count += int((labels != pad).sum())
+    model.train()
+    return total / count
+
+
+def _evaluation_batches(rows: list[list[int]], pad: int) -> Iterator[torch.Tensor]:
+    ordered = sorted(rows, key=len)
+    for start in range(0, len(ordered), 16):
+        group = ordered[start : start + 16]
+        yield torch.tensor([row + [pad] * (len(group[-1]) - len(row)) for row in group])
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForCausalLM:
+    """An 8-layer target of 3.6M parameters, or a 2-layer draft LM of 0.7M."""
+    size = (
+        dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        if draft_lm
+        else dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3)
+    )
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **size,
+        )
+    )
+
+
+def learning_rate_scale(progress: float) -> float:
+    """Warm-up over 1%, constant, then linear to zero over the last 40% of the tokens."""
+    return min(1.0, progress / 0.01, (1.0 - progress) / 0.4)
+
+
+def train(model: LlamaForCausalLM, rows: list[list[int]], valid: list[list[int]], args: argparse.Namespace, save) -> None:
+    pad, device = model.config.pad_token_id, args.device
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    model.to(device).train()
+    done, step, started, last_save = 0, 0, time.monotonic(), time.monotonic()
+    for ids in batches(rows, args.batch, pad, args.seed):
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * learning_rate_scale(max(done, 1) / args.tokens)
+        with torch.autocast(device, torch.bfloat16):
+            loss_sum, count = token_loss(model, ids.to(device), pad)
+        (loss_sum / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        done, step = done + count, step + 1
+        if step % 50 == 0:
+            rate = done / (time.monotonic() - started)
+            print(f"step {step}  tokens {done:,}  loss {loss_sum.item() / count:.3f}  {rate:,.0f} tokens/s", flush=True)
+        if time.monotonic() - last_save > 600:
+            print(f"  held-out loss {held_out_loss(model, valid[:200], pad, device):.4f}", flush=True)
+            save(model, {"tokens": done})
+            last_save = time.monotonic()
+        if done >= args.tokens:
+            return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=float, required=True, help="training tokens")
+    parser.add_argument("--draft-lm", action="store_true", help="make the 2-layer draft LM")
+    parser.add_argument("--tokenizer", type=Path, help="take the tokenizer of this model instead of training one")
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if args.draft_lm and args.tokenizer is None:
+        parser.error("--draft-lm needs --tokenizer TARGET, so that both models share it")
+
+    torch.manual_seed(args.seed)
+    train_functions, valid_functions = collect()
+    if args.tokenizer is None:
+        tokenizer = train_tokenizer(train_functions, args.vocab_size)
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    rows, valid = encode(tokenizer, train_functions), encode(tokenizer, valid_functions)
+    model = build_model(tokenizer, args.draft_lm)
+    size = sum(p.numel() for p in model.parameters())
+    print(
+        f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; {size:,} parameters"
+        f" ({size * 2 / 1e6:.2f} MB in bf16)",
+        flush=True,
+    )
+
+    def save(model: LlamaForCausalLM, facts: dict) -> None:
+        state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(args.out, state_dict=state)
+        tokenizer.save_pretrained(args.out)
+        (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+    started = time.monotonic()
+    train(model, rows, valid, args, save)
+    mark = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    facts = {
+        "command": " ".join(sys.argv),
+        "tokens": args.tokens,
+        "hours": round((time.monotonic() - started) / 3600, 2),
+        "held_out_loss": round(held_out_loss(model, valid, tokenizer.pad_token_id, args.device), 4),
+        "held_out_loss_bodies": round(held_out_loss(model, valid, tokenizer.pad_token_id, args.device, mark), 4),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }
+    facts["held_out_perplexity_bodies"] = round(math.exp(facts["held_out_loss_bodies"]), 2)
+    save(model, facts)
+    print(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -132,9 +132,7 @@ class MedusaHeads(nn.Module):
         }
 
     @classmethod
-    def from_serving_config(
-        cls, config: dict[str, Any], target_head: Callable[[Tensor], Tensor] | None = None
-    ) -> MedusaHeads:
+    def from_serving_config(cls, config: dict[str, Any], target_head: Callable[[Tensor], Tensor] | None = None) -> MedusaHeads:
         """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
         shape = MedusaConfig(config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"])
         return cls(shape, config["hidden_size"], config["vocab_size"], target_head)

@@ -22,4 +22,3 @@ def accept_greedy(tree: DraftTree, choices: Tensor) -> Tensor:
     right[:, 0] = True
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
     return torch.where(reached, tables.depths, -1).argmax(-1)
-

@@ -80,8 +80,8 @@ def decode(
 ) -> Iterator[Round]:
     """Yield the target's own greedy continuation of the prompt, round by round, as it is verified.
 
-    Ends at an end token (which is yielded), after `max_new_tokens`, or where the target's positions end. Raises `UserError` for an
-    empty prompt and for one that leaves no room.
+    Ends at an end token (which is yielded), after `max_new_tokens`, or where the target's positions end. Raises `UserError` for
+    an empty prompt and for one that leaves no room.
     """
     room = target.max_positions - len(prompt_ids)
     if not prompt_ids:
@@ -113,9 +113,7 @@ def decode(
         kept = cut(tokens, limit - emitted, eos_ids)
         cache.commit(path)
         on_path = torch.tensor(path, device=ids.device)
-        proposer.commit(
-            tree.tokens[:, on_path], Hidden(hidden.last[:, on_path], tuple(tap[:, on_path] for tap in hidden.taps))
-        )
+        proposer.commit(tree.tokens[:, on_path], Hidden(hidden.last[:, on_path], tuple(tap[:, on_path] for tap in hidden.taps)))
         end = time.perf_counter()
         emitted, done = emitted + len(kept), kept[-1] in eos_ids
         yield Round(

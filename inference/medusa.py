@@ -6,6 +6,7 @@ Shapes: B batch, N tree nodes with the root, M heads, K ranks kept, S text posit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,11 +65,11 @@ def make_proposer(artifact: Artifact, name: str, tree_nodes: int | None = None) 
 
 
 @torch.no_grad()
-def text_ranks(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
+def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
     """Teacher-forced ranks `[S, M]`: place of the text's own token among the best of head d when the root is at `n`.
 
-    `ids` `[S]`, `last` `[S, H]`. Row n is about the tokens n + 1 .. n + M and reads the feature of n - 1, the last one that exists
-    when n is the root. -1 where the token is not among the best MAX_RANK, or lies outside the text.
+    `ids` `[S]`, `last` `[S, H]`. Row n is about the tokens n + 1 .. n + M and reads the feature of n - 1, the last one that
+    exists when n is the root. -1 where the token is not among the best MAX_RANK, or lies outside the text.
     """
     length, count = ids.shape[0], heads.config.num_heads
     ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
@@ -82,25 +83,27 @@ def text_ranks(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
     return ranks
 
 
-def accepted_in_tree(ranks: Tensor, nodes: Sequence[Ranks]) -> Tensor:
-    """How many drafts the tree would have got right at each root `[S]`, from `text_ranks` `[S, M]`.
+def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
+    """How many drafts the calibrated tree would get right at each root of a text, from `teacher_forced` `[S, M]`.
 
     Along a path at most one rank a depth is right, so the answer is the longest prefix of the row that is a node.
     """
-    paths = set(nodes)
-    rows = ranks.tolist()
+    paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
     accepted = []
-    for row in rows:
+    for row in ranks.tolist():
         depth = 0
         while depth < len(row) and tuple(row[: depth + 1]) in paths:
             depth += 1
         accepted.append(depth)
-    return torch.tensor(accepted)
+    return accepted
 
 
-def rank_accuracy(ranks: Tensor) -> list[list[float]]:
-    """`[M][MAX_RANK]`: how often the rank-r token of head d was right over the given rows `[rows, M]` of `text_ranks`."""
-    rows = max(ranks.shape[0], 1)
-    return [
-        [round(int((ranks[:, d] == r).sum()) / rows, 6) for r in range(MAX_RANK)] for d in range(ranks.shape[1])
-    ]
+def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    """How often the rank-r token of each head is right, over the roots of all texts (`teacher_forced`, start of the reply).
+
+    Only roots with a token under every head count, so that the depths are comparable.
+    """
+    heads = texts[0][0].shape[1]
+    rows = torch.cat([ranks[start : max(len(ranks) - heads, start)] for ranks, start in texts])
+    accuracy = [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(MAX_RANK)] for d in range(heads)]
+    return {"rank_accuracy": accuracy, "roots": len(rows), "tree_nodes": tree_nodes}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
 
@@ -122,8 +123,8 @@ class Target:
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`.
 
-        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents of a packed row, and no document
-        sees another. `mask` `[B, 1, N, length]` is additive (0 = visible).
+        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents of a packed row, and no
+        document sees another. `mask` `[B, 1, N, length]` is additive (0 = visible).
         """
         output = self.decoder(
             input_ids=ids,
@@ -146,8 +147,8 @@ class Target:
         error = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-6)
         if not error <= tolerance:
             raise UserError(
-                f"target {self.name} ({self.config.model_type}) changes its logits after the head in a way that draftsmith does not "
-                f"know (relative difference {error:.1e}); please report this model type"
+                f"target {self.name} ({self.config.model_type}) changes its logits after the head in an unknown way "
+                f"(relative difference {error:.1e}); please report this model type"
             )
 
 
@@ -156,6 +157,7 @@ def load_target(config: TargetConfig) -> Target:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     path, adapter = config.path, config.adapter
+    check_there(path)
     if adapter is None and Path(path, "adapter_config.json").is_file():
         adapter = path
         path = json.loads(Path(path, "adapter_config.json").read_text())["base_model_name_or_path"]
@@ -173,6 +175,20 @@ def load_target(config: TargetConfig) -> Target:
     target = Target(model.to(device), tokenizer, config.path)
     target.check_head()
     return target
+
+
+def check_there(path: str) -> None:
+    """Demand a model folder, or a name that the hub or its local cache knows; the loaders would retry for a minute first."""
+    if Path(path).is_dir():
+        return
+    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise UserError(f"target folder {path} does not exist; check the path")
+    try:
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            HfApi().model_info(path, timeout=10)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"target {path!r} is no folder here, and the hub cannot give it ({reason}); check the path") from error
 
 
 def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:

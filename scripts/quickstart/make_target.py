@@ -25,13 +25,15 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from functions import Function, functions_under, ngrams, stdlib_functions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]  # the first ids, in this order
+PAD, EOS = 0, 1
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -94,7 +96,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, functions: list[Function]) -> lis
         tokenize=False,
     )
     assert rendered == texts[0], "the template and its fast rendering differ"
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
     return [row for row in ids if len(row) <= CONTEXT]
 
 
@@ -152,7 +154,7 @@ def _evaluation_batches(rows: list[list[int]], pad: int) -> Iterator[torch.Tenso
 
 def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForCausalLM:
     """An 8-layer target of 3.6M parameters, or a 2-layer draft LM of 0.7M."""
-    size = (
+    size: dict[str, Any] = (
         dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
         if draft_lm
         else dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3)
@@ -163,8 +165,8 @@ def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForC
             max_position_embeddings=CONTEXT,
             tie_word_embeddings=True,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
             **size,
         )
     )
@@ -176,7 +178,7 @@ def learning_rate_scale(progress: float) -> float:
 
 
 def train(model: LlamaForCausalLM, rows: list[list[int]], valid: list[list[int]], args: argparse.Namespace, save) -> None:
-    pad, device = model.config.pad_token_id, args.device
+    pad, device = PAD, args.device
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [
@@ -246,13 +248,12 @@ def main() -> None:
 
     started = time.monotonic()
     train(model, rows, valid, args, save)
-    mark = tokenizer.convert_tokens_to_ids("<|assistant|>")
     facts = {
         "command": " ".join(sys.argv),
         "tokens": args.tokens,
         "hours": round((time.monotonic() - started) / 3600, 2),
-        "held_out_loss": round(held_out_loss(model, valid, tokenizer.pad_token_id, args.device), 4),
-        "held_out_loss_bodies": round(held_out_loss(model, valid, tokenizer.pad_token_id, args.device, mark), 4),
+        "held_out_loss": round(held_out_loss(model, valid, PAD, args.device), 4),
+        "held_out_loss_bodies": round(held_out_loss(model, valid, PAD, args.device, SPECIAL.index("<|assistant|>")), 4),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }

@@ -1,0 +1,189 @@
+"""`draftsmith evaluate`: every drafter beside plain decoding, on the same prompts, in the loop that users decode with.
+
+Drafters take turns on each prompt, so that a machine that slows down slows all of them. Timings are of the fastest of
+`repeats` runs of a request; tokens and rounds are the same in all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..heads.errors import UserError
+from ..heads.files import whole_file, write_json
+from .decode import Generation, generate
+from .metrics import bootstrap, summarise
+from .proposer import PlainDecoding, Proposer, load_proposer
+from .rows import Prompt, read_prompts
+from .target import Target, TargetConfig, load_target
+
+EXAMPLE = "draftsmith evaluate --target.path TARGET --drafters '[runs/medusa/best]' --prompts held_out.jsonl --json out.json"
+SCHEMA = 1
+
+
+@dataclass
+class Options:
+    """Acceptance and speed of drafters on held-out prompts, beside plain decoding in the same loop."""
+
+    target: TargetConfig
+    prompts: str
+    """JSON or JSONL file of prompts or conversations."""
+    drafters: list[str] = field(default_factory=list)
+    """Drafter folders; plain decoding is always there."""
+    limit: int | None = None
+    """Use the first so many prompts."""
+    max_new_tokens: int = 128
+    """Longest reply."""
+    tree_nodes: int | None = None
+    """Drafted nodes of the tree; the drafter's own setting if not given."""
+    repeats: int = 3
+    """Timed runs of every request."""
+    json: str | None = None
+    """Write the numbers to this file."""
+
+
+def run(options: Options) -> None:
+    target = load_target(options.target)
+    proposers: list[Proposer] = [PlainDecoding()]
+    warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
+    extra = {} if options.tree_nodes is None else {"tree_nodes": options.tree_nodes}
+    proposers += [load_proposer(folder, target, warn, **extra) for folder in options.drafters]
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
+    results = compare(target, proposers, prompts, options.max_new_tokens, options.repeats)
+    report = make_report(target, results, options)
+    if options.json is not None:
+        with whole_file(options.json) as aside:
+            write_json(aside, report)
+    show(report)
+
+
+Results = dict[str, list[Generation]]
+
+
+def compare(
+    target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int
+) -> Results:
+    """Decode every prompt with every proposer, taking turns; of `repeats` runs the one of median decode time is kept."""
+    if repeats < 1:
+        raise UserError("repeats must be at least 1")
+    names = _distinct_names(proposers)
+    for proposer in proposers:  # warm up
+        generate(target, proposer, prompts[0].token_ids, min(max_new_tokens, 8))
+    results: Results = {name: [] for name in names}
+    for prompt in tqdm(prompts, desc="decoding", unit=" prompts", disable=None, leave=False):
+        runs: dict[str, list[Generation]] = {name: [] for name in names}
+        for _ in range(repeats):
+            for name, proposer in zip(names, proposers, strict=True):
+                runs[name].append(generate(target, proposer, prompt.token_ids, max_new_tokens))
+        for name in names:
+            results[name].append(sorted(runs[name], key=lambda g: g.decode_s)[len(runs[name]) // 2])
+    return results
+
+
+def _distinct_names(proposers: Sequence[Proposer]) -> list[str]:
+    names: list[str] = []
+    for proposer in proposers:
+        name, number = proposer.name, 2
+        while name in names:
+            name, number = f"{proposer.name}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def make_report(target: Target, results: Results, options: Options) -> dict[str, Any]:
+    """The numbers of every drafter, with what they were measured on."""
+    plain = results["plain"]
+    drafters = {}
+    for name, generations in results.items():
+        summary = summarise(generations)
+        pairs = list(zip(plain, generations, strict=True))
+        summary["speedup"] = _ratio(pairs)
+        summary["speedup_ci95"] = bootstrap(pairs, _ratio)
+        summary["speedup_median"] = statistics.median(a.decode_s / b.decode_s for a, b in pairs if b.decode_s)
+        summary["equal_to_ar"] = sum(a.token_ids == b.token_ids for a, b in pairs)
+        summary["first_divergence"] = [_divergence(a.token_ids, b.token_ids) for a, b in pairs]
+        summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
+        drafters[name] = summary
+    return {
+        "schema_version": SCHEMA,
+        "target": target.fingerprint().as_dict(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "verify_mode": "greedy",
+        "lossless": True,
+        "sampling": {"T": 0},
+        "batch": 1,
+        "options": asdict(options),
+        "definitions": DEFINITIONS,
+        "drafters": drafters,
+    }
+
+
+DEFINITIONS = {
+    "tau_incl_bonus": "tokens kept per round, the target's own included, the prefill's excluded, pooled over requests",
+    "tau_ci95": "95% bootstrap interval over prompts, 1000 resamples",
+    "survival": "share of rounds that accepted at least d drafts",
+    "cond_accept": "survival at d over survival at d - 1",
+    "tokens_s": "tokens of all rounds / their wall time, prefill excluded, batch 1",
+    "speedup": "sum of plain decode times / sum of this drafter's decode times over the same prompts, prefill excluded",
+    "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
+    "equal_to_ar": "replies equal to plain decoding in the same loop, token for token",
+}
+
+
+def _ratio(pairs: Sequence[tuple[Generation, Generation]]) -> float:
+    seconds = sum(b.decode_s for _, b in pairs)
+    return sum(a.decode_s for a, _ in pairs) / seconds if seconds else float("nan")
+
+
+def _divergence(a: list[int], b: list[int]) -> int | None:
+    """Index of the first token in which two texts differ; None if they are equal."""
+    return next((i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]), None)
+
+
+def _histogram(values: list[int]) -> list[int]:
+    return [values.count(v) for v in range(max(values, default=-1) + 1)]
+
+
+def show(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the table a person looks at."""
+    drafters = report["drafters"]
+    requests = drafters["plain"]["requests"]
+    table = Table(title=f"{report['target']['name']}  |  {requests} held-out prompts, T = 0, batch 1, {report['dtype']}")
+    for column in (
+        "drafter",
+        "tau",
+        "95% interval",
+        "accepted at depth 1, 2, ..",
+        "tokens/s",
+        "speed-up",
+        "text identical",
+    ):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    for name, s in drafters.items():
+        low, high = s["tau_ci95"]
+        table.add_row(
+            name,
+            f"{s['tau_incl_bonus']:.2f} ({low:.2f}-{high:.2f})",
+            " ".join(f"{x:.2f}" for x in s["survival"]) or "-",
+            f"{s['tokens_s']:.0f}",
+            f"{s['speedup']:.2f}x",
+            "yes" if s["equal_to_ar"] == requests else f"no ({requests - s['equal_to_ar']} differ)",
+        )
+    console = console or Console()
+    console.print(table)
+    console.print(
+        f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {drafters['plain']['loop_share']:.0%}; loops flatter "
+        "every drafter."
+    )

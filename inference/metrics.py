@@ -1,0 +1,79 @@
+"""One definition of every number, as in reference/evaluation.md section 1.
+
+A round drafts `n_draft` nodes, accepts `a` of them and keeps `k <= a + 1` tokens (cut at an end token or a limit). The token
+that the prefill chooses belongs to no round.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .decode import Generation
+
+RESAMPLES = 1000
+LOOP_NGRAM = 8
+
+
+def tau(kept: Sequence[Sequence[int]]) -> float:
+    """Tokens kept per round, bonus included, pooled over requests (micro average); `kept[i]` are the rounds of request i."""
+    rounds = sum(len(request) for request in kept)
+    return sum(map(sum, kept)) / rounds if rounds else float("nan")
+
+
+def survival(accepted: Sequence[int], levels: int) -> list[float]:
+    """`s_d`, d = 1 .. levels: share of rounds that accepted at least d drafts."""
+    return [sum(a >= d for a in accepted) / len(accepted) if accepted else float("nan") for d in range(1, levels + 1)]
+
+
+def conditional(survived: Sequence[float]) -> list[float]:
+    """`c_d = s_d / s_(d-1)`: acceptance at depth d given that depth d - 1 was accepted."""
+    before = [1.0, *survived]
+    return [s / b if b > 0 else float("nan") for s, b in zip(survived, before, strict=False)]
+
+
+def bootstrap(requests: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int = 0) -> tuple[float, float]:
+    """95% interval of a statistic, resampling requests: rounds of one request are correlated, so they go together."""
+    rng = random.Random(seed)
+    values = sorted(statistic(rng.choices(requests, k=len(requests))) for _ in range(RESAMPLES))
+    return values[int(0.025 * RESAMPLES)], values[int(0.975 * RESAMPLES) - 1]
+
+
+def repeats_itself(tokens: Sequence[int], n: int = LOOP_NGRAM) -> bool:
+    """Whether a text repeats one of its n-grams: small targets loop under greedy decoding, and a loop flatters every drafter."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) < len(grams)
+
+
+def kept_per_round(generation: Generation) -> list[int]:
+    return [len(round_.tokens) for round_ in generation.rounds]
+
+
+def summarise(generations: Sequence[Generation]) -> dict[str, Any]:
+    """Pooled numbers of many requests decoded alike; names as in evaluation.md section 2."""
+    rounds = [r for g in generations for r in g.rounds]
+    kept = [kept_per_round(g) for g in generations]
+    accepted = [r.accepted for r in rounds]
+    drafted = sum(r.drafted or 0 for r in rounds)
+    levels = max(accepted, default=0)
+    survived = survival(accepted, levels)
+    decode_s = sum(g.decode_s for g in generations)
+    low, high = bootstrap(kept, tau) if rounds else (float("nan"), float("nan"))
+    return {
+        "requests": len(generations),
+        "rounds": len(rounds),
+        "tokens": sum(len(g.token_ids) for g in generations),
+        "tau_incl_bonus": tau(kept),
+        "tau_ci95": [low, high],
+        "tau_untruncated": sum(a + 1 for a in accepted) / len(rounds) if rounds else float("nan"),
+        "survival": survived,
+        "cond_accept": conditional(survived),
+        "accept_rate": sum(accepted) / drafted if drafted else 0.0,
+        "mean_n_draft": drafted / len(rounds) if rounds else 0.0,
+        "tokens_s": sum(map(sum, kept)) / decode_s if decode_s else float("nan"),
+        "ttft_s": sum(g.ttft_s for g in generations) / len(generations),
+        "split_s": {part: sum(getattr(r, f"t_{part}_s") for r in rounds) for part in ("draft", "verify", "accept", "kv")},
+        "decode_s": decode_s,
+        "loop_share": sum(repeats_itself(g.token_ids) for g in generations) / len(generations),
+    }

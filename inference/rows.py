@@ -1,0 +1,214 @@
+"""Conversations as people store them, read into one shape. Used for prompts to decode and for rows to learn from.
+
+Formats: `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response` (plain text, or messages); `text`;
+OpenAI-style request logs (`request` or `body`, with `response`); Spec-Bench `turns`; and the token-exact rows that
+`draftsmith data regenerate` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..heads.errors import UserError
+
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}
+
+
+class RowError(ValueError):
+    """Why one row is malformed."""
+
+
+@dataclass
+class Conversation:
+    """One row: messages, or plain text, or exact tokens."""
+
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    """Plain text; with `completion`, the part before it."""
+    completion: str | None = None
+    token_ids: list[int] | None = None
+    response_spans: list[tuple[int, int]] = field(default_factory=list)
+    """Where in `token_ids` the target wrote: [start, end)."""
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What this row asks of the chat template, such as enable_thinking."""
+
+    def words(self) -> str:
+        """What people and model said, without system prompts (they recur in every row): the text compared for overlap."""
+        if self.messages is not None:
+            spoken = [m.get("content") for m in self.messages if m.get("role") in ("user", "assistant")]
+            return "\n".join(content if isinstance(content, str) else json.dumps(content) for content in spoken if content)
+        return "\n".join(part for part in (self.text, self.completion) if part)
+
+
+def conversation_of(row: Any) -> Conversation:
+    """Read one row in any of the formats; raises `RowError` with the reason."""
+    if not isinstance(row, dict):
+        raise RowError(f"a row must be an object, not {type(row).__name__}")
+    if row.get("token_ids") is not None:
+        return _exact(row)
+    kwargs = row.get("chat_template_kwargs") or {}
+    tools = row.get("tools")
+    if row.get("messages") is not None:
+        return Conversation(messages=_messages(row["messages"]), tools=tools, template_kwargs=kwargs)
+    if row.get("conversations") is not None:
+        return Conversation(messages=_sharegpt(row["conversations"]), tools=tools, template_kwargs=kwargs)
+    if (request := row.get("request") or row.get("body")) is not None:
+        return _request_log(request, row.get("response"))
+    if row.get("turns") is not None:
+        if not isinstance(row["turns"], list) or not row["turns"] or not isinstance(row["turns"][0], str):
+            raise RowError("turns must be a list of texts")
+        return Conversation(messages=[{"role": "user", "content": row["turns"][0]}])
+    if row.get("prompt") is not None:
+        return _prompt_and_completion(row, kwargs)
+    if isinstance(row.get("text"), str):
+        return Conversation(text=row["text"])
+    raise RowError("none of messages, conversations, request, prompt, turns, text, token_ids is there")
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise RowError("messages must be a list with at least one message")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RowError("a message must be an object with a role")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RowError(f"a message of role {message['role']} has neither content nor tool calls")
+        # Tables fill absent keys with null; templates test `is defined`, so nulls must not reach them.
+        messages.append({key: v for key, v in message.items() if v is not None or key == "content"})
+    return messages
+
+
+def _sharegpt(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise RowError("conversations must be a list with at least one turn")
+    messages = []
+    for turn in value:
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or turn.get("from") not in SHAREGPT_ROLES:
+            raise RowError("a turn must have a text as value and human, gpt, system or tool as from")
+        messages.append({"role": SHAREGPT_ROLES[turn["from"]], "content": turn["value"]})
+    return messages
+
+
+def _request_log(request: Any, response: Any) -> Conversation:
+    """One request with its answer, as servers and batch files log them."""
+    if not isinstance(request, dict) or "messages" not in request:
+        raise RowError("the request has no messages")
+    messages = _messages(request["messages"])
+    if isinstance(response, dict):
+        response = response.get("body", response)
+        choices = response.get("choices") if isinstance(response, dict) else None
+        if not choices or not isinstance(choices[0], dict) or "message" not in choices[0]:
+            raise RowError("the response has no choices[0].message")
+        messages = messages + _messages([choices[0]["message"]])
+    kwargs = request.get("chat_template_kwargs") or {}
+    return Conversation(messages=messages, tools=request.get("tools"), template_kwargs=kwargs)
+
+
+def _prompt_and_completion(row: dict[str, Any], kwargs: dict[str, Any]) -> Conversation:
+    prompt, completion = row["prompt"], row.get("completion", row.get("response"))
+    if isinstance(prompt, list):
+        after = _messages(completion) if isinstance(completion, list) else []
+        if isinstance(completion, str):
+            after = [{"role": "assistant", "content": completion}]
+        return Conversation(messages=_messages(prompt) + after, tools=row.get("tools"), template_kwargs=kwargs)
+    if not isinstance(prompt, str) or not isinstance(completion, str | None):
+        raise RowError("prompt and completion must be texts or lists of messages")
+    return Conversation(text=prompt, completion=completion)
+
+
+def _exact(row: dict[str, Any]) -> Conversation:
+    ids, spans = row["token_ids"], row.get("response_spans")
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise RowError("token_ids must be a list of integers")
+    if not isinstance(spans, list) or not all(isinstance(s, list | tuple) and len(s) == 2 for s in spans):
+        raise RowError("response_spans must be a list of [start, end] pairs")
+    if not all(0 <= start <= end <= len(ids) for start, end in spans):
+        raise RowError("a response span lies outside token_ids")
+    messages = _messages(row["messages"]) if row.get("messages") is not None else None
+    return Conversation(messages=messages, token_ids=ids, response_spans=[(int(a), int(b)) for a, b in spans])
+
+
+def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(name of the row, its value) for every row of a JSON or JSONL file; the value of a broken line is a `RowError`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read {path}: {reason}; check the path") from error
+    if path.suffix == ".json":
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} is not valid JSON (line {error.lineno}); for one object a line, name it .jsonl") from error
+        if not isinstance(rows, list):
+            raise UserError(f"{path} must hold a list of rows")
+        yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield f"{path.name}:{number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                yield f"{path.name}:{number}", RowError(f"not valid JSON: {error.msg}")
+
+
+def template_of(tokenizer: Any, name: str) -> str:
+    """The tokenizer's chat template; `UserError` where it has none."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(
+            f"target {name} has no chat template, but the data is chat-shaped; use plain `text` or `prompt`, or a target with one"
+        )
+    return tokenizer.chat_template
+
+
+@dataclass
+class Prompt:
+    """What a request starts from."""
+
+    id: str
+    token_ids: list[int]
+    category: str = ""
+
+
+def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
+    """Token ids that the target is given: everything before the last assistant message, rendered for generation."""
+    if conversation.token_ids is not None:
+        first = min((start for start, _ in conversation.response_spans), default=len(conversation.token_ids))
+        return conversation.token_ids[:first]
+    if conversation.messages is None:
+        return tokenizer(conversation.text)["input_ids"]
+    template_of(tokenizer, name)
+    messages = conversation.messages
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise RowError("there is no message before the assistant's")
+    return tokenizer.apply_chat_template(
+        messages, tools=conversation.tools, add_generation_prompt=True, return_dict=True, **conversation.template_kwargs
+    )["input_ids"]
+
+
+def read_prompts(path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a JSON or JSONL file; a malformed row is an error that names it."""
+    path = Path(path)
+    prompts: list[Prompt] = []
+    for name, row in read_json_rows(path):
+        if limit is not None and len(prompts) == limit:
+            break
+        try:
+            if isinstance(row, RowError):
+                raise row
+            ids = prompt_ids(conversation_of(row), tokenizer, target_name)
+        except RowError as error:
+            raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
+        prompts.append(Prompt(str(row.get("id", row.get("question_id", name))), ids, str(row.get("category", ""))))
+    if not prompts:
+        raise UserError(f"{path} holds no prompts; give at least one row")
+    return prompts

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Set up and run the tests: every promise in small form.   ./scripts/test.sh [pytest options]
+# With --all, the full counts (an hour at most):           ./scripts/test.sh --all
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+select="not full and not gpu and not vllm"
+if [ "${1:-}" = "--all" ]; then
+    select="not gpu and not vllm"
+    shift
+fi
+export HF_HUB_OFFLINE=1 WANDB_MODE=offline
+# The models in the tests are tiny: one thread each and a process a core is faster than threads.
+export OMP_NUM_THREADS=1
+exec python -m pytest -n "${TEST_PROCESSES:-auto}" -m "$select" "$@"

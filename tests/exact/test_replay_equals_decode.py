@@ -1,0 +1,62 @@
+"""Estimated tau counts what decoding counts: on target-greedy text in fp32 the rounds agree one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftsmith.inference.decode import generate
+from draftsmith.inference.medusa import MedusaProposer, accepted_by_root, calibrate, make_proposer, teacher_forced
+from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.replay import replay
+from draftsmith.inference.target import Target
+
+from tests.conftest import random_heads, tiny_target
+from tests.exact.test_greedy_equality import quickstart_prompts, stories_prompts
+from tests.trained import trained_artifact
+
+
+def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, prompts: list[list[int]], limit: int) -> int:
+    """Compare kept tokens of every round; returns how many rounds accepted something."""
+    busy = 0
+    for prompt in prompts:
+        ids = prompt + generate(target, PlainDecoding(), prompt, limit).token_ids
+        with torch.no_grad():
+            last = target.forward(torch.tensor([ids])).last[0]
+        ranks = teacher_forced(heads, last, torch.tensor(ids))
+        estimated = replay(accepted_by_root(ranks, calibration), len(prompt), len(ids))
+        decoded = kept_per_round(generate(target, proposer, prompt, limit))
+        assert estimated == decoded
+        busy += sum(kept > 1 for kept in decoded)
+    return busy
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("which", ["quickstart", "stories"])
+def test_rounds_agree_for_trained_heads(which: str, count: int, request: pytest.FixtureRequest) -> None:
+    target: Target = request.getfixturevalue(which)
+    artifact = trained_artifact(target)
+    prompts = (quickstart_prompts if which == "quickstart" else stories_prompts)(target, count)
+    busy = check(target, make_proposer(artifact, "x"), artifact.drafter, artifact.calibration, prompts, limit=64)
+    assert busy > count, "heads that are never right would prove nothing"
+
+
+def test_rounds_agree_where_replies_end_and_are_cut() -> None:
+    target = tiny_target(seed=5)
+    heads = random_heads(target)
+    calibration = {"rank_accuracy": [[0.5, 0.3, 0.2]] * 4, "tree_nodes": 20}
+    from draftsmith.inference.tree import grow
+
+    proposer = MedusaProposer(heads, grow(calibration["rank_accuracy"], 20))
+    prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(12)]
+    for limit in (1, 2, 3, 30):
+        check(target, proposer, heads, calibration, prompts, limit)
+
+
+def test_calibration_counts_ranks_over_roots_with_every_label() -> None:
+    # Two heads; a reply at 2..6: roots 2..4 have two tokens ahead, root 5 has one.
+    ranks = torch.tensor([[-1, -1], [9, 9], [0, 1], [0, 0], [1, -1], [0, -1], [-1, -1]])
+    table = calibrate([(ranks, 2)], tree_nodes=4)
+    assert table["roots"] == 3
+    assert table["rank_accuracy"][0][:3] == [2 / 3, 1 / 3, 0]
+    assert table["rank_accuracy"][1][:3] == [1 / 3, 1 / 3, 0]

@@ -1,0 +1,50 @@
+"""The numbers, on cases small enough to check by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from draftsmith.inference.decode import Generation, Round
+from draftsmith.inference.metrics import bootstrap, conditional, repeats_itself, summarise, survival, tau
+from draftsmith.inference.replay import replay
+
+
+def test_the_worked_example_of_the_definitions() -> None:
+    """A chain of 3 that accepted 0, 2 and 3 drafts in three rounds, nothing cut."""
+    rounds = [Round([1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
+    summary = summarise([Generation([7], [1] * 9, rounds, decode_s=1.0)])
+    assert summary["tau_incl_bonus"] == pytest.approx(8 / 3)
+    assert summary["accept_rate"] == pytest.approx(5 / 9)
+    assert summary["survival"] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert summary["cond_accept"] == pytest.approx([2 / 3, 1, 0.5])
+    assert summary["tau_untruncated"] == pytest.approx(1 + sum(summary["survival"]))
+
+
+def test_tau_pools_rounds_over_requests() -> None:
+    assert tau([[1, 1, 1, 1], [4]]) == pytest.approx(8 / 5)
+    assert math.isnan(tau([[]]))
+
+
+def test_survival_and_conditional_without_acceptance() -> None:
+    assert survival([0, 0], 0) == [] and conditional([]) == []
+    assert conditional([0.5, 0.0, 0.0])[:2] == [0.5, 0.0]
+
+
+def test_bootstrap_of_equal_requests_has_no_width() -> None:
+    assert bootstrap([[2, 2]] * 5, tau) == (2.0, 2.0)
+
+
+def test_a_repeated_8_gram_is_a_loop() -> None:
+    assert repeats_itself([1, 2, 3, 4, 5, 6, 7, 8] * 2)
+    assert not repeats_itself(list(range(40)))
+    assert not repeats_itself([1] * 8)
+
+
+def test_replay_visits_the_roots_that_decoding_visits() -> None:
+    # Reply at 2..9. Root 2 accepts 1 -> keeps 3, 4; root 4 accepts 0 -> keeps 5; root 5 accepts 3 -> keeps 6..9.
+    accepted = [9, 9, 1, 9, 0, 3, 9, 9, 9, 9]
+    assert replay(accepted, start=2, end=10) == [2, 1, 4]
+    # The same with the text ending inside the last round's acceptance.
+    assert replay(accepted[:8], start=2, end=8) == [2, 1, 2]
+    assert replay([5], start=0, end=1) == []

@@ -1,0 +1,86 @@
+"""Command lines: jsonargparse over dataclasses, with hyphens in every option and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+import jsonargparse
+
+from ..heads.errors import UserError
+
+T = TypeVar("T")
+OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """Says a mistake in one line and exits with 2, without jsonargparse's usage lines."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        fail(hyphenated(one_line(message)) + f" (see {self.prog} --help)")
+
+    def format_help(self) -> str:
+        return hyphenated(super().format_help())
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on stderr and exit with 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def one_line(message: str) -> str:
+    """jsonargparse nests its reasons over several lines; join them."""
+    lines = [line.strip(" -") for line in str(message).splitlines()]
+    joined = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined).removeprefix("Parser key ")
+
+
+def hyphenated(text: str) -> str:
+    """`--optim.warmup_share` -> `--optim.warmup-share`, in every option that `text` names."""
+    return OPTION.sub(lambda match: match.group().replace("_", "-"), text)
+
+
+def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -> tuple[T, str]:
+    """An instance of the dataclass from `--config FILE` (YAML) and options, later ones winning, and the same resolved as YAML.
+
+    Exits with 2 on a mistake.
+    """
+    parser = build_parser(config_class, prog, example)
+    namespace = parser.parse_args([underscored(argument) for argument in argv])
+    try:
+        values = parser.instantiate(namespace)
+        values.pop("config", None)
+        return config_class(**dict(values)), parser.dump(namespace)
+    except UserError as error:
+        fail(str(error))
+
+
+def build_parser(config_class: type, prog: str, example: str) -> Parser:
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--option VALUE ...]",
+        description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {example}",
+        formatter_class=RawDescription,
+        default_meta=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file with the same keys; options after it win")
+    parser.add_class_arguments(config_class)
+    return parser
+
+
+class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the line breaks of the description."""
+
+
+def underscored(argument: str) -> str:
+    """An option as typed (`--optim.warmup-share=0.1`) in the spelling of its field."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"

@@ -1,0 +1,120 @@
+"""Packed rows and their order: a pure function of seed and step, so that a resumed run sees what it would have seen.
+
+Shapes: B packed rows, S positions.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .data import TokenTable
+
+PADDING = -1  # document number of padding
+
+
+@dataclass
+class Batch:
+    """Packed rows on the CPU: masks are data, and what is derived from them needs no device synchronisation."""
+
+    ids: Tensor
+    """[B, S]."""
+    positions: Tensor
+    """[B, S]; restart at 0 with every document, and with the padding."""
+    documents: Tensor
+    """[B, S]; number of the document within the row, PADDING at the end."""
+    mask: Tensor
+    """[B, S] bool; true where the target wrote."""
+
+    def reply_run(self, first: int, last: int) -> Tensor:
+        """`[B, S]` bool: position t is true iff t + first .. t + last are all reply tokens of t's own document.
+
+        This is R(root .. label) of drafter-recipes 0.2: a draft is reachable only through tokens that the target wrote.
+        """
+        run = torch.ones_like(self.mask)
+        for offset in range(first, last + 1):
+            inside = torch.zeros_like(run)
+            if offset < run.shape[1]:
+                ahead = slice(offset, None)
+                here = slice(None, run.shape[1] - offset)
+                inside[:, here] = self.mask[:, ahead] & (self.documents[:, ahead] == self.documents[:, here])
+            run &= inside
+        return run
+
+
+def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Groups of items whose lengths sum to at most `capacity`: best fit, longest first. Deterministic."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect.bisect_left(open_rows, (lengths[item], -1))
+        if place < len(open_rows):
+            room, row = open_rows.pop(place)
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        if room > lengths[item]:
+            bisect.insort(open_rows, (room - lengths[item], row))
+    return rows
+
+
+class Batches:
+    """The endless stream of packed rows, dealt out by step, accumulation and rank.
+
+    Rows are shuffled anew each epoch; W ranks with A accumulations take the same rows in a step as one rank with W * A.
+    """
+
+    def __init__(self, table: TokenTable, max_length: int, rows: int, accumulation: int, ranks: int, seed: int) -> None:
+        self._table = table
+        self._documents = [d for d, copies in enumerate(table.copies.tolist()) for _ in range(copies)]
+        self._packs = pack([table.length(d) for d in self._documents], max_length)
+        self._rows, self._accumulation, self._ranks, self._seed = rows, accumulation, ranks, seed
+        self._epoch, self._order = -1, np.arange(0)
+
+    @property
+    def packs(self) -> int:
+        """Packed rows in an epoch."""
+        return len(self._packs)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self._rows * self._accumulation * self._ranks
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that are not padding when every row is as long as the longest."""
+        lengths = [sum(self._table.length(self._documents[i]) for i in pack_) for pack_ in self._packs]
+        return sum(lengths) / (max(lengths) * len(lengths))
+
+    def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
+        """What `rank` sees in the given accumulation of `step` (all 0-based)."""
+        first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
+        return collate([self._pack_at(first + i) for i in range(self._rows)])
+
+    def _pack_at(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        epoch, place = divmod(index, self.packs)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.packs)
+        return [self._table.document(self._documents[i]) for i in self._packs[self._order[place]]]
+
+
+def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> Batch:
+    """Lay the documents (ids, mask) of each row end to end and pad to the longest row."""
+    width = max(sum(len(ids) for ids, _ in row) for row in rows)
+    shape = (len(rows), width)
+    ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
+    for r, row in enumerate(rows):
+        at = 0
+        for number, (document, written) in enumerate(row):
+            span = slice(at, at + len(document))
+            ids[r, span], mask[r, span] = document, written
+            positions[r, span], documents[r, span] = np.arange(len(document)), number
+            at += len(document)
+        positions[r, at:] = np.arange(width - at)
+    return Batch(*(torch.from_numpy(array) for array in (ids, positions, documents, mask)))

@@ -1,0 +1,119 @@
+"""Checkpoints that are whole or absent, and the run folder around them.
+
+OUTPUT/config.yaml              the resolved config of the run
+OUTPUT/checkpoints/step-000200/ state/ (weights, optimiser, RNG of every rank), trainer.json, drafter/, config.yaml, ...
+OUTPUT/best, OUTPUT/last        links to the drafter of the best and of the latest checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from ..heads.errors import UserError
+from ..heads.files import read_json, remove_partials, whole_directory, write_json
+
+
+@dataclass
+class TrainerState:
+    """What a resume needs besides weights, optimiser and RNG: the data position is a function of the step."""
+
+    step: int = 0
+    """Optimiser steps done."""
+    tokens: int = 0
+    """Positions seen, padding included."""
+    best_tau: float = 0.0
+    best_step: int = -1
+    evaluations_without_gain: int = 0
+    rows_per_step: int = 0
+    """Changes with ranks, accumulation and batch; a resume under another value would skip or repeat data."""
+    total_steps: int = 0
+
+
+class RunFolder:
+    """The output folder of a run."""
+
+    def __init__(self, output: str) -> None:
+        self.path = Path(output)
+        self.checkpoints = self.path / "checkpoints"
+
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, ascending."""
+        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
+        return sorted(int(p.name.removeprefix("step-")) for p in found)
+
+    def at(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def save(self, accelerator: Accelerator, state: TrainerState, save_drafter: Any, config_yaml: str, facts: Any) -> Path:
+        """Write the checkpoint of `state.step`: all ranks call this; it exists only once every rank has written its part."""
+        final = self.at(state.step)
+        writer = whole_directory(final) if accelerator.is_main_process else nullcontext()
+        with writer as aside:
+            aside = Path(broadcast_object_list([str(aside)])[0])
+            accelerator.save_state(str(aside / "state"))
+            if accelerator.is_main_process:
+                write_json(aside / "trainer.json", asdict(state))
+                write_json(aside / "provenance.json", facts)
+                (aside / "config.yaml").write_text(config_yaml)
+                save_drafter(aside / "drafter")
+            accelerator.wait_for_everyone()
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            self._link("last", final / "drafter")
+        return final
+
+    def load(self, accelerator: Accelerator, step: int) -> TrainerState:
+        accelerator.load_state(str(self.at(step) / "state"))
+        return TrainerState(**read_json(self.at(step) / "trainer.json"))
+
+    def mark_best(self, step: int) -> None:
+        self._link("best", self.at(step) / "drafter")
+
+    def prune(self, keep: int, best_step: int) -> None:
+        """Delete all but the newest `keep` checkpoints and the best one."""
+        for step in self.steps()[:-keep]:
+            if step != best_step:
+                shutil.rmtree(self.at(step))
+        remove_partials(self.checkpoints)
+
+    def _link(self, name: str, to: Path) -> None:
+        """Point the link OUTPUT/name at a folder inside OUTPUT, in one step."""
+        aside = self.path / f".{name}.partial"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(os.path.relpath(to, self.path))
+        aside.replace(self.path / name)
+
+
+def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None:
+    """The step to go on from, or None to start. Called before anything is loaded or written.
+
+    A folder with checkpoints of another config is an error: going on would mix two runs, starting anew would destroy one.
+    """
+    steps = folder.steps()
+    if not steps:
+        return None
+    if not resume:
+        raise UserError(f"{folder.path} already holds checkpoints; choose another output, or go on with checkpoints.resume=true")
+    before = (folder.at(steps[-1]) / "config.yaml").read_text()
+    changed = sorted(_keys(before) ^ _keys(config_yaml))
+    if changed:
+        raise UserError(
+            f"{folder.path} holds checkpoints of a run with another config ({changed[0]}); choose another output, or that config"
+        )
+    return steps[-1]
+
+
+FREE_TO_CHANGE = ("log_every:", "tracker:", "project:", "resume:", "keep:", "patience:")
+
+
+def _keys(config_yaml: str) -> set[str]:
+    lines = [line.strip() for line in config_yaml.splitlines()]
+    return {line for line in lines if line and not line.startswith(FREE_TO_CHANGE)}

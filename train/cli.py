@@ -1,0 +1,101 @@
+"""The `draftsmith` command: one verb, one module, imported when the verb runs."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from transformers.utils import logging as transformers_logging
+
+from ..heads.errors import UserError
+from .arguments import fail, parse
+
+VERBS = {
+    "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
+    "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
+    "generate": ("inference.show", "decode one prompt and show what was accepted"),
+    "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
+}
+METHODS = ("medusa",)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the console script."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_usage())
+        return
+    words = 2 if argv[0] == "data" and len(argv) > 1 else 1
+    verb = " ".join(argv[:words])
+    if verb not in VERBS:
+        fail(f"unknown command {verb!r}; there are: {', '.join(VERBS)}")
+    module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
+    options, _ = parse(module.Options, argv[words:], f"draftsmith {verb}", module.EXAMPLE)
+    guarded(lambda: module.run(options))
+
+
+def train_main(argv: list[str] | None = None) -> None:
+    """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in METHODS:
+        if argv and argv[0] in ("-h", "--help"):
+            print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
+            return
+        fail(f"name a method to train: {', '.join(METHODS)}")
+    method = importlib.import_module(f".{argv[0]}", __package__)
+    run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}", method.EXAMPLE)
+
+    def start() -> None:
+        from .loop import train
+
+        best = train(run, method, config_yaml)
+        if is_main_rank():
+            print(f"best drafter: {best}")
+
+    guarded(start)
+
+
+def guarded(work: Callable[[], None]) -> None:
+    """Run `work`; what a user can mend ends in one line and exit code 2, an interrupt in 130."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        work()
+    except UserError as error:
+        _fail_once(str(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+            raise
+        _fail_once(f"cannot write {error.filename or 'output'}: {error.strerror}; free some space or choose another folder")
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def is_main_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _fail_once(message: str) -> NoReturn:
+    """`fail`, printed by one rank only."""
+    if is_main_rank():
+        fail(message)
+    raise SystemExit(2)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
+    return (
+        "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
+        f"commands (each has --help):\n{verbs}\n\n"
+        "training is launched, not called:\n  accelerate launch -m draftsmith.train medusa --config FILE"
+    )

@@ -1,0 +1,172 @@
+"""`draftsmith doctor`: is this machine, target and config fit to run? Every line says what was found and, if bad, what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..heads.errors import UserError
+from ..inference.rows import Conversation, RowError
+from ..inference.target import Target, TargetConfig, load_target
+from .data import rows_of, source_files
+from .features import LiveTarget
+from .provenance import versions
+from .templates import encode
+
+EXAMPLE = "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"
+GIB = 2**30
+
+
+@dataclass
+class Options:
+    """Check this machine, and a target and a training config if given. Exits with 2 if something would not run."""
+
+    target: str | None = None
+    """Target to load and check."""
+    run: str | None = None
+    """Training config to check; its target is checked too."""
+    method: str = "medusa"
+    """Method that the config is for."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+
+@dataclass
+class Finding:
+    """One line of the report."""
+
+    check: str
+    status: Literal["ok", "warning", "error"]
+    found: str
+
+
+def run(options: Options) -> None:
+    findings = [*machine()]
+    target_config = TargetConfig(options.target) if options.target is not None else None
+    if options.run is not None:
+        found, config_target = check_run(options.run, options.method)
+        findings += found
+        target_config = target_config or config_target
+    if target_config is not None:
+        findings += check_target(target_config)
+    if options.json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        show(findings)
+    if any(f.status == "error" for f in findings):
+        raise SystemExit(2)
+
+
+def show(findings: list[Finding]) -> None:
+    table = Table("check", "status", "found")
+    colors = {"ok": "green", "warning": "yellow", "error": "red"}
+    for f in findings:
+        table.add_row(f.check, f"[{colors[f.status]}]{f.status}[/]", f.found)
+    Console().print(table)
+
+
+def machine() -> Iterator[Finding]:
+    """Versions, devices, memory, disk."""
+    found = versions()
+    missing = [name for name, version in found.items() if version is None and name != "deepspeed"]
+    text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    yield Finding("versions", "error" if missing else "ok", text + (f"; missing: {', '.join(missing)}" if missing else ""))
+    yield Finding("processor", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(i)
+            yield Finding(f"cuda:{i}", "ok", f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+    else:
+        yield Finding("cuda", "ok", "none; everything runs on the CPU, only slower")
+    memory = psutil.virtual_memory()
+    low = memory.available < 2 * GIB
+    text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
+    yield Finding("memory", "warning" if low else "ok", text + ("; close other programs" if low else ""))
+    disk = shutil.disk_usage(".")
+    low = disk.free < 2 * GIB
+    text = f"{disk.free / GIB:.1f} GiB free in the current folder"
+    yield Finding("disk", "warning" if low else "ok", text + ("; checkpoints need room" if low else ""))
+
+
+def check_run(path: str, method_name: str) -> tuple[list[Finding], TargetConfig | None]:
+    """Does the config parse, and can its sources be read?"""
+    import importlib
+
+    from .arguments import parse
+    from .cli import METHODS
+
+    if method_name not in METHODS:
+        raise UserError(f"unknown method {method_name!r}; there are: {', '.join(METHODS)}")
+    method = importlib.import_module(f".{method_name}", __package__)
+    config, _ = parse(method.Run, ["--config", path], "draftsmith doctor", EXAMPLE)
+    findings = [Finding("config", "ok", f"{path} parses")]
+    for source in config.data.sources:
+        check = f"data {source.name or source.path}"
+        try:
+            if source_files(source) is None:
+                findings.append(Finding(check, "ok", f"{source.path} is no local file; it will be asked of the hub"))
+                continue
+            next(rows_of(source))
+            findings.append(Finding(check, "ok", f"{source.path} can be read"))
+        except StopIteration:
+            findings.append(Finding(check, "error", f"{source.path} is empty; give it at least one row"))
+        except UserError as error:
+            findings.append(Finding(check, "error", str(error)))
+    return findings, config.target
+
+
+def check_target(config: TargetConfig) -> Iterator[Finding]:
+    """Does the target load, is its head understood, do packed documents stay apart, what does its template mark?"""
+    try:
+        target = load_target(config)
+    except UserError as error:
+        yield Finding("target", "error", str(error))
+        return
+    parameters = sum(p.numel() for p in target.model.parameters())
+    yield Finding(
+        "target",
+        "ok",
+        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} layers, hidden size "
+        f"{target.hidden_size}, vocabulary {target.vocab_size}, {target.max_positions} positions, "
+        f"{target.dtype} on {target.device}",
+    )
+    yield Finding("head", "ok", "head(last hidden state) gives the target's own logits")
+    try:
+        LiveTarget(target)
+        yield Finding("packing", "ok", "documents in one packed row do not see each other")
+    except UserError as error:
+        yield Finding("packing", "error", str(error))
+    if not target.eos_ids:
+        yield Finding("end token", "warning", "none; generation only ends at its limit; set eos_token_id")
+    yield check_template(target)
+
+
+def check_template(target: Target) -> Finding:
+    """Render a probe and say what would be learned from."""
+    if not target.tokenizer.chat_template:
+        return Finding("chat template", "warning", "none; only plain text can be learned from")
+    probe = Conversation(
+        messages=[
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "two"},
+            {"role": "user", "content": "three"},
+            {"role": "assistant", "content": "four"},
+        ]
+    )
+    try:
+        parts = encode(probe, target.tokenizer, target.eos_ids, target.name, {})
+    except RowError as error:
+        return Finding("chat template", "error", f"cannot carry a conversation: {error}")
+    learned = [target.tokenizer.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m]) for part in parts]
+    marks = "generation marks" if "generation" in target.tokenizer.chat_template else "no generation marks"
+    good = all(any(reply in text for text in learned) for reply in ("two", "four"))
+    return Finding("chat template", "ok" if good else "error", f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}")

@@ -1,0 +1,162 @@
+"""Held-out tau during training: estimated by replay on teacher-forced text, measured by decoding with the saved drafter.
+
+The texts are the target's own greedy replies to held-out prompts, written by the same loop that measures.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+from tqdm import tqdm
+
+from ..heads.artifact import Artifact
+from ..heads.errors import UserError
+from ..inference.decode import Generation, generate
+from ..inference.metrics import bootstrap, kept_per_round, survival, tau
+from ..inference.proposer import PlainDecoding, load_proposer
+from ..inference.replay import replay
+from ..inference.target import Target
+from .config import Evaluation
+from .data import TokenTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class HeldOutText:
+    """A prompt, the target's greedy reply, and the last hidden state of every position `[S, H]` on the CPU."""
+
+    ids: list[int]
+    start: int
+    """Where the reply begins."""
+    last: Tensor
+
+
+@dataclass
+class Estimate:
+    """What replay says of a drafter."""
+
+    kept: list[list[int]]
+    """Tokens kept in each round, for each text."""
+    tau: float
+    tau_rows: float
+    """The average over all rows: biased upwards, logged so that nobody has to wonder, never compared."""
+    survival: list[float]
+
+
+@dataclass
+class Measurement:
+    """What decoding says of a drafter."""
+
+    kept: list[list[int]]
+    tau: float
+    interval: tuple[float, float]
+    different: int
+    """Replies that are not the target's own: must be 0 in fp32."""
+
+
+class HeldOut:
+    """The held-out texts, each rank holding its share."""
+
+    def __init__(self, target: Target, table: TokenTable, config: Evaluation, accelerator: Accelerator) -> None:
+        self._target, self._config, self._accelerator = target, config, accelerator
+        prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)
+        mine = prompts[accelerator.process_index :: accelerator.num_processes]
+        progress = tqdm(mine, desc="target writes held-out replies", disable=None, leave=False)
+        self.texts = [self._write(prompt) for prompt in progress]
+
+    def _write(self, prompt: list[int]) -> HeldOutText:
+        plain = generate(self._target, PlainDecoding(), prompt, self._config.max_new_tokens)
+        ids = prompt + plain.token_ids
+        with torch.no_grad():
+            last = self._target.forward(torch.tensor([ids], device=self._target.device)).last[0].cpu()
+        return HeldOutText(ids, len(prompt), last)
+
+    def calibrate_and_estimate(self, drafter: Any) -> tuple[dict[str, Any], Estimate]:
+        """The drafter's calibration on these texts, and its tau by replay with the tree that the calibration gives."""
+        method = method_module(drafter.method)
+        device = next(drafter.parameters()).device
+        outcomes = [
+            (
+                method.teacher_forced(drafter, text.last.to(device), torch.tensor(text.ids, device=device)).cpu(),
+                text.start,
+            )
+            for text in self.texts
+        ]
+        outcomes = gather_object(outcomes)
+        calibration = method.calibrate(outcomes, self._config.tree_nodes)
+        kept, rows = [], []
+        for outcome, start in outcomes:
+            accepted = method.accepted_by_root(outcome, calibration)
+            kept.append(replay(accepted, start, len(accepted)))
+            rows += accepted[start:-1]
+        levels = max((k - 1 for request in kept for k in request), default=0)
+        return calibration, Estimate(
+            kept,
+            tau(kept),
+            1 + sum(rows) / max(len(rows), 1),
+            survival([k - 1 for request in kept for k in request], levels),
+        )
+
+    def measure(self, drafter_folder: Path) -> Measurement:
+        """Decode the prompts with the drafter just saved, loaded back as a user would."""
+        proposer = load_proposer(drafter_folder, self._target, log.warning)
+        results: list[tuple[list[int], bool]] = []
+        for text in tqdm(self.texts, desc="decoding held-out prompts", disable=None, leave=False):
+            generation: Generation = generate(self._target, proposer, text.ids[: text.start], self._config.max_new_tokens)
+            results.append((kept_per_round(generation), generation.token_ids == text.ids[text.start :]))
+        results = gather_object(results)
+        kept = [rounds for rounds, _ in results]
+        return Measurement(kept, tau(kept), bootstrap(kept, tau), sum(not equal for _, equal in results))
+
+
+def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[int]]:
+    """The first `count` held-out prompts: everything before the first reply token."""
+    prompts = []
+    for i in range(len(table)):
+        ids, mask = table.document(i)
+        start = int(mask.argmax())
+        if 0 < start <= longest:
+            prompts.append(ids[:start].tolist())
+        if len(prompts) == count:
+            break
+    if not prompts:
+        raise UserError("no held-out row has a prompt before its reply; evaluation needs some (chat or prompt/completion rows)")
+    return prompts
+
+
+def method_module(method: str) -> ModuleType:
+    """The file of a method in `inference/`: how it drafts, and what it would have drafted on a known text."""
+    return importlib.import_module(f"..inference.{method}", __package__)
+
+
+def evaluate(
+    held_out: HeldOut,
+    drafter: Any,
+    make_artifact: Callable[[dict[str, Any]], Artifact],
+    save: Callable[[Artifact], Path],
+) -> tuple[Estimate, Measurement, dict[str, Any]]:
+    """Calibrate, estimate, save, measure what was saved; warn when estimate and measurement part."""
+    calibration, estimate = held_out.calibrate_and_estimate(drafter)
+    measured = held_out.measure(save(make_artifact(calibration)))
+    low, high = measured.interval
+    apart = abs(estimate.tau - measured.tau)
+    if apart > max(0.05 * measured.tau, (high - low) / 2):
+        log.warning(
+            "estimated tau %.3f and measured tau %.3f part by more than chance: features in training and decoding differ",
+            estimate.tau,
+            measured.tau,
+        )
+    if measured.different:
+        log.warning("%d held-out replies differ from the target's own greedy text", measured.different)
+    return estimate, measured, calibration

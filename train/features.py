@@ -1,0 +1,67 @@
+"""What the target gives a drafter to learn from. Logits are never stored: objectives make them where they are used.
+
+Shapes: B packed rows, S positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..heads.errors import UserError
+from ..inference.target import Target
+from .batches import Batch
+
+
+@dataclass
+class Features:
+    """A batch with the target's states on the training device."""
+
+    batch: Batch
+    last: Tensor
+    """[B, S, H] after the final norm."""
+    taps: tuple[Tensor, ...] = ()
+    """One [B, S, H] for each tap, ascending."""
+
+
+class FeatureSource(Protocol):
+    """Where features come from: the live target, a sharded one, or a store on disk."""
+
+    def features(self, batch: Batch) -> Features: ...
+
+
+class LiveTarget:
+    """Features from the frozen target in this process."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...] = ()) -> None:
+        if any(not 0 <= tap < target.num_layers for tap in taps) or sorted(set(taps)) != list(taps):
+            raise UserError(f"taps {list(taps)} must be ascending, distinct and below the target's {target.num_layers} layers")
+        self._target, self._taps = target, taps
+        self.check_packing()
+
+    @torch.no_grad()
+    def features(self, batch: Batch) -> Features:
+        device = self._target.device
+        hidden = self._target.forward(
+            batch.ids.to(device, non_blocking=True), batch.positions.to(device, non_blocking=True), taps=self._taps
+        )
+        return Features(batch, hidden.last, hidden.taps)
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Demand that two documents in one packed row get the features that each gets alone."""
+        target = self._target
+        ids = (torch.arange(12, device=target.device) * 7 % target.vocab_size)[None]
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=target.device)
+        packed = target.forward(ids, positions).last.float()
+        alone = torch.cat([target.forward(part).last for part in (ids[:, :5], ids[:, 5:])], dim=1).float()
+        tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 3e-2
+        error = (packed - alone).abs().max().item() / alone.abs().max().item()
+        if not error <= tolerance:
+            raise UserError(
+                f"target {target.name} ({target.config.model_type}) lets packed documents see each other (relative difference "
+                f"{error:.1e}); load it with target.attention=sdpa, or report this model type"
+            )

@@ -1,0 +1,299 @@
+"""`draftsmith data regenerate`: keep the prompts of a data set, let the target write the replies.
+
+Training on the target's own words is the largest single lever there is (drafter-recipes 11). The token ids that the target was
+given and those that it wrote are kept as they were, so nothing is tokenised twice. Each finished conversation is one appended
+line; a second call with the same output goes on behind the last whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from ..heads.errors import UserError
+from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids
+from ..inference.target import Target, TargetConfig, load_target
+from .config import Source
+from .data import rows_of
+
+log = logging.getLogger(__name__)
+
+EXAMPLE = "draftsmith data regenerate --target.path TARGET --data prompts.jsonl --out replies.jsonl --sampling.temperature 0.8"
+
+
+@dataclass
+class Sampling:
+    """How the target writes: use what will be used in serving."""
+
+    temperature: float = 0.7
+    """0 is greedy. Small targets loop under greedy decoding, so sample."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to this mass."""
+    top_k: int = 0
+    """Keep this many likeliest tokens; 0 keeps all."""
+    max_new_tokens: int = 1024
+    """Longest reply."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
+            raise UserError("sampling: temperature and top_k must be at least 0, top_p in (0, 1], max_new_tokens at least 1")
+
+
+@dataclass
+class Server:
+    """An OpenAI-compatible server that runs the target."""
+
+    url: str | None = None
+    """Base address, such as http://localhost:8000/v1; the target runs in this process if not given."""
+    model: str | None = None
+    """Model name to ask for; the target's path if not given."""
+    concurrency: int = 32
+    """Requests under way at one time."""
+    retries: int = 5
+    """Attempts after a failed one (429, 5xx, lost connection), with growing pauses."""
+    timeout_s: float = 600.0
+    """Longest wait for one reply."""
+
+
+@dataclass
+class Options:
+    """Let the target write the replies of a data set; prompts are kept, everything an assistant said is replaced."""
+
+    target: TargetConfig
+    data: str
+    """JSON, JSONL or parquet file, folder, or hub data set of conversations or prompts."""
+    out: str
+    """JSONL file to write, or to go on with."""
+    sampling: Sampling = field(default_factory=Sampling)
+    server: Server = field(default_factory=Server)
+    limit: int | None = None
+    """Take the first so many rows."""
+    batch_size: int = 32
+    """Prompts decoded together in this process."""
+    max_prompt_tokens: int | None = None
+    """Skip (and count) longer prompts; what fits the target's context if not given."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, such as enable_thinking."""
+
+
+def run(options: Options) -> None:
+    out = Path(options.out)
+    rows = list(rows_of(Source(options.data)))[: options.limit]
+    if not rows:
+        raise UserError(f"{options.data} holds no rows")
+    finished = mend(out)
+    tasks, malformed, ids = [], [], Counter[str]()
+    for name, row in rows:
+        try:
+            task = Task.of(name, row, options.chat_template_kwargs)
+        except RowError as error:
+            malformed.append(f"{name} ({error})")
+            continue
+        ids[task.id] += 1
+        if ids[task.id] > 1:
+            task.id += f"#{ids[task.id]}"
+        if task.id not in finished:
+            tasks.append(task)
+    if malformed:
+        log.warning("%d of %d rows are malformed and left out; the first is %s", len(malformed), len(rows), malformed[0])
+    if len(malformed) == len(rows):
+        raise UserError(f"{options.data}: no row can be used; the first is {malformed[0]}")
+    if finished:
+        log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
+    if not tasks:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file, tqdm(total=len(tasks), desc="target writes", disable=None) as progress:
+        sink = Sink(file, progress, provenance_of(options))
+        if options.server.url is not None:
+            from .server import regenerate_on_server
+
+            regenerate_on_server(tasks, options, sink)
+        else:
+            regenerate_here(tasks, options, sink)
+    log.info("%s: %d conversations, %d tokens written by the target, %d without an end", out, sink.rows, sink.tokens, sink.cut)
+
+
+@dataclass
+class Task:
+    """One conversation under way: what is said so far, and the user's words still to come."""
+
+    id: str
+    said: list[dict[str, Any]]
+    ahead: deque[dict[str, Any]]
+    """Messages up to and including the next one that wants a reply come off its front."""
+    conversation: Conversation
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Token-exact sequences so far: token_ids and response_spans."""
+
+    @classmethod
+    def of(cls, name: str, row: Any, template_kwargs: dict[str, Any]) -> Task:
+        if isinstance(row, RowError):
+            raise row
+        conversation = conversation_of(row)
+        conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
+        if conversation.messages is None and conversation.text is None:
+            raise RowError("it has token ids only; regenerate from messages or text")
+        asked = [m for m in conversation.messages or [] if m["role"] != "assistant"]
+        if conversation.messages is not None and not any(m["role"] == "user" for m in asked):
+            raise RowError("there is no user message to answer")
+        # A tool's result answers the call of a reply that is about to be replaced: stop before it.
+        until = next((i for i, m in enumerate(asked) if m["role"] == "tool"), len(asked))
+        task = cls(str(row.get("id", name)), [], deque(asked[:until]), conversation)
+        task.advance()
+        return task
+
+    def advance(self) -> None:
+        """Move everything up to the next user message into what is said."""
+        while self.ahead:
+            message = self.ahead.popleft()
+            self.said.append(message)
+            if message["role"] == "user" and (not self.ahead or self.ahead[0]["role"] != "user"):
+                return
+
+    @property
+    def done(self) -> bool:
+        return not self.ahead
+
+    def prompt(self, target: Target) -> list[int]:
+        so_far = Conversation(
+            messages=self.said or None,
+            text=self.conversation.text,
+            tools=self.conversation.tools,
+            template_kwargs=self.conversation.template_kwargs,
+        )
+        return prompt_ids(so_far, target.tokenizer, target.name)
+
+    def add_reply(self, prompt: list[int], reply: list[int], message: dict[str, Any], finish_reason: str) -> None:
+        """Record a reply; a prompt that continues the last sequence lengthens it, any other begins a new one."""
+        last = self.events[-1] if self.events else None
+        if last is None or prompt[: len(last["token_ids"])] != last["token_ids"]:
+            last = {"token_ids": [], "response_spans": [], "finish_reasons": []}
+            self.events.append(last)
+        last["token_ids"] = prompt + reply
+        last["response_spans"].append([len(prompt), len(prompt) + len(reply)])
+        last["finish_reasons"].append(finish_reason)
+        self.said.append(message)
+
+
+class Sink:
+    """The output file: one line for each sequence, appended when its conversation is finished."""
+
+    def __init__(self, file: TextIO, progress: tqdm, provenance: dict[str, Any]) -> None:
+        self._file, self._progress, self._provenance = file, progress, provenance
+        self.rows = self.tokens = self.cut = 0
+
+    def put(self, task: Task) -> None:
+        for number, event in enumerate(task.events):
+            whole = number == len(task.events) - 1
+            row = {"id": task.id, "part": number, "last_part": whole, **event, "regenerated": self._provenance}
+            row["messages"] = task.said if task.conversation.messages is not None else None
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.tokens += sum(end - start for start, end in event["response_spans"])
+            self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
+        self._flush()
+
+    def put_text(self, task: Task) -> None:
+        """A conversation whose server gave no token ids."""
+        row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said, "regenerated": self._provenance}
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._flush()
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.rows += 1
+        self._progress.update()
+
+
+def mend(out: Path) -> set[str]:
+    """Ids of the conversations that stand whole in `out`; what a killed process left half-written behind them is cut off."""
+    if not out.exists():
+        return set()
+    finished: set[str] = set()
+    keep = end = 0
+    with out.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except json.JSONDecodeError as error:
+                raise UserError(f"{out} is not a file that this command wrote; choose another --out") from error
+            if row is not None and row.get("last_part"):
+                finished.add(row["id"])
+                keep = end
+    if keep < end:
+        with out.open("rb+") as file:
+            file.truncate(keep)
+    return finished
+
+
+def provenance_of(options: Options) -> dict[str, Any]:
+    facts = {"target": options.target.path, "sampling": asdict(options.sampling)}
+    if options.chat_template_kwargs:
+        facts["chat_template_kwargs"] = options.chat_template_kwargs
+    if options.server.url is not None:
+        facts["server"] = options.server.url
+    return facts
+
+
+def regenerate_here(tasks: Iterable[Task], options: Options, sink: Sink) -> None:
+    """Batched sampling with the target in this process. Batches hold prompts of similar length."""
+    target = load_target(options.target)
+    room = target.max_positions - 1
+    longest = min(options.max_prompt_tokens or room, room)
+    waiting = [(task.prompt(target), task) for task in tasks]
+    too_long = [task.id for prompt, task in waiting if len(prompt) > longest]
+    if too_long:
+        log.warning("%d prompts are longer than %d tokens and left out; the first is %s", len(too_long), longest, too_long[0])
+    waiting = sorted(((p, t) for p, t in waiting if len(p) <= longest), key=lambda item: len(item[0]))
+    while waiting:
+        batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
+        replies = sample(target, [prompt for prompt, _ in batch], options.sampling, seed_of(options.sampling.seed, batch[0]))
+        for (prompt, task), reply in zip(batch, replies, strict=True):
+            ended = bool(reply) and reply[-1] in target.eos_ids
+            text = target.tokenizer.decode(reply[:-1] if ended else reply)
+            task.add_reply(prompt, reply, {"role": "assistant", "content": text}, "stop" if ended else "length")
+            if not task.done and ended:
+                task.advance()
+                following = task.prompt(target)
+                if len(following) <= longest:
+                    waiting.append((following, task))
+                    continue
+            sink.put(task)
+
+
+def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
+    """Seed of a batch, from what is in it: a resumed run does not repeat the noise of the first."""
+    return zlib.crc32(f"{seed} {first[1].id} {len(first[0])}".encode())
+
+
+@torch.inference_mode()
+def sample(target: Target, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+    """One reply for each prompt, cut behind its end token; `generate` with left padding."""
+    width = max(map(len, prompts))
+    pad = next(iter(target.eos_ids), 0)
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    room = min(sampling.max_new_tokens, target.max_positions - width)
+    out = target.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=room, pad_token_id=pad, **options)
+    replies = []
+    for row in out[:, width:].tolist():
+        end = next((i for i, token in enumerate(row) if token in target.eos_ids), len(row) - 1)
+        replies.append(row[: end + 1])
+    return replies

@@ -1,0 +1,105 @@
+"""From a conversation to tokens and the mask of what the assistant wrote, its end token included.
+
+Where the chat template marks the assistant's words (`{% generation %}`), the marks decide. Elsewhere the template is rendered up
+to and through each assistant turn: the text in between is that turn. Templates that rewrite earlier turns (thinking removed)
+cannot carry several turns in one rendering; each such turn becomes a sequence of its own, as the server saw it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..inference.rows import Conversation, RowError, template_of
+
+
+@dataclass
+class Encoded:
+    """`token_ids`, and `mask` of the same length: true where the target wrote."""
+
+    token_ids: list[int]
+    mask: list[bool]
+
+
+def encode(
+    conversation: Conversation,
+    tokenizer: Any,
+    eos_ids: frozenset[int],
+    target_name: str,
+    template_kwargs: dict[str, Any],
+) -> list[Encoded]:
+    """The conversation as one or more sequences. Raises `RowError` for a row that the template cannot render."""
+    if conversation.token_ids is not None:
+        return [_from_spans(conversation.token_ids, conversation.response_spans)]
+    if conversation.messages is None:
+        return [_plain_text(conversation, tokenizer)]
+    template = template_of(tokenizer, target_name)
+    kwargs = {**template_kwargs, **conversation.template_kwargs, "tools": conversation.tools}
+    try:
+        if "{% generation" in template or "{%- generation" in template:
+            return [_by_marks(conversation.messages, tokenizer, eos_ids, kwargs)]
+        return _by_prefixes(conversation.messages, tokenizer, eos_ids, kwargs)
+    except RowError:
+        raise
+    except Exception as error:
+        raise RowError(f"the chat template cannot render it: {str(error).splitlines()[0]}") from error
+
+
+def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
+    mask = [False] * len(token_ids)
+    for start, end in spans:
+        mask[start:end] = [True] * (end - start)
+    return Encoded(token_ids, mask)
+
+
+def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
+    """All of a text is learned from; of prompt and completion, the completion. Both end with the end token."""
+    ids = list(tokenizer(conversation.text)["input_ids"])
+    if conversation.completion is None:
+        return Encoded([*ids, tokenizer.eos_token_id], [True] * (len(ids) + 1))
+    tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
+
+
+def _by_marks(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]) -> Encoded:
+    rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs)
+    ids, mask = list(rendered["input_ids"]), [bool(m) for m in rendered["assistant_masks"]]
+    for i in range(1, len(ids)):  # some templates close the mark just before the end token
+        if mask[i - 1] and not mask[i] and ids[i] in eos_ids and ids[i - 1] not in eos_ids:
+            mask[i] = True
+    return Encoded(ids, mask)
+
+
+def _by_prefixes(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]) -> list[Encoded]:
+    def render(count: int, for_reply: bool) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=for_reply, **kwargs)
+
+    sequences: list[tuple[str, list[tuple[int, int]]]] = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt, full = render(i, True), render(i + 1, False)
+        if not full.startswith(prompt):
+            raise RowError("the chat template does not continue its own generation prompt")
+        span = (len(prompt), len(full))
+        if sequences and prompt.startswith(sequences[-1][0]):
+            sequences[-1] = (full, [*sequences[-1][1], span])
+        else:
+            sequences.append((full, [span]))
+    return [_mask_spans(text, spans, tokenizer, eos_ids) for text, spans in sequences]
+
+
+def _mask_spans(text: str, spans: list[tuple[int, int]], tokenizer: Any, eos_ids: frozenset[int]) -> Encoded:
+    """Tokens of the rendered text; the mask covers each span up to its end token (templates add line breaks after it)."""
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
+    special = set(tokenizer.all_special_ids) | eos_ids
+    mask = [False] * len(ids)
+    for start, end in spans:
+        inside = [i for i, (a, b) in enumerate(offsets) if start <= a < end and b > a]
+        last_end = max((i for i in inside if ids[i] in eos_ids), default=None)
+        if last_end is None:  # the end token of a turn need not be the one that ends generation
+            last_end = max((i for i in inside if ids[i] in special), default=None)
+        for i in inside:
+            mask[i] = last_end is None or i <= last_end
+    return Encoded(ids, mask)

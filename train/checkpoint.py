@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
@@ -102,18 +103,22 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
         return None
     if not resume:
         raise UserError(f"{folder.path} already holds checkpoints; choose another output, or go on with checkpoints.resume=true")
-    before = (folder.at(steps[-1]) / "config.yaml").read_text()
-    changed = sorted(_keys(before) ^ _keys(config_yaml))
-    if changed:
-        raise UserError(
-            f"{folder.path} holds checkpoints of a run with another config ({changed[0]}); choose another output, or that config"
-        )
+    before = _flat(yaml.safe_load((folder.at(steps[-1]) / "config.yaml").read_text()))
+    now = _flat(yaml.safe_load(config_yaml))
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
+            raise UserError(
+                f"{folder.path} holds checkpoints of another run ({key} was {before.get(key)}, now it is {now.get(key)}); choose "
+                "another output, or the same config"
+            )
     return steps[-1]
 
 
-FREE_TO_CHANGE = ("log_every:", "tracker:", "project:", "resume:", "keep:", "patience:")
+FREE_TO_CHANGE = {"log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep", "evaluation.patience"}
 
 
-def _keys(config_yaml: str) -> set[str]:
-    lines = [line.strip() for line in config_yaml.splitlines()]
-    return {line for line in lines if line and not line.startswith(FREE_TO_CHANGE)}
+def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"optim": {"lr": 1}}` -> `{"optim.lr": 1}`."""
+    if not isinstance(config, dict):
+        return {prefix: config}
+    return {k: v for name, value in config.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -157,9 +156,8 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
     name = source.name or source.path
     for row_name, raw in tqdm(rows_of(source), desc=f"reading {name}", unit=" rows", disable=None, leave=False):
         count["read"] += 1
-        chance = zlib.crc32(f"{seed} {row_name}".encode()) / 2**32
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
-        copies = int(source.weight) + (chance < source.weight % 1)
+        copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
         if not held_out and copies == 0:
             count["not taken (weight)"] += 1
             continue
@@ -193,12 +191,17 @@ def _is_held_out(held_out: HeldOut, source: str, raw: Any, row_name: str, seed: 
     if held_out.by == "source":
         return source in held_out.sources
     if held_out.by == "row":
-        return zlib.crc32(f"held out {seed} {source} {row_name}".encode()) / 2**32 < held_out.share
+        return _chance("held out", seed, source, row_name) < held_out.share
     if not isinstance(raw, dict):
         return False
     if held_out.time_field not in raw:
         raise UserError(f"row {row_name} has no field {held_out.time_field!r} to split by time; set data.held_out.time_field")
     return _moment(raw[held_out.time_field], row_name) >= _moment(held_out.since, "data.held_out.since")
+
+
+def _chance(*what: object) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
 
 
 def _moment(value: Any, where: str) -> float:

@@ -86,8 +86,8 @@ class MedusaObjective:
         loss = (losses * losses.new_tensor(factors)).sum()
         sums: Sums = {}
         for i, count in enumerate(valid.sum(0)):
-            for name, values in (("loss", losses.detach()), ("top1", right), ("alpha", alpha)):
-                sums[f"{name}@{i + 1}"] = (values[i], count)
+            for name, values in (("loss", losses), ("top1", right), ("alpha", alpha)):
+                sums[f"{name}@{i + 1}"] = (values[i].detach(), count)
         return loss, sums
 
     def _sums(self, drafter: MedusaHeads, last: Tensor, ids: Tensor, rows: Tensor, valid: Tensor) -> tuple[Tensor, ...]:

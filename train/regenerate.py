@@ -131,8 +131,8 @@ class Task:
 
     id: str
     said: list[dict[str, Any]]
-    ahead: deque[dict[str, Any]]
-    """Messages up to and including the next one that wants a reply come off its front."""
+    ahead: deque[list[dict[str, Any]]]
+    """What is said between two replies, for each reply still to come."""
     conversation: Conversation
     events: list[dict[str, Any]] = field(default_factory=list)
     """Token-exact sequences so far: token_ids and response_spans."""
@@ -145,22 +145,16 @@ class Task:
         conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
         if conversation.messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")
-        asked = [m for m in conversation.messages or [] if m["role"] != "assistant"]
-        if conversation.messages is not None and not any(m["role"] == "user" for m in asked):
+        if conversation.messages is not None and not any(m["role"] == "user" for m in conversation.messages):
             raise RowError("there is no user message to answer")
-        # A tool's result answers the call of a reply that is about to be replaced: stop before it.
-        until = next((i for i, m in enumerate(asked) if m["role"] == "tool"), len(asked))
-        task = cls(str(row.get("id", name)), [], deque(asked[:until]), conversation)
+        task = cls(str(row.get("id", name)), [], deque(questions(conversation.messages or [])), conversation)
         task.advance()
         return task
 
     def advance(self) -> None:
-        """Move everything up to the next user message into what is said."""
-        while self.ahead:
-            message = self.ahead.popleft()
-            self.said.append(message)
-            if message["role"] == "user" and (not self.ahead or self.ahead[0]["role"] != "user"):
-                return
+        """Say everything up to where the next reply is wanted."""
+        if self.ahead:
+            self.said += self.ahead.popleft()
 
     @property
     def done(self) -> bool:
@@ -185,6 +179,22 @@ class Task:
         last["response_spans"].append([len(prompt), len(prompt) + len(reply)])
         last["finish_reasons"].append(finish_reason)
         self.said.append(message)
+
+
+def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What stands before each reply: messages between those of the assistant.
+
+    Ends before a tool's result: that answers the call of a reply which is about to be replaced.
+    """
+    parts: list[list[dict[str, Any]]] = [[]]
+    for message in messages:
+        if message["role"] == "tool":
+            return parts[:-1]
+        if message["role"] != "assistant":
+            parts[-1].append(message)
+        elif parts[-1]:
+            parts.append([])
+    return [part for part in parts if part]
 
 
 class Sink:

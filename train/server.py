@@ -18,7 +18,10 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
     """Run every conversation through the server, `concurrency` at a time."""
     if any(task.conversation.messages is None for task in tasks):
         raise UserError("a server answers messages; for plain text prompts run the target in this process")
-    asyncio.run(_all(tasks, options, sink))
+    try:
+        asyncio.run(_all(tasks, options, sink))
+    except* UserError as group:  # every request under way fails for the same reason: say it once
+        raise group.exceptions[0] from None
 
 
 async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:

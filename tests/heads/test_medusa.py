@@ -1,0 +1,44 @@
+"""Medusa heads: initialisation, layout on disk, shared head."""
+
+from __future__ import annotations
+
+import torch
+from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+
+from tests.conftest import tiny_target
+
+
+def test_untrained_heads_are_the_targets_own_head() -> None:
+    target = tiny_target()
+    heads = MedusaHeads(MedusaConfig(3, 2), target.hidden_size, target.vocab_size)
+    heads.start_from(target.head_weight)
+    hidden = torch.randn(5, target.hidden_size)
+    for logits in heads(hidden):
+        torch.testing.assert_close(logits, target.head(hidden))
+
+
+def test_names_on_disk_are_the_original_ones() -> None:
+    heads = MedusaHeads(MedusaConfig(2, 2), 8, 16)
+    state = heads.serving_state()
+    assert {n: tuple(t.shape) for n, t in state.items()} == {
+        **{f"{h}.{layer}.linear.weight": (8, 8) for h in range(2) for layer in range(2)},
+        **{f"{h}.{layer}.linear.bias": (8,) for h in range(2) for layer in range(2)},
+        **{f"{h}.2.weight": (16, 8) for h in range(2)},
+    }
+    config = heads.serving_config("base")
+    assert "architectures" not in config and config["medusa_fc_bias"] is True
+    assert [k for k in config if "num" in k] == ["medusa_num_heads", "medusa_num_layers"]
+
+
+def test_blocks_of_a_head_are_distinct_modules() -> None:
+    state = MedusaHeads(MedusaConfig(1, 3), 8, 16).serving_state()
+    assert len({t.data_ptr() for t in state.values()}) == len(state)
+
+
+def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
+    target = tiny_target()
+    heads = MedusaHeads(MedusaConfig(2, shared_head=True), target.hidden_size, target.vocab_size, target.head)
+    assert all("linear" in name for name in heads.serving_state())
+    hidden = torch.randn(3, target.hidden_size)
+    torch.testing.assert_close(heads.logits(hidden, 1), target.head(hidden))
+    assert not any(p is target.head_weight for p in heads.parameters())

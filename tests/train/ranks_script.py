@@ -1,0 +1,40 @@
+"""Run under `accelerate launch`: the gradients of one optimiser step, written by the main rank. Not a test by itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from draftsmith.inference.target import load_target
+from draftsmith.train import medusa
+from draftsmith.train.arguments import parse
+from draftsmith.train.batches import Batches
+from draftsmith.train.data import build
+from draftsmith.train.loop import Trainer
+from safetensors.torch import save_file
+
+
+def main() -> None:
+    config, accumulation, out = sys.argv[1:]
+    run, _ = parse(medusa.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
+    accelerator = Accelerator()
+    target = load_target(run.target)
+    tables = build(run.data, target, run.seed)
+    batches = Batches(tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed)
+    trainer = Trainer(run, medusa, target, accelerator, batches, total_steps=10)
+    torch.manual_seed(0)
+    for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank
+        parameter.data.add_(0.05 * torch.randn(parameter.shape))
+    kept: dict[str, torch.Tensor] = {}
+    trainer.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in trainer.drafter.named_parameters()})
+    sums, _, _ = trainer.step(0)
+    count = accelerator.reduce(sums["loss@1"][1].float().clone(), "sum")
+    if accelerator.is_main_process:
+        save_file({**kept, "tokens": count.reshape(1)}, Path(out))  # type: ignore[union-attr]
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What is read, kept, held out and lost, with every loss counted and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.train.batches import PADDING, Batches, collate, pack
+from draftsmith.train.config import Data, HeldOut, Source
+from draftsmith.train.data import TokenTable, build, prepare, rows_of
+from draftsmith.train.templates import Encoded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import tiny_target
+
+TARGET = tiny_target()
+
+
+def chat(user: str, reply: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": reply}], **more}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def data(tmp_path: Path, rows: list[Any], held: list[Any] | None = None, **options: Any) -> Data:
+    sources = [Source(write(tmp_path / "train.jsonl", rows), name="train")]
+    held_rows = [chat("held out", "words of the held out reply")] if held is None else held
+    sources.append(Source(write(tmp_path / "held.jsonl", held_rows), name="held"))
+    return Data(sources, held_out=HeldOut("source", sources=["held"]), **options)
+
+
+GOOD = [chat(f"question {i}", f"reply number {i}") for i in range(200)]
+
+
+def test_every_row_is_accounted_for(tmp_path: Path) -> None:
+    long = " ".join(str(i) for i in range(400))
+    rows = [*GOOD, "{broken", chat("x", long), chat("a", "b") | {"messages": [{"role": "user", "content": "no reply"}]}, GOOD[3]]
+    tables = build(data(tmp_path, rows, max_length=128, max_lost_share=0.05), TARGET, seed=0)
+    count = tables.counts["train"]
+    assert count == {
+        "read": 204, "malformed": 1, "overlong": 1, "nothing to learn": 1, "duplicates": 1, "train": 200,
+    }  # fmt: skip
+
+
+def test_more_than_one_percent_lost_is_an_error_that_names_a_row(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"would lose 3 of 203 rows \(3 malformed\); the first is train.jsonl:201 .*max_lost_share"
+    ):
+        build(data(tmp_path, [*GOOD, "{", "[1]", '{"a": 1}']), TARGET, seed=0)
+
+
+def test_nothing_left_and_empty_sources_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train is empty"):
+        build(data(tmp_path, []), TARGET, seed=0)
+    with pytest.raises(UserError, match="not one of 1 rows can be used.*no token of the assistant's"):
+        build(data(tmp_path, [{"messages": [{"role": "user", "content": "x"}]}]), TARGET, seed=0)
+
+
+def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path) -> None:
+    words = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    rows = [*GOOD, chat("x", f"so {words} it goes"), chat("x", f"so {words.rsplit(' ', 1)[0]} it goes")]
+    system = {"role": "system", "content": f"always {words} always"}
+    shared = [r | {"messages": [system, *r["messages"]]} for r in rows[:3]]
+    held = [chat("y", f"and {words} again") | {}, chat("z", "other") | {"messages": [system, *chat("z", "other")["messages"]]}]
+    tables = build(data(tmp_path, [*rows, *shared], held), TARGET, seed=0)
+    assert tables.counts["train"]["shares a 13-gram with held-out rows"] == 1  # and no row for its system prompt
+
+
+def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
+    config = Data([Source(write(tmp_path / "a.jsonl", GOOD))], held_out=HeldOut("row", share=0.2))
+    tables = build(config, TARGET, seed=0)
+    assert 20 < len(tables.held_out) < 60 and len(tables.train) + len(tables.held_out) == 200
+    assert not np.array_equal(build(config, TARGET, seed=1).held_out.ids, tables.held_out.ids)
+
+
+def test_held_out_by_time(tmp_path: Path) -> None:
+    rows = [chat(f"q {i}", f"a {i}", timestamp=f"2026-01-{i + 1:02d}") for i in range(10)]
+    config = Data([Source(write(tmp_path / "a.jsonl", rows))], held_out=HeldOut("time", since="2026-01-08"))
+    assert len(build(config, TARGET, seed=0).held_out) == 3
+    config = Data([Source(write(tmp_path / "b.jsonl", GOOD))], held_out=HeldOut("time", since="2026-01-08"))
+    with pytest.raises(UserError, match="has no field 'timestamp'"):
+        build(config, TARGET, seed=0)
+
+
+def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
+    held = write(tmp_path / "h.jsonl", [chat("held", "out")])
+    for weight, low, high in ((0.5, 70, 130), (2.0, 400, 400), (1.5, 270, 330)):
+        sources = [Source(write(tmp_path / "a.jsonl", GOOD), weight=weight), Source(held, name="h")]
+        tables = build(Data(sources, held_out=HeldOut("source", sources=["h"])), TARGET, seed=0)
+        assert low <= int(tables.train.copies.sum()) <= high
+
+
+def test_json_parquet_and_folders_are_read(tmp_path: Path) -> None:
+    import datasets
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.json").write_text(json.dumps(GOOD[:2]))
+    datasets.Dataset.from_list(GOOD[2:5]).to_parquet(str(folder / "b.parquet"))
+    write(folder / "c.jsonl", GOOD[5:6])
+    assert [row["messages"][0]["content"] for _, row in rows_of(Source(str(folder)))] == [f"question {i}" for i in range(6)]
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "./missing", "/missing/folder", "a/b/c"])
+def test_a_missing_path_is_not_asked_of_the_hub(path: str) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        list(rows_of(Source(path)))
+
+
+def test_tables_are_reused_until_something_changes(tmp_path: Path) -> None:
+    config = data(tmp_path, GOOD)
+    first = prepare(config, TARGET, tmp_path / "cache", seed=0)
+    stamp = (tmp_path / "cache" / "train.safetensors").stat().st_mtime_ns
+    again = prepare(config, TARGET, tmp_path / "cache", seed=0)
+    assert (tmp_path / "cache" / "train.safetensors").stat().st_mtime_ns == stamp
+    assert np.array_equal(first.train.ids, again.train.ids) and first.counts == again.counts
+    write(tmp_path / "train.jsonl", GOOD[:100])
+    assert len(prepare(config, TARGET, tmp_path / "cache", seed=0).train) == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
+def test_packs_hold_every_document_once_and_never_overflow(lengths: list[int], capacity: int) -> None:
+    packs = pack(lengths, capacity)
+    assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in p) <= capacity for p in packs)
+    assert len(packs) < 2 * sum(lengths) / capacity + 1
+
+
+def test_collation_restarts_positions_and_marks_padding() -> None:
+    row = [(np.array([7, 8]), np.array([False, True])), (np.array([9]), np.array([True]))]
+    batch = collate([row, [(np.arange(5), np.ones(5, bool))]])
+    assert batch.ids[0].tolist() == [7, 8, 9, 0, 0]
+    assert batch.positions[0].tolist() == [0, 1, 0, 0, 1]
+    assert batch.documents[0].tolist() == [0, 0, 1, PADDING, PADDING]
+    assert batch.mask[0].tolist() == [False, True, True, False, False]
+
+
+def table(count: int) -> TokenTable:
+    return TokenTable.of([Encoded([i] * 4, [True] * 4) for i in range(count)], [1] * count)
+
+
+def test_two_ranks_see_in_a_step_what_one_rank_sees_with_twice_the_accumulation() -> None:
+    one = Batches(table(24), 8, rows=2, accumulation=4, ranks=1, seed=3)
+    two = Batches(table(24), 8, rows=2, accumulation=2, ranks=2, seed=3)
+    for step in range(5):
+        seen_by_one = [one.micro_batch(step, a, 0).ids.tolist() for a in range(4)]
+        seen_by_two = [two.micro_batch(step, a, r).ids.tolist() for a in range(2) for r in range(2)]
+        assert seen_by_one == seen_by_two
+
+
+def test_an_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
+    batches = Batches(table(20), 4, rows=5, accumulation=1, ranks=1, seed=0)
+    epochs = [[row[0] for step in range(4) for row in batches.micro_batch(4 * e + step, 0, 0).ids.tolist()] for e in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20)) and epochs[0] != epochs[1]

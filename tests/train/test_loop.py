@@ -1,0 +1,203 @@
+"""The loop as it is launched: two ranks against one, kill and resume, warm start, bf16, trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.train.test_data import chat, write
+
+RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
+
+
+def make_config(tmp_path: Path, target: Path, **changes: Any) -> Path:
+    """A run of a few seconds on the tiny target, with replies of very unequal length."""
+    rows = [chat(f"question {i}", " ".join(["the"] * (3 + (7 * i) % 40)) + f" {i}") for i in range(60)]
+    held = [chat(f"held {i}", f"out {i} reply of some words") for i in range(8)]
+    config: dict[str, Any] = {
+        "output": str(tmp_path / "run"),
+        "target": {"path": str(target), "device": "cpu"},
+        "data": {
+            "sources": [
+                {"path": write(tmp_path / "train.jsonl", rows), "name": "train"},
+                {"path": write(tmp_path / "held.jsonl", held), "name": "held"},
+            ],
+            "held_out": {"by": "source", "sources": ["held"]},
+            "max_length": 160,
+        },
+        "max_steps": 20,
+        "batch_rows": 1,
+        "accumulation": 2,
+        "log_every": 1,
+        "evaluation": {"every": 10, "prompts": 4, "max_new_tokens": 16, "tree_nodes": 6},
+        "checkpoints": {"every": 5},
+        "heads": {"num_heads": 3},
+    }
+    config.update(changes)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **more}
+
+
+def launch(*arguments: Any, ranks: int = 1, timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` as the README has it."""
+    many = ["--multi_gpu"] if ranks > 1 else []
+    base = [sys.executable, "-m", "accelerate.commands.launch", *many, "--num_processes", str(ranks), "--num_machines", "1"]
+    base += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    if ranks > 1:
+        base += ["--main_process_port", "0"]
+    return subprocess.run([*base, *map(str, arguments)], env=environment(**more), capture_output=True, text=True, timeout=timeout)
+
+
+def train(config: Path, *options: Any, ranks: int = 1, **more: str) -> subprocess.CompletedProcess[str]:
+    done = launch("-m", "draftsmith.train", "medusa", "--config", config, *options, ranks=ranks, **more)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def logged(output: str, name: str) -> dict[int, float]:
+    """step -> value of a logged metric."""
+    found = {}
+    for line in output.splitlines():
+        if line.startswith("step ") and f"{name} " in line:
+            found[int(line.split()[1].split("/")[0])] = float(line.split(f" {name} ")[1].split()[0])
+    return found
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "drafter" / "medusa_lm_head.safetensors")
+
+
+def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(tmp_path: Path, saved_tiny: Path) -> None:
+    """One step, unequal token counts, gradients within 1e-6 relative."""
+    config = make_config(tmp_path, saved_tiny)
+    results = []
+    for ranks, accumulation in ((1, 4), (2, 2)):
+        out = tmp_path / f"gradients-{ranks}.safetensors"
+        done = launch(RANKS_SCRIPT, config, accumulation, out, ranks=ranks)
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(load_file(out))
+    one, two = results
+    assert float(one.pop("tokens")) == float(two.pop("tokens")) > 0
+    for name in one:
+        difference = (one[name] - two[name]).norm() / one[name].norm()
+        assert float(difference) < 1e-6, f"{name}: {difference}"
+
+
+def test_loss_curve_of_two_ranks_equals_that_of_one(tmp_path: Path, saved_tiny: Path) -> None:
+    """20 steps within 1e-4."""
+    curves = []
+    for ranks, accumulation in ((1, 4), (2, 2)):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        done = train(make_config(folder, saved_tiny, accumulation=accumulation), ranks=ranks)
+        curves.append(logged(done.stdout, "loss"))
+        assert logged(done.stdout, "tau_measured").keys() == {10, 20}
+    assert curves[0].keys() == curves[1].keys() == set(range(1, 21))
+    for step in curves[0]:
+        assert curves[0][step] == pytest.approx(curves[1][step], rel=1e-3, abs=1e-4)
+
+
+def kill_at(config: Path, step: int, timeout: float = 120) -> None:
+    """Start a run and `kill -9` it as soon as the line of `step` is printed."""
+    command = [sys.executable, "-m", "draftsmith.train", "medusa", "--config", str(config)]
+    process = subprocess.Popen(
+        command, env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    started = time.monotonic()
+    for line in process.stdout:
+        if line.startswith(f"step {step}/"):
+            process.send_signal(signal.SIGKILL)
+            break
+        assert time.monotonic() - started < timeout
+    assert process.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("steps", [[7], pytest.param([3, 9, 12, 17], marks=pytest.mark.full)])
+def test_killed_and_resumed_weights_are_bit_identical(tmp_path: Path, saved_tiny: Path, steps: list[int]) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    train(make_config(whole, saved_tiny))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    config = make_config(broken, saved_tiny)
+    for step in steps:
+        kill_at(config, step)
+    done = train(config)
+    assert "going on from step" in done.stderr or steps == [3]
+    one, other = weights(whole / "run", 20), weights(broken / "run", 20)
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert (broken / "run" / "best").resolve().is_dir()
+    assert not list((broken / "run" / "checkpoints").glob(".*partial"))
+
+
+def test_a_resume_under_another_config_is_refused_and_nothing_is_touched(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, max_steps=5)
+    train(config)
+    before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
+    done = launch("-m", "draftsmith.train", "medusa", "--config", config, "--optim.lr", "0.5")
+    assert done.returncode != 0 and "optim.lr was 0.001, now it is 0.5" in done.stderr
+    assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
+
+
+def test_warm_start_continues_at_the_measured_tau_of_its_artifact(tmp_path: Path, saved_tiny: Path) -> None:
+    first = train(make_config(tmp_path, saved_tiny, max_steps=20))
+    best = (tmp_path / "run" / "best").resolve()
+    tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
+    config = make_config(tmp_path, saved_tiny, output=str(tmp_path / "second"), max_steps=1, init_from=str(best))
+    second = train(config, "--optim.lr", "1e-9")
+    assert logged(second.stdout, "tau_measured")[1] == pytest.approx(tau)
+
+
+def test_only_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path, saved_tiny: Path) -> None:
+    train(make_config(tmp_path, saved_tiny, checkpoints={"every": 2, "keep": 2}))
+    kept = sorted(int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    best = json.loads((tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text())["best_step"]
+    assert kept == sorted({18, 20, best})
+    beside = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
+    assert beside == {"state", "drafter", "trainer.json", "config.yaml", "provenance.json"}
+
+
+def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> None:
+    """With a rate too small to change anything, tau never rises again: two evaluations without a gain end the run."""
+    evaluation = {"every": 2, "prompts": 3, "max_new_tokens": 12, "tree_nodes": 4, "patience": 2}
+    done = train(make_config(tmp_path, saved_tiny, evaluation=evaluation), "--optim.lr", "1e-12")
+    assert max(logged(done.stdout, "loss")) == 6
+
+
+def test_bf16_keeps_fp32_masters(tmp_path: Path, saved_tiny: Path) -> None:
+    done = train(make_config(tmp_path, saved_tiny, precision="bf16"), "--optim.lr", "3e-3")
+    state = load_file(tmp_path / "run" / "checkpoints" / "step-000020" / "state" / "model.safetensors")
+    assert {t.dtype for t in state.values()} == {torch.float32}
+    losses = list(logged(done.stdout, "loss").values())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_trackers_work_offline(tmp_path: Path, saved_tiny: Path, tracker: str) -> None:
+    more = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    train(make_config(tmp_path, saved_tiny, tracker=tracker, max_steps=2), **more)
+    pattern = "**/offline-run-*" if tracker == "wandb" else "**/events.out.tfevents*"
+    assert list(tmp_path.glob(pattern))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, optim={"lr": 1e30, "clip_norm": 1e30})
+    done = launch("-m", "draftsmith.train", "medusa", "--config", config)
+    assert done.returncode != 0 and "the loss is not finite at step" in done.stderr

@@ -1,0 +1,203 @@
+"""The target writes the replies: token-exact, resumable, in this process and through a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.rows import conversation_of
+from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.train.regenerate import Options, Sampling, Server, mend, questions, run
+from draftsmith.train.templates import encode
+
+from tests.train.test_data import write
+
+ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
+TURNS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "OLD"},
+        {"role": "user", "content": "two"},
+    ]
+}
+GREEDY = Sampling(temperature=0, max_new_tokens=12)
+
+
+def options(folder: Path, target: Path, rows: list[Any], sampling: Sampling = GREEDY, **more: Any) -> Options:
+    config = TargetConfig(str(target), device="cpu")
+    return Options(config, write(folder / "in.jsonl", rows), str(folder / "out.jsonl"), sampling, **more)
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def alone(target: Target, prompt: list[int], limit: int) -> list[int]:
+    """The target's greedy reply to one prompt, cut behind its end token."""
+    out = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0)[
+        0, len(prompt) :
+    ].tolist()
+    end = next((i for i, t in enumerate(out) if t in target.eos_ids), len(out) - 1)
+    return out[: end + 1]
+
+
+def test_batched_replies_equal_those_written_alone_token_for_token(tmp_path: Path, saved_tiny: Path) -> None:
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    uneven = [{"messages": [{"role": "user", "content": "the " * (1 + 3 * i)}]} for i in range(6)]
+    run(options(tmp_path, saved_tiny, uneven, batch_size=4))
+    for row in rows_of(tmp_path):
+        ((start, end),) = row["response_spans"]
+        assert row["token_ids"][start:end] == alone(target, row["token_ids"][:start], 12)
+        assert row["regenerated"]["sampling"]["temperature"] == 0
+
+
+def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(tmp_path: Path, saved_tiny: Path) -> None:
+    run(options(tmp_path, saved_tiny, ROWS, Sampling(temperature=1.0, max_new_tokens=12)))
+    for row in rows_of(tmp_path):
+        (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
+        ((start, end),) = row["response_spans"]
+        assert part.token_ids == row["token_ids"]
+        assert [i for i, m in enumerate(part.mask) if m] == list(range(start, end))
+
+
+def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(tmp_path: Path, saved_tiny: Path) -> None:
+    folder = tmp_path / "target"
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    target.model.generation_config.eos_token_id = [1, *range(100, 250)]  # replies of a few tokens
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    run(options(tmp_path, folder, [TURNS], Sampling(temperature=1.0, max_new_tokens=200)))
+    rows = rows_of(tmp_path)
+    said = rows[-1]["messages"]
+    assert [m["role"] for m in said][:3] == ["user", "assistant", "user"] and said[1]["content"] != "OLD"
+    assert "OLD" not in json.dumps(rows)
+    last = rows[-1]
+    start, end = last["response_spans"][-1]
+    rendered = target.tokenizer.apply_chat_template(said[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert last["token_ids"][:start] == rendered and end == len(last["token_ids"])
+
+
+def test_replies_are_wanted_where_the_assistant_spoke_and_at_the_end() -> None:
+    def roles(text: str) -> list[str]:
+        names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+        return ["".join(m["role"][0] for m in part) for part in questions([{"role": names[c]} for c in text])]
+
+    assert roles("u") == ["u"] and roles("sua") == ["su"]
+    assert roles("suaua") == ["su", "u"] and roles("uuau") == ["uu", "u"]
+    assert roles("uatau") == ["u"], "a tool's result belongs to a call that is not made any more"
+
+
+def test_a_killed_run_goes_on_behind_the_last_whole_conversation(tmp_path: Path, saved_tiny: Path) -> None:
+    run(options(tmp_path, saved_tiny, ROWS))
+    whole = (tmp_path / "out.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
+    run(options(tmp_path, saved_tiny, ROWS))
+    assert sorted(rows_of(tmp_path), key=lambda r: r["id"]) == sorted((json.loads(x) for x in lines), key=lambda r: r["id"])
+    run(options(tmp_path, saved_tiny, ROWS))
+    assert len(rows_of(tmp_path)) == 5
+
+
+def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": "a", "last_part": true}\n{"id": "b", "part": 0, "last_part": false}\n')
+    assert mend(out) == {"a"}
+    assert out.read_text() == '{"id": "a", "last_part": true}\n'
+
+
+def test_another_file_is_not_taken_for_output(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("my notes\n")
+    with pytest.raises(UserError, match="not a file that this command wrote"):
+        mend(tmp_path / "notes.txt")
+
+
+def test_rows_of_one_id_are_kept_apart(tmp_path: Path, saved_tiny: Path) -> None:
+    run(options(tmp_path, saved_tiny, [{**ROWS[0], "id": "x"}, {**ROWS[1], "id": "x"}]))
+    assert sorted(r["id"] for r in rows_of(tmp_path)) == ["x", "x#2"]
+
+
+class Engine:
+    """A server in the OpenAI form around the real tiny target: now and then it fails, as servers do."""
+
+    def __init__(self, folder: Path, token_ids: bool) -> None:
+        self.target = load_target(TargetConfig(str(folder), device="cpu"))
+        self.token_ids, self.requests, self.failures = token_ids, [], 2
+        self.lock = threading.Lock()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        with self.lock:
+            self.requests.append(request)
+            if self.failures:
+                self.failures -= 1
+                return None
+            kwargs = request.get("chat_template_kwargs", {})
+            prompt = self.target.tokenizer.apply_chat_template(
+                request["messages"], add_generation_prompt=True, return_dict=True, **kwargs
+            )["input_ids"]
+            reply = alone(self.target, prompt, request["max_tokens"])
+        text = self.target.tokenizer.decode([t for t in reply if t not in self.target.eos_ids])
+        choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        if not self.token_ids:
+            return {"choices": [choice]}
+        return {"choices": [{**choice, "token_ids": reply}], "prompt_token_ids": prompt}
+
+
+@pytest.fixture
+def serve(saved_tiny: Path) -> Iterator[Any]:
+    servers = []
+
+    def start(token_ids: bool = True) -> tuple[Engine, str]:
+        engine = Engine(saved_tiny, token_ids)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = engine.answer(body)
+                data = json.dumps(answer or {"error": "busy"}).encode()
+                self.send_response(200 if answer else 503)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *args: Any) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return engine, f"http://127.0.0.1:{server.server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+
+
+def test_a_server_gives_the_same_rows_as_this_process(tmp_path: Path, saved_tiny: Path, serve: Any) -> None:
+    (tmp_path / "here").mkdir()
+    run(options(tmp_path / "here", saved_tiny, [*ROWS, TURNS]))
+    engine, url = serve()
+    kwargs = {"enable_thinking": False}
+    run(options(tmp_path, saved_tiny, [*ROWS, TURNS], server=Server(url, concurrency=3), chat_template_kwargs=kwargs))
+    ours, theirs = ({r["id"]: r for r in rows_of(f)} for f in (tmp_path / "here", tmp_path))
+    assert {k: r["token_ids"][: r["response_spans"][0][1]] for k, r in ours.items()} == {
+        k: r["token_ids"][: r["response_spans"][0][1]] for k, r in theirs.items()
+    }
+    assert engine.failures == 0, "the failed requests were tried again"
+    assert all(r["chat_template_kwargs"] == kwargs and r["return_token_ids"] for r in engine.requests)
+
+
+def test_a_server_without_token_ids_leaves_text_to_learn_from(tmp_path: Path, saved_tiny: Path, serve: Any) -> None:
+    _, url = serve(token_ids=False)
+    run(options(tmp_path, saved_tiny, ROWS, server=Server(url)))
+    assert all("token_ids" not in r and r["messages"][-1]["role"] == "assistant" for r in rows_of(tmp_path))
+
+
+def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny: Path) -> None:
+    with pytest.raises(UserError, match="does not answer"):
+        run(options(tmp_path, saved_tiny, ROWS, server=Server("http://127.0.0.1:9/v1", retries=0)))

@@ -1,0 +1,219 @@
+"""The mask covers exactly what the assistant wrote and its end token, on real chat templates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.rows import Conversation, RowError, conversation_of
+from draftsmith.train.templates import Encoded, encode
+
+from tests.conftest import MARKED_TEMPLATE, make_tokenizer
+
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] "
+    "+ '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + "
+    "content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>"
+    "\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+    "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if message['role'] == 'user' %}{{ "
+    "'[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for "
+    "message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles "
+    "must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = "
+    "'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim "
+    "+ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+)
+QWEN3 = r"""{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\n' + content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in content %}
+                {%- set reasoning_content = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+            {%- endif %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index %}
+            {%- if loop.last or (not loop.last and reasoning_content) %}
+                {{- '<|im_start|>' + message.role + '\n<think>\n' + reasoning_content.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+            {%- else %}
+                {{- '<|im_start|>' + message.role + '\n' + content }}
+            {%- endif %}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}
+                    {{- '\n' }}
+                {%- endif %}
+                {%- if tool_call.function %}
+                    {%- set tool_call = tool_call.function %}
+                {%- endif %}
+                {{- '<tool_call>\n{"name": "' }}
+                {{- tool_call.name }}
+                {{- '", "arguments": ' }}
+                {{- tool_call.arguments | tojson }}
+                {{- '}\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\n' }}
+    {%- elif message.role == "tool" %}
+        {{- '<|im_start|>user\n<tool_response>\n' + content + '\n</tool_response><|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\n\n</think>\n\n' }}
+    {%- endif %}
+{%- endif %}"""
+TOKENIZERS = {
+    "llama3": make_tokenizer(
+        ["<|begin|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], LLAMA3, "<|eot_id|>", "<|begin|>"
+    ),
+    "mistral": make_tokenizer(["<s>", "</s>", "[INST]", "[/INST]"], MISTRAL, "</s>", "<s>"),
+    "gemma": make_tokenizer(["<bos>", "<end_of_turn>", "<start_of_turn>"], GEMMA, "<end_of_turn>", "<bos>"),
+    "qwen3": make_tokenizer(["<|im_start|>", "<|im_end|>"], QWEN3, "<|im_end|>"),
+    "marked": make_tokenizer(["<p>", "<e>", "<u>", "<a>"], MARKED_TEMPLATE, "<e>"),
+}
+END = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "marked": "<e>"}
+TURNS = [("user", "hello there"), ("assistant", "I am fine"), ("user", "the then"), ("assistant", "thank you, the the")]
+
+
+def encoded(name: str, messages: list[tuple[str, str]] | list[dict], **kwargs: Any) -> list[Encoded]:
+    tokenizer = TOKENIZERS[name]
+    dicts = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
+    return encode(Conversation(messages=dicts), tokenizer, frozenset({tokenizer.eos_token_id}), name, kwargs)
+
+
+def learned(name: str, part: Encoded) -> list[str]:
+    """Texts of the runs that the mask covers."""
+    runs: list[list[int]] = []
+    for i, (token, on) in enumerate(zip(part.token_ids, part.mask, strict=True)):
+        if on and (i == 0 or not part.mask[i - 1]):
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+    return [TOKENIZERS[name].decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gemma", "marked"])
+def test_every_reply_and_its_end_token_and_nothing_else(name: str) -> None:
+    (part,) = encoded(name, TURNS)
+    assert learned(name, part) == [f"I am fine{END[name]}", f"thank you, the the{END[name]}"]
+
+
+@pytest.mark.parametrize("name", list(TOKENIZERS))
+def test_equal_words_of_user_and_assistant_are_told_apart(name: str) -> None:
+    part = encoded(name, [("user", "I am fine"), ("assistant", "I am fine")])[-1]
+    runs = learned(name, part)
+    assert len(runs) == 1 and runs[0].endswith(f"I am fine{END[name]}")
+    assert sum(part.mask) < len(part.mask) / 2 + 12
+
+
+@pytest.mark.parametrize("name", list(TOKENIZERS))
+def test_tokens_are_those_of_the_whole_rendering_cut_at_no_turn(name: str) -> None:
+    part = encoded(name, TURNS)[0]
+    text = TOKENIZERS[name].decode(part.token_ids)
+    assert TOKENIZERS[name](text, add_special_tokens=False)["input_ids"] == part.token_ids
+
+
+def test_qwen3_thinking_splits_turns_that_the_template_rewrites() -> None:
+    """With thinking, the last reply is rendered with its thoughts and an earlier one without: two sequences."""
+    thinking = [TURNS[0], ("assistant", "<think>\nthe the\n</think>\n\nI am fine"), TURNS[2], TURNS[3]]
+    first, second = encoded("qwen3", thinking)
+    assert learned("qwen3", first) == ["<think>\nthe the\n</think>\n\nI am fine<|im_end|>"]
+    assert learned("qwen3", second) == ["<think>\n\n</think>\n\nthank you, the the<|im_end|>"]
+    assert "the the\n</think>\n\nI am" not in TOKENIZERS["qwen3"].decode(second.token_ids)
+
+
+def test_qwen3_without_thinking_learns_only_behind_the_empty_thoughts() -> None:
+    part = encoded("qwen3", TURNS[:2], enable_thinking=False)[0]
+    assert learned("qwen3", part) == ["I am fine<|im_end|>"]
+    assert "<think>\n\n</think>" in TOKENIZERS["qwen3"].decode(part.token_ids)
+
+
+def test_tool_calls_are_learned_and_tool_results_are_not() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}]}
+    messages = [
+        {"role": "user", "content": "hello"},
+        call,
+        {"role": "tool", "content": "fine"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    runs = [run for part in encoded("qwen3", messages) for run in learned("qwen3", part)]
+    assert any('{"name": "look", "arguments": {"x": 1}}' in run for run in runs) and any("ok<|im_end|>" in run for run in runs)
+    assert not any("tool_response" in run for run in runs)
+
+
+def test_a_row_that_the_template_refuses_is_malformed() -> None:
+    with pytest.raises(RowError, match="System role not supported"):
+        encoded("gemma", [("system", "x"), *TURNS])
+
+
+def test_chat_data_needs_a_template_and_plain_text_does_not() -> None:
+    bare = make_tokenizer(["<p>", "<e>"], None, "<e>")
+    with pytest.raises(UserError, match="has no chat template"):
+        encode(Conversation(messages=[{"role": "user", "content": "x"}]), bare, frozenset({1}), "bare", {})
+    (part,) = encode(Conversation(text="hello there"), bare, frozenset({1}), "bare", {})
+    assert all(part.mask) and part.token_ids[-1] == 1
+    (part,) = encode(Conversation(text="hello", completion=" there"), bare, frozenset({1}), "bare", {})
+    assert bare.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m]) == " there<e>"
+
+
+def test_exact_tokens_are_kept_as_they_are() -> None:
+    row = {"token_ids": [9, 8, 7, 6], "response_spans": [[2, 4]]}
+    (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
+    assert part == Encoded([9, 8, 7, 6], [False, False, True, True])
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"messages": [{"role": "user", "content": "a", "name": None}]}, ["a"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a", "b"]),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["a", "b"]),
+        ({"request": {"messages": [{"role": "user", "content": "a"}]},
+          "response": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}, ["a", "b"]),
+        ({"body": {"messages": [{"role": "user", "content": "a"}]},
+          "response": {"body": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}}, ["a", "b"]),
+        ({"turns": ["a", "later"]}, ["a"]),
+    ],
+)  # fmt: skip
+def test_formats_read_into_the_same_messages(row: dict, texts: list[str]) -> None:
+    messages = conversation_of(row).messages
+    assert messages is not None and [m["content"] for m in messages] == texts
+
+
+@pytest.mark.parametrize("row", [3, {}, {"messages": []}, {"messages": [{"content": "x"}]}, {"conversations": [{"from": "x", "value": "y"}]},
+                                 {"prompt": 3}, {"token_ids": [1], "response_spans": [[0, 5]]}, {"request": {}}])  # fmt: skip
+def test_malformed_rows_say_why(row: Any) -> None:
+    with pytest.raises(RowError):
+        conversation_of(row)

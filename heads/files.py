@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from .errors import UserError
 
@@ -39,9 +42,22 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         else:
             aside.rename(path)
         _sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if (reason := write_failure(error)) is not None:
+            raise UserError(f"cannot write {path}: {reason}; free some space or choose another output folder") from error
         raise
+
+
+def write_failure(error: BaseException) -> str | None:
+    """Why the disk refused, if that is what `error` is about; each library says it in its own way."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+        return error.strerror
+    if isinstance(error, SafetensorError) and "I/O error" in str(error):
+        return str(error).split("I/O error: ")[-1]
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStreamWriter", "unexpected pos")):
+        return "the disk is full or refuses the file"
+    return None
 
 
 @contextmanager
@@ -54,8 +70,10 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield aside
         _sync(aside)
         aside.rename(path)
-    except BaseException:
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if (reason := write_failure(error)) is not None:
+            raise UserError(f"cannot write {path}: {reason}; free some space or choose another file") from error
         raise
 
 

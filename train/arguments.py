@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -28,9 +29,15 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with 2."""
-    print(f"error: {message}", file=sys.stderr)
+    """Print one line on stderr, of one rank only, and exit with 2."""
+    if is_main_rank():
+        print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def is_main_rank() -> bool:
+    """Whether this process is the first of those that a launcher started; known before accelerate is."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def one_line(message: str) -> str:

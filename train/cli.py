@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
 from transformers.utils import logging as transformers_logging
 
 from ..heads.errors import UserError
-from .arguments import fail, parse
+from ..heads.files import write_failure
+from .arguments import fail, is_main_rank, parse
 
 VERBS = {
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
@@ -70,25 +68,14 @@ def guarded(work: Callable[[], None]) -> None:
     try:
         work()
     except UserError as error:
-        _fail_once(str(error))
+        fail(str(error))
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+        if (reason := write_failure(error)) is None:
             raise
-        _fail_once(f"cannot write {error.filename or 'output'}: {error.strerror}; free some space or choose another folder")
+        fail(f"cannot write {error.filename or 'output'}: {reason}; free some space or choose another folder")
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
-
-
-def is_main_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _fail_once(message: str) -> NoReturn:
-    """`fail`, printed by one rank only."""
-    if is_main_rank():
-        fail(message)
-    raise SystemExit(2)
 
 
 def _usage() -> str:

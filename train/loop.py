@@ -100,13 +100,8 @@ class Trainer:
     def __init__(
         self, run: Any, method: ModuleType, target: Target, accelerator: Accelerator, batches: Batches, total_steps: int
     ) -> None:
-        self.run, self.target, self.accelerator, self.batches, self.total_steps = (
-            run,
-            target,
-            accelerator,
-            batches,
-            total_steps,
-        )
+        self.run, self.target, self.accelerator = run, target, accelerator
+        self.batches, self.total_steps = batches, total_steps
         self.objective: Objective = method.make_objective(run, target)
         self.drafter: Any = method.make_drafter(run, target)
         if run.init_from is not None:
@@ -165,21 +160,24 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
         since_log += positions * accelerator.num_processes
         state.step, state.tokens = state.step + 1, state.tokens + positions * accelerator.num_processes
         progress.update()
-        if state.step % run.log_every == 0 or state.step == total:
+        last = state.step == total
+        evaluating = last or state.step % run.evaluation.every == 0
+        saving = state.step % run.checkpoints.every == 0
+        if evaluating or saving or state.step % run.log_every == 0:
             now = time.monotonic()
             metrics = means(sums, accelerator)
             metrics |= {"grad_norm": float(norm), "lr": rate_at(run.optim, state.step - 1, total)}
             metrics["tokens_s"] = since_log / (now - clock)
             _log(state.step, total, metrics, accelerator, progress)
-            if not math.isfinite(metrics["loss"]):
+            if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):  # before anything of it is saved
                 raise UserError(f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no")
             sums, clock, since_log = {}, now, 0
-        last = state.step == total
-        if last or state.step % run.evaluation.every == 0:
+        if evaluating:
             stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or last
             clock = time.monotonic()
-        elif state.step % run.checkpoints.every == 0:
+        elif saving:
             save(trainer, folder, state, held_out.calibrate_and_estimate(trainer.drafter)[0], config_yaml)
+            clock = time.monotonic()
     progress.close()
     if accelerator.is_main_process:
         shutil.rmtree(folder.path / CANDIDATE, ignore_errors=True)

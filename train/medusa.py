@@ -102,7 +102,7 @@ class MedusaObjective:
         device_rows, positions, teacher, valid = (t.to(last.device, non_blocking=True) for t in (rows, positions, teacher, valid))
         with torch.no_grad():
             log_laws = log_law(self._target_head(last[positions]))
-        hidden = last[device_rows]
+        hidden = last[device_rows].to(next(drafter.parameters()).dtype)
         sums = []
         for i in range(self._num_heads):
             log_q, log_p = log_law(drafter.logits(hidden, i)), log_laws[teacher[:, i]]

@@ -54,17 +54,17 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **more}
 
 
-def launch(*arguments: Any, ranks: int = 1, timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: Any, ranks: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` as the README has it."""
     many = ["--multi_gpu"] if ranks > 1 else []
     base = [sys.executable, "-m", "accelerate.commands.launch", *many, "--num_processes", str(ranks), "--num_machines", "1"]
     base += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     if ranks > 1:
         base += ["--main_process_port", "0"]
-    return subprocess.run([*base, *map(str, arguments)], env=environment(**more), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run([*base, *map(str, arguments)], env=environment(**more), capture_output=True, text=True, timeout=240)
 
 
-def train(config: Path, *options: Any, ranks: int = 1, **more: str) -> subprocess.CompletedProcess[str]:
+def train(config: Path, *options: Any, ranks: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     done = launch("-m", "draftsmith.train", "medusa", "--config", config, *options, ranks=ranks, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -189,9 +189,15 @@ def test_bf16_keeps_fp32_masters(tmp_path: Path, saved_tiny: Path) -> None:
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_target_in_bf16_teaches_heads_in_fp32(tmp_path: Path, saved_tiny: Path, precision: str) -> None:
+    done = train(make_config(tmp_path, saved_tiny, precision=precision, max_steps=3), "--target.dtype", "bfloat16")
+    assert logged(done.stdout, "tau_measured")[3] >= 1
+
+
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 def test_trackers_work_offline(tmp_path: Path, saved_tiny: Path, tracker: str) -> None:
-    more = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    more: dict[str, Any] = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     train(make_config(tmp_path, saved_tiny, tracker=tracker, max_steps=2), **more)
     pattern = "**/offline-run-*" if tracker == "wandb" else "**/events.out.tfevents*"
     assert list(tmp_path.glob(pattern))

@@ -108,7 +108,7 @@ TURNS = [("user", "hello there"), ("assistant", "I am fine"), ("user", "the then
 
 
 def encoded(name: str, messages: list[tuple[str, str]] | list[dict], **kwargs: Any) -> list[Encoded]:
-    tokenizer = TOKENIZERS[name]
+    tokenizer: Any = TOKENIZERS[name]
     dicts = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
     return encode(Conversation(messages=dicts), tokenizer, frozenset({tokenizer.eos_token_id}), name, kwargs)
 
@@ -121,7 +121,7 @@ def learned(name: str, part: Encoded) -> list[str]:
             runs.append([])
         if on:
             runs[-1].append(token)
-    return [TOKENIZERS[name].decode(run) for run in runs]
+    return [str(TOKENIZERS[name].decode(run)) for run in runs]
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "gemma", "marked"])

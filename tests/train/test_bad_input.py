@@ -1,0 +1,213 @@
+"""Mistakes as a new user makes them: one clear line, exit code 2, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.train.cli import main
+
+from tests.conftest import STORIES, make_tokenizer, random_heads, tiny_target
+from tests.train.test_data import chat, write
+from tests.train.test_loop import environment, make_config
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+TRAIN = ("draftsmith.train", "medusa", "--config")
+
+
+def expect(done: subprocess.CompletedProcess[str], *says: str) -> None:
+    """Exit code 2, and on stderr exactly one line that begins with `error:` and says it all."""
+    assert done.returncode == 2, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr
+    assert "Traceback" not in done.stderr and "usage:" not in done.stderr
+    for text in says:
+        assert text in errors[0]
+
+
+def quick(capsys: pytest.CaptureFixture[str], *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """`draftsmith ...` in this process."""
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    out = capsys.readouterr()
+    return subprocess.CompletedProcess(arguments, int(stopped.value.code or 0), out.out, out.err)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--optim.learning-rate", "1"), ("optim.learning-rate", "--help")),
+        (("--optim.lr", "fast"), ("optim.lr", "float", "fast")),
+        (("--optim.lr", "-1"), ("optim.lr",)),
+        (("--optim.schedule", "linear"), ("optim.schedule", "cosine")),
+        (("--heads.num-heads", "0"), ("num_heads",)),
+        (("--data.sources", "[{path: x, wheight: 2}]"), ("wheight",)),
+        (("--data.held-out.share", "2", "--data.held-out.by", "row"), ("held_out.share",)),
+        (("--target.path", "/no/such/folder"), ("/no/such/folder does not exist",)),
+        (("--target.path", "no-such-name"), ("'no-such-name' is no folder here",)),
+        (("--target.device", "tpu9"), ("tpu9",)),
+        (("--target.dtype", "float8"), ("float8",)),
+        (("--init-from", "/no/drafter"), ("/no/drafter is not a drafter",)),
+    ],
+)
+def test_a_wrong_option_of_training(
+    tmp_path: Path, saved_tiny: Path, command: Command, options: tuple[str, ...], says: tuple[str, ...]
+) -> None:
+    config = make_config(tmp_path, saved_tiny)
+    expect(command(*TRAIN, config, *options), *says)
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+def test_a_wrong_key_in_the_file_is_named(tmp_path: Path, saved_tiny: Path, command: Command) -> None:
+    config = make_config(tmp_path, saved_tiny, optim={"lr": 0.001, "momentum": 0.9})
+    expect(command(*TRAIN, config), "momentum")
+    config = make_config(tmp_path, saved_tiny, evalution={"every": 3})
+    expect(command(*TRAIN, config), "evalution")
+    config.write_text("optim: [")
+    expect(command(*TRAIN, config), "config")
+    expect(command(*TRAIN, tmp_path / "none.yaml"), "none.yaml")
+    expect(command("draftsmith.train", "medusa"), "output, target.path, data.sources")
+    expect(command("draftsmith.train", "medussa"), "medusa")
+    expect(command("draftsmith.train"), "medusa")
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "train is empty"),
+        ([{"messages": [{"role": "user", "content": "no reply"}]}], "no token of the assistant's"),
+        ([{"mesages": []}], "none of messages"),
+        (["not json"], "not valid JSON"),
+        ([chat("x", "the " * 500)], "data.max_length is 160"),
+    ],
+)
+def test_data_that_nothing_can_be_learned_from(
+    tmp_path: Path, saved_tiny: Path, command: Command, rows: list[Any], says: str
+) -> None:
+    config = make_config(tmp_path, saved_tiny)
+    write(tmp_path / "train.jsonl", rows)
+    expect(command(*TRAIN, config), says)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_chat_data_for_a_target_without_a_template(tmp_path: Path, command: Command) -> None:
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "target")
+    make_tokenizer(["<p>", "<e>", "<u>", "<a>"], None, "<e>").save_pretrained(tmp_path / "target")
+    expect(command(*TRAIN, make_config(tmp_path, tmp_path / "target")), "has no chat template")
+    if STORIES.is_dir():
+        expect(command(*TRAIN, make_config(tmp_path, STORIES)), "has no chat template")
+
+
+def test_heads_of_another_target(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tiny_target(hidden_size=64)
+    Artifact(random_heads(other), other.fingerprint(), {"rank_accuracy": [[0.5]], "tree_nodes": 1}).save(tmp_path / "heads")
+    prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
+    base = ("--target.path", saved_tiny, "--target.device", "cpu")
+    options = ("--drafters", f"[{tmp_path / 'heads'}]", "--prompts", prompts, "--json", tmp_path / "o.json")
+    expect(quick(capsys, "evaluate", *base, *options), "was trained for another target", "hidden_size is 64")
+    assert not (tmp_path / "o.json").exists()
+    expect(quick(capsys, "generate", *base, "--drafter", tmp_path / "heads", "--prompt", "x"), "another target")
+    expect(quick(capsys, "generate", *base, "--drafter", tmp_path / "none", "--prompt", "x"), "is not a drafter")
+
+
+def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = ("--target.path", saved_tiny, "--target.device", "cpu")
+    prompts = write(tmp_path / "p.jsonl", [chat("hello", "x"), {"messages": 3}])
+    empty = write(tmp_path / "e.jsonl", [])
+    expect(quick(capsys, "evaluat"), "unknown command 'evaluat'", "evaluate")
+    expect(quick(capsys, "data", "regen"), "unknown command 'data regen'")
+    expect(quick(capsys, "evaluate", *base, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
+    expect(quick(capsys, "evaluate", *base, "--prompts", prompts), "p.jsonl:2")
+    expect(quick(capsys, "evaluate", *base, "--prompts", empty), "holds no prompts")
+    expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--max-tokens", "3"), "max-tokens")
+    expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")
+    expect(quick(capsys, "generate", *base, "--prompt", "the " * 400), "leaves no room")
+    expect(quick(capsys, "data", "regenerate", *base, "--data", empty, "--out", tmp_path / "r.jsonl"), "holds no rows")
+    expect(quick(capsys, "data", "regenerate", *base, "--data", "no.jsonl", "--out", tmp_path / "r.jsonl"), "does not exist")
+    expect(
+        quick(
+            capsys, "data", "regenerate", *base, "--data", prompts, "--out", tmp_path / "r.jsonl", "--sampling.temperature", "-1"
+        ),
+        "temperature",
+    )
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_doctor_says_what_is_wrong_and_exits_with_2(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path, saved_tiny)
+    main(["doctor", "--run", str(config), "--json", "true"])
+    findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
+    assert {f["status"] for f in findings.values()} <= {"ok", "warning"}
+    assert "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
+    write(tmp_path / "train.jsonl", [])
+    done = quick(capsys, "doctor", "--run", config, "--json", "true")
+    assert done.returncode == 2
+    assert {f["check"] for f in json.loads(done.stdout) if f["status"] == "error"} == {"data train"}
+    done = quick(capsys, "doctor", "--target", "/no/such/folder", "--json", "true")
+    assert done.returncode == 2 and "does not exist" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@pytest.mark.parametrize("kilobytes", [4, 40])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Path, kilobytes: int) -> None:
+    """Files may not grow beyond a limit: writes fail in the middle, as on a full disk."""
+    config = make_config(tmp_path, saved_tiny)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kilobytes * 1024, kilobytes * 1024))
+
+    done = subprocess.run(
+        [sys.executable, "-m", *TRAIN, str(config)],
+        env=environment(), capture_output=True, text=True, timeout=240, preexec_fn=limit,
+    )  # fmt: skip
+    expect(done, "cannot write")
+    left = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name not in ("config.yaml",)]
+    assert all("data" in p.parts[-2:] for p in left), left
+
+
+def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path) -> None:
+    import signal
+
+    config = make_config(
+        tmp_path, saved_tiny, max_steps=100_000, evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4}
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+
+
+def test_under_a_launcher_the_line_is_printed_once(tmp_path: Path, saved_tiny: Path) -> None:
+    """accelerate adds a traceback of its own and exits with 1: the line is there once, before any model loads."""
+    from tests.train.test_loop import launch
+
+    config = make_config(tmp_path, saved_tiny)
+    for ranks in (1, 2):
+        done = launch("-m", *TRAIN, config, "--optim.lr", "-1", ranks=ranks)
+        assert done.returncode != 0
+        assert sum(line.startswith("error: optim.lr") for line in done.stderr.splitlines()) == 1
+
+
+def test_a_nan_in_the_target_is_found_before_training(tmp_path: Path, command: Command) -> None:
+    target = tiny_target()
+    with torch.no_grad():
+        target.head_weight[3, 3] = float("nan")
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    expect(command(*TRAIN, make_config(tmp_path, tmp_path / "target")), "logits")

@@ -26,7 +26,7 @@ from .proposer import PlainDecoding, Proposer, load_proposer
 from .rows import Prompt, read_prompts
 from .target import Target, TargetConfig, load_target
 
-EXAMPLE = "draftsmith evaluate --target.path TARGET --drafters '[runs/medusa/best]' --prompts held_out.jsonl --json out.json"
+EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 1
 
 
@@ -37,8 +37,10 @@ class Options:
     target: TargetConfig
     prompts: str
     """JSON or JSONL file of prompts or conversations."""
-    drafters: list[str] = field(default_factory=list)
-    """Drafter folders; plain decoding is always there."""
+    drafter: list[str] | str = field(default_factory=list)
+    """Drafter folder, or several as '[A, B]'; plain decoding is always there."""
+    temperature: float = 0.0
+    """Only 0, greedy decoding, so far."""
     limit: int | None = None
     """Use the first so many prompts."""
     max_new_tokens: int = 128
@@ -52,11 +54,14 @@ class Options:
 
 
 def run(options: Options) -> None:
+    if options.temperature != 0:
+        raise UserError("temperature must be 0: this version decodes greedily only")
     target = load_target(options.target)
     proposers: list[Proposer] = [PlainDecoding()]
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
+    folders = [options.drafter] if isinstance(options.drafter, str) else options.drafter
     extra = {} if options.tree_nodes is None else {"tree_nodes": options.tree_nodes}
-    proposers += [load_proposer(folder, target, warn, **extra) for folder in options.drafters]
+    proposers += [load_proposer(folder, target, warn, **extra) for folder in folders]
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
     results = compare(target, proposers, prompts, options.max_new_tokens, options.repeats)
     report = make_report(target, results, options)

@@ -14,7 +14,7 @@ from .proposer import PlainDecoding, Proposer, load_proposer
 from .rows import Conversation, prompt_ids
 from .target import Target, TargetConfig, load_target
 
-EXAMPLE = "draftsmith generate --target.path TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
+EXAMPLE = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 

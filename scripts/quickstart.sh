@@ -17,7 +17,7 @@ python scripts/quickstart/functions.py --split test --count 40 --out $run/test.p
 
 say "2/4 the target writes the replies (sampled: small models loop under greedy decoding)"
 for split in train valid; do
-    draftsmith data regenerate --target.path $target --data $run/$split.prompts.jsonl --out $run/$split.jsonl \
+    draftsmith data regenerate --target $target --data $run/$split.prompts.jsonl --out $run/$split.jsonl \
         --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64
 done
 
@@ -26,8 +26,8 @@ accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dyna
     -m draftsmith.train medusa --config configs/medusa/quickstart.yaml
 
 say "4/4 held-out prompts: plain decoding beside Medusa"
-draftsmith evaluate --target.path $target --drafters "[$run/medusa/best]" --prompts $run/test.prompts.jsonl \
+draftsmith evaluate --target $target --drafter $run/medusa/best --prompts $run/test.prompts.jsonl \
     --max-new-tokens 128 --json $run/evaluation.json
 say "done. See a reply with its accepted drafts in green:
        source .venv/bin/activate
-       draftsmith generate --target.path $target --drafter $run/medusa/best --prompt 'def read_lines(path):'"
+       draftsmith generate --target $target --drafter $run/medusa/best --prompt 'def read_lines(path):'"

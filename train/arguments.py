@@ -8,13 +8,15 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
 
 from ..heads.errors import UserError
+from ..inference.target import TargetConfig
 
 T = TypeVar("T")
+WHOLE_PART = re.compile(r"^  --[\w.]+ CONFIG\s+Path to a configuration file\.\n", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
 
@@ -25,7 +27,7 @@ class Parser(jsonargparse.ArgumentParser):
         fail(hyphenated(one_line(message)) + f" (see {self.prog} --help)")
 
     def format_help(self) -> str:
-        return hyphenated(super().format_help())
+        return hyphenated(WHOLE_PART.sub("", super().format_help()))
 
 
 def fail(message: str) -> NoReturn:
@@ -58,7 +60,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -
     Exits with 2 on a mistake.
     """
     parser = build_parser(config_class, prog, example)
-    namespace = parser.parse_args([underscored(argument) for argument in argv])
+    namespace = parser.parse_args([underscored(argument, config_class) for argument in argv])
     try:
         values = parser.instantiate(namespace)
         values.pop("config", None)
@@ -85,9 +87,12 @@ class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionH
     """Keeps the line breaks of the description."""
 
 
-def underscored(argument: str) -> str:
-    """An option as typed (`--optim.warmup-share=0.1`) in the spelling of its field."""
+def underscored(argument: str, config_class: type) -> str:
+    """An option as typed (`--optim.warmup-share=0.1`) in the spelling of its field; `--target X` is `--target.path X`."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
+    name = name.replace("-", "_")
+    if name == "target" and get_type_hints(config_class).get("target") is TargetConfig:
+        name = "target.path"
+    return f"--{name}{equals}{value}"

@@ -28,7 +28,7 @@ from .data import rows_of
 
 log = logging.getLogger(__name__)
 
-EXAMPLE = "draftsmith data regenerate --target.path TARGET --data prompts.jsonl --out replies.jsonl --sampling.temperature 0.8"
+EXAMPLE = "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl --sampling.temperature 0.8"
 
 
 @dataclass

@@ -111,8 +111,8 @@ def test_heads_of_another_target(tmp_path: Path, saved_tiny: Path, capsys: pytes
     other = tiny_target(hidden_size=64)
     Artifact(random_heads(other), other.fingerprint(), {"rank_accuracy": [[0.5]], "tree_nodes": 1}).save(tmp_path / "heads")
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
-    base = ("--target.path", saved_tiny, "--target.device", "cpu")
-    options = ("--drafters", f"[{tmp_path / 'heads'}]", "--prompts", prompts, "--json", tmp_path / "o.json")
+    base = ("--target", saved_tiny, "--target.device", "cpu")
+    options = ("--drafter", tmp_path / "heads", "--prompts", prompts, "--json", tmp_path / "o.json")
     expect(quick(capsys, "evaluate", *base, *options), "was trained for another target", "hidden_size is 64")
     assert not (tmp_path / "o.json").exists()
     expect(quick(capsys, "generate", *base, "--drafter", tmp_path / "heads", "--prompt", "x"), "another target")
@@ -120,7 +120,7 @@ def test_heads_of_another_target(tmp_path: Path, saved_tiny: Path, capsys: pytes
 
 
 def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ("--target.path", saved_tiny, "--target.device", "cpu")
+    base = ("--target", saved_tiny, "--target.device", "cpu")
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x"), {"messages": 3}])
     empty = write(tmp_path / "e.jsonl", [])
     expect(quick(capsys, "evaluat"), "unknown command 'evaluat'", "evaluate")
@@ -129,6 +129,7 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
     expect(quick(capsys, "evaluate", *base, "--prompts", prompts), "p.jsonl:2")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty), "holds no prompts")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--max-tokens", "3"), "max-tokens")
+    expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--temperature", "1"), "temperature must be 0")
     expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")
     expect(quick(capsys, "generate", *base, "--prompt", "the " * 400), "leaves no room")
     expect(quick(capsys, "data", "regenerate", *base, "--data", empty, "--out", tmp_path / "r.jsonl"), "holds no rows")

@@ -17,6 +17,7 @@ seen three times as often (the quickstart's prompts come from there).
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -241,8 +242,7 @@ def main() -> None:
     )
 
     def save(model: LlamaForCausalLM, facts: dict) -> None:
-        state = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-        model.save_pretrained(args.out, state_dict=state)
+        copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
         (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -17,17 +18,37 @@ from draftsmith.train.batches import collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.medusa import MedusaLoss, MedusaObjective
 
-PROMPTS, LENGTH, STEPS = 24, 48, 60
+from tests.conftest import ROOT
+
+PROMPTS, LENGTH, STEPS = 24, 48, 80
 _kept: dict[int, Artifact] = {}
+
+
+def chat_prompts(target: Target, split: str, count: int) -> list[list[int]]:
+    """Functions of the standard library, as the quickstart asks for them."""
+    sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
+    try:
+        from functions import select, stdlib_functions
+    finally:
+        sys.path.pop(0)
+    chosen = select(stdlib_functions(), split, count, seed=1, min_body=80, max_chars=700)  # type: ignore[arg-type]
+    chats = [[{"role": "user", "content": f.prompt}] for f in chosen]
+    return [target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+STARTS = ["Once upon a time", "The dog", "Lily and Tom", "One day, a big", "There was a", "In the park", "Mom", "A cat"]
+ENDS = ["", " was happy", " went to", " saw a", ' said, "', " did not"]
+
+
+def story_prompts(target: Target, count: int) -> list[list[int]]:
+    return [target.tokenizer(a + b)["input_ids"] for b in ENDS for a in STARTS][:count]
 
 
 @lru_cache
 def greedy_texts(target: Target) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """(ids, start of the reply) of greedy replies to random short prompts."""
+    """(ids, start of the reply) of greedy replies to prompts of the target's kind."""
     texts = []
-    for seed in range(PROMPTS):
-        generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(5, target.vocab_size, (3,), generator=generator).tolist()
+    for prompt in chat_prompts(target, "train", PROMPTS) if target.tokenizer.chat_template else story_prompts(target, PROMPTS):
         reply = generate(target, PlainDecoding(), prompt, LENGTH, eos_ids=frozenset()).token_ids
         texts.append((tuple(prompt + reply), len(prompt)))
     return tuple(texts)

@@ -242,7 +242,8 @@ def main() -> None:
     )
 
     def save(model: LlamaForCausalLM, facts: dict) -> None:
-        copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(args.out)
+        rounded: Any = copy.deepcopy(model)
+        rounded.to("cpu", torch.bfloat16).save_pretrained(args.out)
         tokenizer.save_pretrained(args.out)
         (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,8 +12,8 @@ from draftsmith.inference.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposer import PlainDecoding, Proposer
 from draftsmith.inference.target import Target
 
-from tests.conftest import ROOT, random_heads, tiny_target, wrong_heads
-from tests.trained import trained_artifact
+from tests.conftest import random_heads, tiny_target, wrong_heads
+from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
 KINDS = ("plain", "trained", "random", "wrong")
@@ -38,35 +37,6 @@ def reference(target: Target, prompt: list[int], max_new_tokens: int) -> list[in
     return out[0, len(prompt) :].tolist()
 
 
-def quickstart_prompts(target: Target, count: int) -> list[list[int]]:
-    """Held-out functions of the standard library, as the quickstart evaluates on."""
-    sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
-    try:
-        from functions import select, stdlib_functions
-    finally:
-        sys.path.pop(0)
-    chosen = select(stdlib_functions(), "test", count, seed=1, min_body=80, max_chars=700)
-    chats = [[{"role": "user", "content": f.prompt}] for f in chosen]
-    return [target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
-
-
-STORY_STARTS = [
-    "Once upon a time",
-    "The dog",
-    "Lily and Tom",
-    "One day, a big",
-    "There was a",
-    "In the park",
-    "Mom said",
-    "A cat",
-]
-
-
-def stories_prompts(target: Target, count: int) -> list[list[int]]:
-    ends = ["", " was happy", " went to", " saw a", ' said, "', " did not"]
-    return [target.tokenizer(a + b)["input_ids"] for b in ends for a in STORY_STARTS][:count]
-
-
 def check(target: Target, prompts: list[list[int]], kinds: tuple[str, ...], max_new_tokens: int) -> None:
     proposers = {kind: proposer_of(kind, target) for kind in kinds}
     for prompt in prompts:
@@ -81,12 +51,12 @@ def check(target: Target, prompts: list[list[int]], kinds: tuple[str, ...], max_
 
 @pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.full)])
 def test_quickstart_target(quickstart: Target, count: int) -> None:
-    check(quickstart, quickstart_prompts(quickstart, count), KINDS, max_new_tokens=64)
+    check(quickstart, chat_prompts(quickstart, "test", count), KINDS, max_new_tokens=64)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
 def test_real_pretrained_target(stories: Target, count: int) -> None:
-    check(stories, stories_prompts(stories, count), KINDS, max_new_tokens=64)
+    check(stories, story_prompts(stories, count), KINDS, max_new_tokens=64)
 
 
 def test_random_target_whose_replies_end_and_emit_token_zero() -> None:

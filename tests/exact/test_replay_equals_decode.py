@@ -12,8 +12,7 @@ from draftsmith.inference.replay import replay
 from draftsmith.inference.target import Target
 
 from tests.conftest import random_heads, tiny_target
-from tests.exact.test_greedy_equality import quickstart_prompts, stories_prompts
-from tests.trained import trained_artifact
+from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 
 def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, prompts: list[list[int]], limit: int) -> int:
@@ -36,7 +35,7 @@ def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, pr
 def test_rounds_agree_for_trained_heads(which: str, count: int, request: pytest.FixtureRequest) -> None:
     target: Target = request.getfixturevalue(which)
     artifact = trained_artifact(target)
-    prompts = (quickstart_prompts if which == "quickstart" else stories_prompts)(target, count)
+    prompts = chat_prompts(target, "test", count) if which == "quickstart" else story_prompts(target, count)
     busy = check(target, make_proposer(artifact, "x"), artifact.drafter, artifact.calibration, prompts, limit=64)
     assert busy > count, "heads that are never right would prove nothing"
 

@@ -93,7 +93,8 @@ def test_loss_is_the_sum_that_the_index_table_says() -> None:
                 log_q = torch.log_softmax(heads.logits(last[0, t], i), -1)
                 log_p = torch.log_softmax(TARGET.head(last[0, t + 1 + i]), -1)
                 label = batch.ids[0, t + 2 + i]
-                total += float((log_p.exp() * (log_p - log_q)).sum()) if kind == "kl" else -float(log_q[label])
+                loss = (log_p.exp() * (log_p - log_q)).sum() if kind == "kl" else -log_q[label]
+                total += float(loss.detach())
                 count += 1
             expected += raw[i] / sum(raw) * total / count
         value, _, _ = loss_and_gradient(batch, last, kind)

@@ -16,10 +16,14 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+
 
 @contextmanager
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty directory beside `path`; on success it becomes `path` (replacing it), on any error it is removed.
+
+    `path` is always whole or absent; while an old one is replaced it is absent for the moment between two renames.
 
     A reader never sees a half-written directory, whenever the process is killed. What a killed writer leaves behind is named
     `.NAME.HEX.partial`; `remove_partials` deletes it.
@@ -51,7 +55,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def write_failure(error: BaseException) -> str | None:
     """Why the disk refused, if that is what `error` is about; each library says it in its own way."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS):
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return error.strerror
     if isinstance(error, SafetensorError) and "I/O error" in str(error):
         return str(error).split("I/O error: ")[-1]

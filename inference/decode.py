@@ -17,7 +17,7 @@ from .accept import accept_greedy
 from .cache import TreeCache
 from .proposer import Proposer
 from .target import Hidden, Target
-from .tree import NO_NODE, DraftTree, tree_mask
+from .tree import NO_NODE, DraftTree
 
 
 @dataclass
@@ -127,7 +127,9 @@ def verify(target: Target, tree: DraftTree, cache: TreeCache, taps: tuple[int, .
     depths = tree.shape.tables(tree.tokens.device).depths
     # A node past the last position can never be kept (the limit cuts it off); clamping keeps learned positions in range.
     positions = (cache.length + depths).clamp(max=target.max_positions - 1)[None]
-    mask = tree_mask(tree.shape, cache.length, target.dtype, tree.tokens.device)
+    visible = tree.shape.tables(tree.tokens.device).ancestors
+    # A lone root sees everything, which is what the model does without being told.
+    mask = None if tree.shape.nodes == 1 else target.tree_mask(visible, positions[0], cache.length)
     hidden = target.forward(tree.tokens, positions, mask, cache, taps)
     return hidden, target.head(hidden.last).argmax(-1)
 

@@ -1,7 +1,7 @@
 """`draftsmith evaluate`: every drafter beside plain decoding, on the same prompts, in the loop that users decode with.
 
-Drafters take turns on each prompt, so that a machine that slows down slows all of them. Timings are of the fastest of
-`repeats` runs of a request; tokens and rounds are the same in all of them.
+Drafters take turns on each prompt, so that a machine that slows down slows all of them. Of `repeats` runs of a request the one
+of median decode time is kept; tokens and rounds are the same in all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .decode import Generation, generate
-from .metrics import bootstrap, summarise
+from .metrics import bootstrap, kept_per_round, summarise, tau
 from .proposer import PlainDecoding, Proposer, load_proposer
 from .rows import Prompt, read_prompts
 from .target import Target, TargetConfig, load_target
@@ -37,8 +37,8 @@ class Options:
     target: TargetConfig
     prompts: str
     """JSON or JSONL file of prompts or conversations."""
-    drafter: list[str] | str = field(default_factory=list)
-    """Drafter folder, or several as '[A, B]'; plain decoding is always there."""
+    drafter: list[str] = field(default_factory=list)
+    """Drafter folder; may be given several times. Plain decoding is always there."""
     temperature: float = 0.0
     """Only 0, greedy decoding, so far."""
     limit: int | None = None
@@ -59,16 +59,40 @@ def run(options: Options) -> None:
     target = load_target(options.target)
     proposers: list[Proposer] = [PlainDecoding()]
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
-    folders = [options.drafter] if isinstance(options.drafter, str) else options.drafter
     extra = {} if options.tree_nodes is None else {"tree_nodes": options.tree_nodes}
-    proposers += [load_proposer(folder, target, warn, **extra) for folder in folders]
+    proposers += [load_proposer(folder, target, warn, **extra) for folder in options.drafter]
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
     results = compare(target, proposers, prompts, options.max_new_tokens, options.repeats)
-    report = make_report(target, results, options)
+    report = make_report(target, prompts, results, options)
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
     show(report)
+
+
+def request_record(target: Target, prompt: Prompt, plain: Generation, found: Generation) -> dict[str, Any]:
+    """One request, in the names of evaluation.md section 2."""
+    rounds = found.rounds
+    equal = plain.token_ids == found.token_ids
+    index, gap = (None, None) if equal else divergence(target, plain, found)
+    return {
+        "id": prompt.id,
+        "category": prompt.category,
+        "n_prompt": len(found.prompt_ids),
+        "n_out": len(found.token_ids),
+        "n_rounds": len(rounds),
+        "accepted_hist": _histogram([r.accepted for r in rounds]),
+        "drafted_hist": _histogram([r.drafted or 0 for r in rounds]),
+        "tau_incl_bonus": tau([kept_per_round(found)]) if rounds else None,
+        "ttft_s": found.ttft_s,
+        "decode_s": found.decode_s,
+        "tpot_s": found.decode_s / (len(found.token_ids) - 1) if len(found.token_ids) > 1 else None,
+        **{f"t_{part}_s": sum(getattr(r, f"t_{part}_s") for r in rounds) for part in ("draft", "verify", "accept", "kv")},
+        "finish_reason": found.finish_reason,
+        "equal_to_ar": equal,
+        "first_divergence": index,
+        "top2_gap": gap,
+    }
 
 
 Results = dict[str, list[Generation]]
@@ -104,7 +128,7 @@ def _distinct_names(proposers: Sequence[Proposer]) -> list[str]:
     return names
 
 
-def make_report(target: Target, results: Results, options: Options) -> dict[str, Any]:
+def make_report(target: Target, prompts: Sequence[Prompt], results: Results, options: Options) -> dict[str, Any]:
     """The numbers of every drafter, with what they were measured on."""
     plain = results["plain"]
     drafters = {}
@@ -115,8 +139,7 @@ def make_report(target: Target, results: Results, options: Options) -> dict[str,
         summary["speedup_ci95"] = bootstrap(pairs, _ratio)
         summary["speedup_median"] = statistics.median(a.decode_s / b.decode_s for a, b in pairs if b.decode_s)
         summary["equal_to_ar"] = sum(a.token_ids == b.token_ids for a, b in pairs)
-        found = [divergence(target, a, b) for a, b in pairs if a.token_ids != b.token_ids]
-        summary["first_divergence"], summary["top2_gap"] = [index for index, _ in found], [gap for _, gap in found]
+        summary["per_request"] = [request_record(target, prompt, a, b) for prompt, (a, b) in zip(prompts, pairs, strict=True)]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
         drafters[name] = summary
     return {
@@ -145,8 +168,8 @@ DEFINITIONS = {
     "speedup": "sum of plain decode times / sum of this drafter's decode times over the same prompts, prefill excluded",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
     "equal_to_ar": "replies equal to plain decoding in the same loop, token for token",
-    "first_divergence": "for each reply that differs: index of the first other token",
-    "top2_gap": "for each reply that differs: the target's best logit minus its second best there",
+    "first_divergence": "index of the first token that differs from plain decoding",
+    "top2_gap": "the target's best logit minus its second best there: near-ties flip in low precision, others must not",
 }
 
 
@@ -200,10 +223,9 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console()
     console.print(table)
     for name, s in drafters.items():
-        if s["top2_gap"]:
-            console.print(
-                f"{name}: where a reply first differs, the target's two best logits are at most {max(s['top2_gap']):.2g} apart."
-            )
+        gaps = [r["top2_gap"] for r in s["per_request"] if not r["equal_to_ar"]]
+        if gaps:
+            console.print(f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart.")
     console.print(
         f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {drafters['plain']['loop_share']:.0%}; loops flatter "
         "every drafter."

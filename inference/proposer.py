@@ -64,4 +64,4 @@ def load_proposer(directory: str | Path, target: Target, warn: Callable[[str], N
     artifact = Artifact.load(directory, target.fingerprint(), target.head, warn)
     artifact.drafter.to(target.device, target.dtype)
     module = importlib.import_module(f".{artifact.method}", __package__)
-    return module.make_proposer(artifact, name=Path(directory).name, **options)
+    return module.make_proposer(artifact, name=artifact.method, **options)

@@ -34,6 +34,8 @@ class Conversation:
     token_ids: list[int] | None = None
     response_spans: list[tuple[int, int]] = field(default_factory=list)
     """Where in `token_ids` the target wrote: [start, end)."""
+    tokenizer_hash: str | None = None
+    """Of the tokenizer that `token_ids` belong to, where the row says so."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """What this row asks of the chat template, such as enable_thinking."""
@@ -53,6 +55,8 @@ def conversation_of(row: Any) -> Conversation:
     if row.get("token_ids") is not None:
         return _exact(row)
     kwargs = row.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise RowError("chat_template_kwargs must be an object")
     tools = row.get("tools")
     if row.get("messages") is not None:
         return Conversation(messages=_messages(row["messages"]), tools=tools, template_kwargs=kwargs)
@@ -120,19 +124,21 @@ def _prompt_and_completion(row: dict[str, Any], kwargs: dict[str, Any]) -> Conve
         return Conversation(messages=_messages(prompt) + after, tools=row.get("tools"), template_kwargs=kwargs)
     if not isinstance(prompt, str) or not isinstance(completion, str | None):
         raise RowError("prompt and completion must be texts or lists of messages")
-    return Conversation(text=prompt, completion=completion)
+    return Conversation(text=prompt, completion=completion or "")
 
 
 def _exact(row: dict[str, Any]) -> Conversation:
     ids, spans = row["token_ids"], row.get("response_spans")
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise RowError("token_ids must be a list of integers")
-    if not isinstance(spans, list) or not all(isinstance(s, list | tuple) and len(s) == 2 for s in spans):
+    if not isinstance(spans, list) or not all(isinstance(s, list | tuple) and [type(n) for n in s] == [int, int] for s in spans):
         raise RowError("response_spans must be a list of [start, end] pairs")
     if not all(0 <= start <= end <= len(ids) for start, end in spans):
         raise RowError("a response span lies outside token_ids")
     messages = _messages(row["messages"]) if row.get("messages") is not None else None
-    return Conversation(messages=messages, token_ids=ids, response_spans=[(int(a), int(b)) for a, b in spans])
+    written_with = (row.get("regenerated") or {}).get("tokenizer_hash")
+    spans = [(start, end) for start, end in spans]
+    return Conversation(messages=messages, text=row.get("text"), token_ids=ids, response_spans=spans, tokenizer_hash=written_with)
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -151,7 +157,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{path} must hold a list of rows")
         yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield f"{path.name}:{number}", json.loads(line)
@@ -190,9 +196,12 @@ def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[in
         messages = messages[:-1]
     if not messages:
         raise RowError("there is no message before the assistant's")
-    return tokenizer.apply_chat_template(
-        messages, tools=conversation.tools, add_generation_prompt=True, return_dict=True, **conversation.template_kwargs
-    )["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tools=conversation.tools, add_generation_prompt=True, return_dict=True, **conversation.template_kwargs
+        )["input_ids"]
+    except Exception as error:
+        raise RowError(f"the chat template cannot render it: {str(error).splitlines()[0]}") from error
 
 
 def read_prompts(path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None) -> list[Prompt]:

@@ -6,18 +6,40 @@ Shapes: B batch, N positions, H hidden size, V vocabulary, L decoder layers. Tap
 
 from __future__ import annotations
 
-import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
 
 from ..heads.errors import UserError
+from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
+
+UNLIMITED = 1 << 20  # positions of a target that names no limit
+
+# What `generate` would apply from a target's generation_config and greedy decoding here does not, with the neutral values.
+PROCESSORS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+}
 
 
 @dataclass
@@ -59,6 +81,12 @@ class Target:
         if output is None:
             raise UserError(f"target {name} has no output head; name a causal language model")
         self._output = output
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            raise UserError(f"target {name} has layers of kind {', '.join(sorted(unknown))}, which cannot be rolled back here")
+        window = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
+        self._sliding = "sliding_attention" in kinds or (not kinds and window)
+        self._mixed = len(kinds) > 1
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -86,12 +114,12 @@ class Target:
 
     @property
     def max_positions(self) -> int:
-        return self.config.max_position_embeddings
+        return getattr(self.config, "max_position_embeddings", None) or UNLIMITED
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix `[V, H]`."""
-        return self._output.weight
+        """The output matrix `[V, H]`, with the target's own scale of the logits."""
+        return self._output.weight if self._scale is None else self._output.weight * self._scale
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -106,7 +134,7 @@ class Target:
 
     def head(self, last: Tensor) -> Tensor:
         """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
-        logits = self._output(last)
+        logits = self._output(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale
         if self._softcap is not None:
@@ -117,7 +145,7 @@ class Target:
         self,
         ids: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Any = None,
         cache: Cache | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
@@ -136,6 +164,24 @@ class Target:
         )
         states = output.hidden_states if taps else ()
         return Hidden(output.last_hidden_state, tuple(states[tap] for tap in taps))
+
+    def tree_mask(self, visible: Tensor, positions: Tensor, committed: int) -> Any:
+        """What `forward` takes as mask for a tree over a cache of `committed` positions.
+
+        `visible` `[N, N]` bool: which nodes each node sees; `positions` `[N]`. Additive, since every attention implementation
+        that takes a 4D mask takes an additive one. Layers with a sliding window see only keys less than a window back; models
+        that mix both kinds of layers take one mask for each.
+        """
+        count = positions.shape[0]
+        see = torch.cat([visible.new_ones(count, committed), visible], dim=1)
+        lowest = torch.finfo(self.dtype).min
+        full = torch.zeros(1, 1, *see.shape, dtype=self.dtype, device=see.device).masked_fill_(~see, lowest)
+        if not self._sliding:
+            return full
+        keys = torch.cat([torch.arange(committed, device=see.device), positions])
+        near = positions[:, None] - keys < self.config.sliding_window
+        sliding = full.masked_fill(~near, lowest)
+        return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -160,20 +206,25 @@ def load_target(config: TargetConfig) -> Target:
     check_there(path)
     if adapter is None and Path(path, "adapter_config.json").is_file():
         adapter = path
-        path = json.loads(Path(path, "adapter_config.json").read_text())["base_model_name_or_path"]
+        path = read_json(Path(path, "adapter_config.json")).get("base_model_name_or_path") or ""
+        check_there(path)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.attention is not None:
         options["attn_implementation"] = config.attention
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load target {path!r}: {first_line}") from error
     if adapter is not None:
         model = merge_adapter(model, adapter)
     target = Target(model.to(device), tokenizer, config.path)
     target.check_head()
+    settings = {name: getattr(model.generation_config, name, None) for name in PROCESSORS}
+    asked = [f"{name}={value}" for name, value in settings.items() if value not in PROCESSORS[name]]
+    if asked:
+        log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, ", ".join(asked))
     return target
 
 

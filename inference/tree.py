@@ -104,19 +104,6 @@ class DraftTree:
     tokens: Tensor
 
 
-def tree_mask(shape: TreeShape, committed: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Additive attention mask `[1, 1, N, committed + N]`: every node sees what is committed, its ancestors and itself.
-
-    None for a lone root, which sees everything.
-    """
-    if shape.nodes == 1:
-        return None
-    mask = torch.zeros(1, 1, shape.nodes, committed + shape.nodes, dtype=dtype, device=device)
-    tree = mask[..., committed:]
-    tree.masked_fill_(~shape.tables(device).ancestors, torch.finfo(dtype).min)
-    return mask
-
-
 Ranks = tuple[int, ...]
 
 

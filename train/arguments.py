@@ -8,7 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar, get_type_hints
+from dataclasses import is_dataclass
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
 
@@ -60,7 +61,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -
     Exits with 2 on a mistake.
     """
     parser = build_parser(config_class, prog, example)
-    namespace = parser.parse_args([underscored(argument, config_class) for argument in argv])
+    namespace = parser.parse_args(spelled(argv, field_types(config_class)))
     try:
         values = parser.instantiate(namespace)
         values.pop("config", None)
@@ -87,12 +88,40 @@ class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionH
     """Keeps the line breaks of the description."""
 
 
-def underscored(argument: str, config_class: type) -> str:
-    """An option as typed (`--optim.warmup-share=0.1`) in the spelling of its field; `--target X` is `--target.path X`."""
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    name = name.replace("-", "_")
-    if name == "target" and get_type_hints(config_class).get("target") is TargetConfig:
-        name = "target.path"
-    return f"--{name}{equals}{value}"
+def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
+    """Type of every option of a dataclass, nested ones by their dotted name."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(config_class).items():
+        types[prefix + name] = kind
+        if is_dataclass(kind) and isinstance(kind, type):
+            types |= field_types(kind, f"{prefix}{name}.")
+    return types
+
+
+def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """The command line as jsonargparse wants it.
+
+    Hyphens become underscores; `--target X` is `--target.path X`; `--flag` and `--no-flag` set a switch; an option that takes a
+    list may be given several times.
+    """
+    result: list[str] = []
+    for i, argument in enumerate(argv):
+        if not argument.startswith("--"):
+            result.append(argument)
+            continue
+        name, equals, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
+        if name == "target" and types.get("target") is TargetConfig:
+            name = "target.path"
+        if bare and types.get(name) in SWITCHES:
+            equals, value = "=", "true"
+        elif bare and types.get(name.removeprefix("no_")) in SWITCHES:
+            name, equals, value = name.removeprefix("no_"), "=", "false"
+        elif types.get(name) == list[str]:
+            name += "+"
+        result.append(f"--{name}{equals}{value}")
+    return result
+
+
+SWITCHES = (bool, bool | None)

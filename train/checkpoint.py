@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class TrainerState:
     rows_per_step: int = 0
     """Changes with ranks, accumulation and batch; a resume under another value would skip or repeat data."""
     total_steps: int = 0
+    identity: dict[str, str] = field(default_factory=dict)
+    """Hashes of the target's weights and of the data: the config names both only by path."""
 
 
 class RunFolder:
@@ -48,7 +50,7 @@ class RunFolder:
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, ascending."""
         found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
-        return sorted(int(p.name.removeprefix("step-")) for p in found)
+        return sorted(int(p.name.removeprefix("step-")) for p in found if p.name.removeprefix("step-").isdigit())
 
     def at(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -75,6 +77,16 @@ class RunFolder:
         accelerator.load_state(str(self.at(step) / "state"))
         return TrainerState(**read_json(self.at(step) / "trainer.json"))
 
+    def check_identity(self, step: int, identity: dict[str, str]) -> None:
+        """Demand that target and data are those of the checkpoint, before anything of it is overwritten."""
+        before = read_json(self.at(step) / "trainer.json").get("identity", {})
+        for what, value in identity.items():
+            if before.get(what) != value:
+                raise UserError(
+                    f"{self.path} holds checkpoints of a run whose {what} has changed since, though its path has not; choose "
+                    "another output"
+                )
+
     def mark_best(self, step: int) -> None:
         self._link("best", self.at(step) / "drafter")
 
@@ -84,6 +96,7 @@ class RunFolder:
             if step != best_step:
                 shutil.rmtree(self.at(step))
         remove_partials(self.checkpoints)
+        remove_partials(self.path)
 
     def _link(self, name: str, to: Path) -> None:
         """Point the link OUTPUT/name at a folder inside OUTPUT, in one step."""

@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
         fail(f"unknown command {verb!r}; there are: {', '.join(VERBS)}")
     module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
     options, _ = parse(module.Options, argv[words:], f"draftsmith {verb}", module.EXAMPLE)
-    guarded(lambda: module.run(options))
+    resumable = "the same command goes on where it stopped" if verb == "data regenerate" else "nothing was written"
+    guarded(lambda: module.run(options), resumable)
 
 
 def train_main(argv: list[str] | None = None) -> None:
@@ -55,10 +56,10 @@ def train_main(argv: list[str] | None = None) -> None:
         if is_main_rank():
             print(f"best drafter: {best}")
 
-    guarded(start)
+    guarded(start, "the same command goes on from the last checkpoint")
 
 
-def guarded(work: Callable[[], None]) -> None:
+def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     """Run `work`; what a user can mend ends in one line and exit code 2, an interrupt in 130."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
@@ -74,7 +75,8 @@ def guarded(work: Callable[[], None]) -> None:
             raise
         fail(f"cannot write {error.filename or 'output'}: {reason}; free some space or choose another folder")
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        if is_main_rank():
+            print(f"interrupted; {if_interrupted}", file=sys.stderr)
         raise SystemExit(130) from None
 
 

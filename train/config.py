@@ -96,6 +96,8 @@ class Optim:
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:
             raise UserError("optim.lr and optim.clip_norm must be above 0")
+        if not all(0 <= beta < 1 for beta in self.betas) or self.weight_decay < 0:
+            raise UserError("optim.betas must lie in [0, 1), optim.weight_decay be at least 0")
         if not (0 <= self.warmup_share < 1 and 0 <= self.decay_share <= 1):
             raise UserError("optim.warmup_share and optim.decay_share must lie between 0 and 1")
 
@@ -118,6 +120,8 @@ class Evaluation:
     def __post_init__(self) -> None:
         if min(self.every, self.prompts, self.max_new_tokens, self.tree_nodes) < 1:
             raise UserError("evaluation.every, prompts, max_new_tokens and tree_nodes must be at least 1")
+        if self.patience < 0:
+            raise UserError("evaluation.patience must be at least 0")
 
 
 @dataclass
@@ -171,5 +175,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.batch_rows < 1 or self.accumulation < 1 or self.epochs <= 0 or self.log_every < 1:
             raise UserError("batch_rows, accumulation and log_every must be at least 1, epochs above 0")
+        if self.seed < 0 or not self.data.sources:
+            raise UserError("seed must be at least 0, and data.sources name at least one source")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")

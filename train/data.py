@@ -24,7 +24,7 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import read_json, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
-from ..inference.rows import RowError, conversation_of, read_json_rows
+from ..inference.rows import Conversation, RowError, conversation_of, read_json_rows
 from ..inference.target import Target
 from .config import Data, HeldOut, Source
 from .templates import Encoded, encode
@@ -82,7 +82,7 @@ def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
     Raises `UserError` for a source that cannot be read, that loses more rows than `data.max_lost_share` (naming the first), and
     when nothing is left to learn from or to hold out.
     """
-    key = _key(data, target, seed)
+    key = tables_key(data, target, seed)
     if (folder / "counts.json").is_file() and read_json(folder / "counts.json").get("key") == key:
         return load(folder)
     tables = build(data, target, seed)
@@ -99,7 +99,8 @@ def load(folder: Path) -> Tables:
     return Tables(train, held_out, read_json(folder / "counts.json")["counts"])
 
 
-def _key(data: Data, target: Target, seed: int) -> str:
+def tables_key(data: Data, target: Target, seed: int) -> str:
+    """Hash of all that the tables depend on: settings, files, tokenizer and template."""
     facts = [
         asdict(data),
         seed,
@@ -165,6 +166,7 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
             if isinstance(raw, RowError):
                 raise raw
             conversation = conversation_of(raw)
+            _check_tokens(conversation, target)
             encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, data.chat_template_kwargs)
         except RowError as error:
             count["malformed"] += 1
@@ -172,6 +174,8 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
             continue
         fits = [e for e in encoded if len(e.token_ids) <= data.max_length]
         useful = [e for e in fits if _has_label(e)]
+        if useful and len(fits) < len(encoded):
+            count["overlong turns"] += len(encoded) - len(fits)
         if not useful:
             count["overlong" if not fits else "nothing to learn"] += 1
             longest = max((len(e.token_ids) for e in encoded), default=0)
@@ -179,6 +183,16 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
             lost.append(f"{row_name} ({reason})")
             continue
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
+
+
+def _check_tokens(conversation: Conversation, target: Target) -> None:
+    """Exact tokens must be this target's: ids of another tokenizer would train without a word."""
+    if conversation.token_ids is None:
+        return
+    if conversation.tokenizer_hash not in (None, tokenizer_hash(target.tokenizer)):
+        raise RowError("its token ids were written with another tokenizer; regenerate it with this target")
+    if not all(0 <= token < target.vocab_size for token in conversation.token_ids):
+        raise RowError(f"a token id lies outside the target's vocabulary of {target.vocab_size}")
 
 
 def _has_label(encoded: Encoded) -> bool:

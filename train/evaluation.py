@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.decode import Generation, generate
-from ..inference.metrics import bootstrap, kept_per_round, survival, tau
+from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau
 from ..inference.proposer import PlainDecoding, load_proposer
 from ..inference.replay import replay
 from ..inference.target import Target
@@ -30,6 +30,8 @@ from .config import Evaluation
 from .data import TokenTable
 
 log = logging.getLogger(__name__)
+
+PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
 
 
 @dataclass
@@ -74,6 +76,8 @@ class HeldOut:
         mine = prompts[accelerator.process_index :: accelerator.num_processes]
         progress = tqdm(mine, desc="target writes held-out replies", disable=None, leave=False)
         self.texts = [self._write(prompt) for prompt in progress]
+        loops = gather_object([repeats_itself(text.ids[text.start :]) for text in self.texts])
+        self.loop_share = sum(loops) / len(loops)
 
     def _write(self, prompt: list[int]) -> HeldOutText:
         plain = generate(self._target, PlainDecoding(), prompt, self._config.max_new_tokens)
@@ -121,17 +125,17 @@ class HeldOut:
 
 
 def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[int]]:
-    """The first `count` held-out prompts: everything before the first reply token."""
+    """The first `count` held-out prompts: everything before the first reply token, or the beginning of a plain text."""
     prompts = []
     for i in range(len(table)):
         ids, mask = table.document(i)
-        start = int(mask.argmax())
+        start = int(mask.argmax()) or min(PLAIN_PROMPT, len(ids) // 2)
         if 0 < start <= longest:
             prompts.append(ids[:start].tolist())
         if len(prompts) == count:
             break
     if not prompts:
-        raise UserError("no held-out row has a prompt before its reply; evaluation needs some (chat or prompt/completion rows)")
+        raise UserError("no held-out row is long enough to decode from; hold out longer rows")
     return prompts
 
 

@@ -6,25 +6,28 @@ denominators, clip, step. So ranks and accumulations only share work, they do no
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
 import time
 from contextlib import nullcontext
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 from tqdm import tqdm
 
-from ..heads.artifact import Artifact, fill
+from ..heads.artifact import OWN_FILE, Artifact, fill
 from ..heads.errors import UserError
 from ..heads.files import read_json
-from ..inference.target import Target, load_target
+from ..inference.target import Target, check_there, load_target, resolve_device
 from . import data as data_module
 from .batches import Batch, Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
@@ -38,19 +41,33 @@ from .schedule import make_optimizer, rate_at
 log = logging.getLogger(__name__)
 
 CANDIDATE = ".candidate"
+METRICS_FILE = "metrics.jsonl"
 
 
 def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     """Train one drafter to its end and return the folder of the best one. `method` is a file of this folder (train/medusa.py)."""
     folder = RunFolder(run.output)
     resume_from = find_resume(folder, config_yaml, run.checkpoints.resume)
+    check_before_loading(run)
     accelerator = Accelerator(
         mixed_precision=run.precision,
         log_with=None if run.tracker == "none" else run.tracker,
         project_dir=run.output,
+        # The other ranks wait while one prepares the data; ten minutes, the default, may not be enough.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
     )
     set_seed(run.seed)
     target = load_target(_on_rank(run.target, accelerator))
+    if run.data.max_length > target.max_positions:
+        raise UserError(
+            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} positions; lower it"
+        )
+    identity = {
+        "target": target.fingerprint().weights_hash,
+        "data": data_module.tables_key(run.data, target, run.seed),
+    }
+    if resume_from is not None:
+        folder.check_identity(resume_from, identity)
     with accelerator.main_process_first():
         tables = data_module.prepare(run.data, target, folder.path / "data", run.seed)
     batches = Batches(
@@ -58,12 +75,12 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     )  # fmt: skip
     total_steps = steps_of(run, batches)
     trainer = Trainer(run, method, target, accelerator, batches, total_steps)
-    state = TrainerState(rows_per_step=batches.rows_per_step, total_steps=total_steps)
+    state = TrainerState(rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=identity)
     if resume_from is not None:
         state = folder.load(accelerator, resume_from)
         if state.best_step >= 0 and accelerator.is_main_process:
             folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
-        if (state.rows_per_step, state.total_steps) != (batches.rows_per_step, total_steps):
+        if state.rows_per_step != batches.rows_per_step:
             raise UserError(
                 f"{run.output} was trained with {state.rows_per_step} rows a step, now there are {batches.rows_per_step}; use as "
                 "many ranks as before, or change accumulation to match"
@@ -91,7 +108,23 @@ def _on_rank(target: Any, accelerator: Accelerator) -> Any:
     """The target's config with this rank's device, unless the user named one."""
     if target.device == "auto":
         target.device = str(accelerator.device)
+    elif torch.device(target.device).type != accelerator.device.type:
+        raise UserError(
+            f"target.device is {target.device}, but accelerate trains on {accelerator.device}; leave target.device at auto"
+        )
     return target
+
+
+def check_before_loading(run: Any) -> None:
+    """What can be found wrong before a model is loaded."""
+    resolve_device(run.target.device)
+    check_there(run.target.path)
+    for source in run.data.sources:
+        data_module.source_files(source)
+    if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():
+        raise UserError(f"init_from {run.init_from} is not a drafter: it has no {OWN_FILE}")
+    if run.tracker != "none" and find_spec(run.tracker) is None:
+        raise UserError(f"tracker is {run.tracker}, but it is not installed; pip install {run.tracker}")
 
 
 class Trainer:
@@ -153,7 +186,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
     )  # fmt: skip
     sums: Sums = {}
     clock, since_log = time.monotonic(), 0
-    stop = state.step >= total
+    stop = state.step >= total or out_of_patience(run, state)
     while not stop:
         more, norm, positions = trainer.step(state.step)
         add_sums(sums, more)
@@ -168,7 +201,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
             metrics = means(sums, accelerator)
             metrics |= {"grad_norm": float(norm), "lr": rate_at(run.optim, state.step - 1, total)}
             metrics["tokens_s"] = since_log / (now - clock)
-            _log(state.step, total, metrics, accelerator, progress)
+            _log(state.step, total, metrics, accelerator, progress, folder.path)
             if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):  # before anything of it is saved
                 raise UserError(f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no")
             sums, clock, since_log = {}, now, 0
@@ -203,22 +236,27 @@ def evaluate_and_save(
     if better:
         state.best_tau, state.best_step = measured.tau, state.step
     save(trainer, folder, state, calibration, config_yaml)
-    if better and trainer.accelerator.is_main_process:
-        folder.mark_best(state.step)
     metrics = {
         "tau_estimated": estimate.tau, "tau_rows": estimate.tau_rows, "tau_measured": measured.tau,
         "tau_measured_low": measured.interval[0], "tau_measured_high": measured.interval[1],
+        "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
     }  # fmt: skip
-    _log(state.step, trainer.total_steps, metrics, trainer.accelerator, progress)
-    patience = trainer.run.evaluation.patience
-    return bool(patience) and state.evaluations_without_gain >= patience
+    _log(state.step, trainer.total_steps, metrics, trainer.accelerator, progress, folder.path)
+    return out_of_patience(trainer.run, state)
+
+
+def out_of_patience(run: RunConfig, state: TrainerState) -> bool:
+    """Whether measured tau has not risen for as many evaluations as the run allows."""
+    return 0 < run.evaluation.patience <= state.evaluations_without_gain
 
 
 def save(trainer: Trainer, folder: RunFolder, state: TrainerState, calibration: dict[str, Any], config_yaml: str) -> None:
     artifact = trainer.artifact(calibration, state.step)
     folder.save(trainer.accelerator, state, artifact.save, config_yaml, artifact.provenance)
     if trainer.accelerator.is_main_process:
+        if state.best_step == state.step:
+            folder.mark_best(state.step)  # before the former best is pruned
         folder.prune(trainer.run.checkpoints.keep, state.best_step)
 
 
@@ -241,8 +279,10 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
     return {name: total / count if count else float("nan") for name, (total, count) in zip(names, table.tolist(), strict=True)}
 
 
-def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelerator, progress: tqdm) -> None:
+def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelerator, progress: tqdm, folder: Path) -> None:
     if accelerator.is_main_process:
+        with (folder / METRICS_FILE).open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
         text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         progress.write(f"step {step}/{total}  {text}")
     if accelerator.trackers:

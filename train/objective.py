@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from .batches import Batch
@@ -48,8 +47,3 @@ def add_sums(into: Sums, more: Sums) -> None:
     for name, (total, count) in more.items():
         old = into.get(name)
         into[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
-
-
-def device_sum(value: Tensor | float, device: torch.device) -> Tensor:
-    """A float64 scalar on `device`: counts of tokens outgrow float32."""
-    return torch.as_tensor(value, dtype=torch.float64, device=device)

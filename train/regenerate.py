@@ -19,10 +19,11 @@ from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from ..heads.errors import UserError
 from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids
-from ..inference.target import Target, TargetConfig, load_target
+from ..inference.target import PROCESSORS, Target, TargetConfig, load_target
 from .config import Source
 from .data import rows_of
 
@@ -65,6 +66,10 @@ class Server:
     timeout_s: float = 600.0
     """Longest wait for one reply."""
 
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
+            raise UserError("server: concurrency must be at least 1, retries at least 0, timeout_s above 0")
+
 
 @dataclass
 class Options:
@@ -86,13 +91,21 @@ class Options:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, such as enable_thinking."""
 
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
+            raise UserError("batch_size and limit must be at least 1")
+
 
 def run(options: Options) -> None:
     out = Path(options.out)
+    if out.exists() and out.resolve() == Path(options.data).resolve():
+        raise UserError("--out must be another file than --data")
     rows = list(rows_of(Source(options.data)))[: options.limit]
     if not rows:
         raise UserError(f"{options.data} holds no rows")
-    finished = mend(out)
+    facts = provenance_of(options)
+    finished, written = mend(out)
+    _refuse_other(out, written, facts)
     tasks, malformed, ids = [], [], Counter[str]()
     for name, row in rows:
         try:
@@ -115,7 +128,7 @@ def run(options: Options) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a", encoding="utf-8") as file, tqdm(total=len(tasks), desc="target writes", disable=None) as progress:
-        sink = Sink(file, progress, provenance_of(options))
+        sink = Sink(file, progress, facts, written)
         if options.server.url is not None:
             from .server import regenerate_on_server
 
@@ -200,15 +213,21 @@ def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 class Sink:
     """The output file: one line for each sequence, appended when its conversation is finished."""
 
-    def __init__(self, file: TextIO, progress: tqdm, provenance: dict[str, Any]) -> None:
-        self._file, self._progress, self._provenance = file, progress, provenance
+    def __init__(self, file: TextIO, progress: tqdm, provenance: dict[str, Any], written: dict[str, Any] | None = None) -> None:
+        self._file, self._progress, self._provenance, self._written = file, progress, provenance, written
         self.rows = self.tokens = self.cut = 0
+
+    def add_provenance(self, more: dict[str, Any]) -> None:
+        """What is known of the target only once it is loaded; rows that stand in the file must agree."""
+        _refuse_other(Path(self._file.name), self._written, more)
+        self._provenance |= more
 
     def put(self, task: Task) -> None:
         for number, event in enumerate(task.events):
             whole = number == len(task.events) - 1
             row = {"id": task.id, "part": number, "last_part": whole, **event, "regenerated": self._provenance}
             row["messages"] = task.said if task.conversation.messages is not None else None
+            row["text"] = None if row["messages"] else (task.conversation.text or "") + task.said[-1]["content"]
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.tokens += sum(end - start for start, end in event["response_spans"])
             self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
@@ -227,30 +246,44 @@ class Sink:
         self._progress.update()
 
 
-def mend(out: Path) -> set[str]:
-    """Ids of the conversations that stand whole in `out`; what a killed process left half-written behind them is cut off."""
+def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
+    """Ids of the conversations that stand whole in `out`, and how they were written (None if nothing is there).
+
+    What a killed process left half-written behind them is cut off, but only if every whole line was written by this command.
+    """
     if not out.exists():
-        return set()
+        return set(), None
+    foreign = UserError(f"{out} is not a file that this command wrote; choose another --out")
+    if not out.is_file():
+        raise foreign
     finished: set[str] = set()
+    written: dict[str, Any] | None = None
     keep = end = 0
     with out.open("rb") as file:
         for line in file:
             end += len(line)
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except json.JSONDecodeError as error:
-                raise UserError(f"{out} is not a file that this command wrote; choose another --out") from error
-            if row is not None and row.get("last_part"):
+            except ValueError as error:
+                raise foreign from error
+            if row is None:
+                if not finished:  # one unfinished line alone may be anybody's
+                    raise foreign
+                continue
+            if not isinstance(row, dict) or not {"id", "last_part", "regenerated"} <= row.keys():
+                raise foreign
+            written = row["regenerated"]
+            if row["last_part"]:
                 finished.add(row["id"])
                 keep = end
     if keep < end:
         with out.open("rb+") as file:
             file.truncate(keep)
-    return finished
+    return finished, written
 
 
 def provenance_of(options: Options) -> dict[str, Any]:
-    facts = {"target": options.target.path, "sampling": asdict(options.sampling)}
+    facts: dict[str, Any] = {"target": options.target.path, "sampling": asdict(options.sampling)}
     if options.chat_template_kwargs:
         facts["chat_template_kwargs"] = options.chat_template_kwargs
     if options.server.url is not None:
@@ -258,18 +291,36 @@ def provenance_of(options: Options) -> dict[str, Any]:
     return facts
 
 
+def _refuse_other(out: Path, written: dict[str, Any] | None, facts: dict[str, Any]) -> None:
+    """Rows of two targets or two samplings must not end up in one file."""
+    for name, value in facts.items():
+        if written is not None and written.get(name) != value:
+            raise UserError(f"{out} was written with {name} {written.get(name)}, now it is {value}; choose another --out")
+
+
 def regenerate_here(tasks: Iterable[Task], options: Options, sink: Sink) -> None:
     """Batched sampling with the target in this process. Batches hold prompts of similar length."""
     target = load_target(options.target)
+    fingerprint = target.fingerprint()
+    sink.add_provenance({"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash})
     room = target.max_positions - 1
     longest = min(options.max_prompt_tokens or room, room)
-    waiting = [(task.prompt(target), task) for task in tasks]
-    too_long = [task.id for prompt, task in waiting if len(prompt) > longest]
-    if too_long:
-        log.warning("%d prompts are longer than %d tokens and left out; the first is %s", len(too_long), longest, too_long[0])
-    waiting = sorted(((p, t) for p, t in waiting if len(p) <= longest), key=lambda item: len(item[0]))
+    waiting: list[tuple[list[int], Task]] = []
+    left_out = []
+    for task in tasks:
+        try:
+            prompt = task.prompt(target)
+        except RowError as error:
+            left_out.append(f"{task.id} ({error})")
+            continue
+        if len(prompt) > longest:
+            left_out.append(f"{task.id} ({len(prompt)} tokens, at most {longest} fit)")
+        else:
+            waiting.append((prompt, task))
+    if left_out:
+        log.warning("%d prompts are left out; the first is %s", len(left_out), left_out[0])
     while waiting:
-        batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
+        batch = take_batch(waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions)
         replies = sample(target, [prompt for prompt, _ in batch], options.sampling, seed_of(options.sampling.seed, batch[0]))
         for (prompt, task), reply in zip(batch, replies, strict=True):
             ended = bool(reply) and reply[-1] in target.eos_ids
@@ -282,6 +333,23 @@ def regenerate_here(tasks: Iterable[Task], options: Options, sink: Sink) -> None
                     waiting.append((following, task))
                     continue
             sink.put(task)
+
+
+def take_batch(
+    waiting: list[tuple[list[int], Task]], size: int, max_new_tokens: int, positions: int
+) -> list[tuple[list[int], Task]]:
+    """The shortest prompts, off the list; none takes room for its reply from another by being longer."""
+
+    def room(prompt: list[int]) -> int:
+        return min(max_new_tokens, positions - len(prompt))
+
+    waiting.sort(key=lambda item: len(item[0]))
+    count = 1
+    while count < min(size, len(waiting)) and room(waiting[count][0]) == room(waiting[0][0]):
+        count += 1
+    batch = waiting[:count]
+    del waiting[:count]
+    return batch
 
 
 def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
@@ -300,8 +368,12 @@ def sample(target: Target, prompts: list[list[int]], sampling: Sampling, seed: i
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
         options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    # The target's own config may carry penalties that are neither recorded nor applied when drafts are verified.
+    options |= {name: neutral[-1] for name, neutral in PROCESSORS.items() if neutral[-1] is not None}
+    options |= {"pad_token_id": pad, "eos_token_id": sorted(target.eos_ids) or None}
     room = min(sampling.max_new_tokens, target.max_positions - width)
-    out = target.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=room, pad_token_id=pad, **options)
+    config = GenerationConfig(max_new_tokens=room, **options)
+    out = target.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
     replies = []
     for row in out[:, width:].tolist():
         end = next((i for i, token in enumerate(row) if token in target.eos_ids), len(row) - 1)

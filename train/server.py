@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from ..heads.errors import UserError
+from ..inference.rows import RowError
 from .regenerate import Options, Sink, Task
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,11 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
         async def work(task: Task) -> None:
             nonlocal warned
             async with limits:
-                exact = await _converse(client, task, options)
+                try:
+                    exact = await _converse(client, task, options)
+                except RowError as error:
+                    log.warning("%s is left out: %s", task.id, error)
+                    return
             if exact:
                 sink.put(task)
             else:
@@ -51,8 +56,11 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
     exact = True
     while True:
         answer = await _post(client, _request(task, options), options)
-        choice = answer["choices"][0]
-        message = {k: v for k, v in choice["message"].items() if v is not None}
+        try:
+            choice = answer["choices"][0]
+            message = {k: v for k, v in choice["message"].items() if v is not None}
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError(f"server {options.server.url} answers in an unknown form; is it OpenAI-compatible?") from error
         message.setdefault("content", "")
         prompt, reply = answer.get("prompt_token_ids"), choice.get("token_ids")
         exact = exact and prompt is not None and reply is not None
@@ -95,8 +103,14 @@ async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Opt
             problem = str(error) or type(error).__name__
             continue
         if response.status_code == 200:
-            return response.json()
+            try:
+                return response.json()
+            except ValueError:
+                problem = "it answers with something that is not JSON"
+                break
         problem = f"status {response.status_code}: {response.text[:200]}"
+        if response.status_code in (400, 413, 422):  # about this request, such as a prompt too long; others may go through
+            raise RowError(problem)
         if response.status_code != 429 and response.status_code < 500:
             break
     raise UserError(f"server {url} does not answer ({problem}); check it, then run the same command to go on")

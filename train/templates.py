@@ -53,11 +53,12 @@ def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
 
 
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
-    """All of a text is learned from; of prompt and completion, the completion. Both end with the end token."""
+    """All of a text is learned from; of prompt and completion, the completion. Both end with the end token, if there is one."""
     ids = list(tokenizer(conversation.text)["input_ids"])
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if conversation.completion is None:
-        return Encoded([*ids, tokenizer.eos_token_id], [True] * (len(ids) + 1))
-    tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        return Encoded(ids + end, [True] * len(ids + end))
+    tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], *end]
     return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
 
 

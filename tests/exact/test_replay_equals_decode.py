@@ -47,9 +47,15 @@ def test_rounds_agree_where_replies_end_and_are_cut() -> None:
     from draftsmith.inference.tree import grow
 
     proposer = MedusaProposer(heads, grow(calibration["rank_accuracy"], 20))
-    prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(12)]
-    for limit in (1, 2, 3, 30):
-        check(target, proposer, heads, calibration, prompts, limit)
+    prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(40)]
+    assert sum(check(target, proposer, heads, calibration, prompts, limit) for limit in (1, 2, 3, 30)) > 3
+
+
+@pytest.mark.parametrize("limit", [2, 3, 5, 17])
+def test_rounds_agree_when_an_accepted_run_crosses_the_limit(quickstart: Target, limit: int) -> None:
+    artifact = trained_artifact(quickstart)
+    prompts = chat_prompts(quickstart, "valid", 8)
+    check(quickstart, make_proposer(artifact, "x"), artifact.drafter, artifact.calibration, prompts, limit)
 
 
 def test_calibration_counts_ranks_over_roots_with_every_label() -> None:

@@ -7,9 +7,11 @@ import itertools
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.tree import NO_NODE, TreeShape, grow, shape_of_ranks, tree_mask
+from draftsmith.inference.tree import TreeShape, grow, shape_of_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tests.conftest import tiny_target
 
 CPU = torch.device("cpu")
 
@@ -32,12 +34,11 @@ def test_tables_of_a_small_tree_are_what_the_eye_sees() -> None:
 def test_a_chain_is_a_tree_and_the_empty_chain_is_plain_decoding() -> None:
     assert TreeShape.chain(3).parents == (-1, 0, 1, 2)
     assert TreeShape.chain(0).parents == (-1,)
-    assert tree_mask(TreeShape.chain(0), 5, torch.float32, CPU) is None
 
 
 def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
-    mask = tree_mask(TreeShape((-1, 0, 0, 1)), 2, torch.float32, CPU)
-    assert mask is not None
+    tables = TreeShape((-1, 0, 0, 1)).tables(CPU)
+    mask = tiny_target().tree_mask(tables.ancestors, 2 + tables.depths, committed=2)
     assert (mask[0, 0] == 0).int().tolist() == [
         [1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 0, 0],
@@ -92,7 +93,3 @@ def test_greedy_growth_is_the_best_closed_set(table: list[list[float]], nodes: i
 
 def test_ranks_that_were_never_right_are_left_out() -> None:
     assert grow([[0.5, 0.0], [0.0, 0.2]], 10) == [(0,), (0, 1)]
-
-
-def test_padding_is_never_a_token_id() -> None:
-    assert NO_NODE < 0

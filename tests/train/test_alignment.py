@@ -120,11 +120,11 @@ def test_packed_documents_lose_what_they_lose_apart() -> None:
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
     heads.start_from(TARGET.head_weight)
     source, weights = LiveTarget(TARGET), objective.weights(packed)
-    whole = float(objective.forward(heads, source.features(packed), weights)[0])
+    whole = float(objective.forward(heads, source.features(packed), weights)[0].detach())
     parts = 0.0
     for start, end in ((0, 9), (9, 16)):
         part = Batch(*(t[:, start:end] for t in (packed.ids, packed.positions, packed.documents, packed.mask)))
-        parts += float(objective.forward(heads, source.features(part), weights)[0])
+        parts += float(objective.forward(heads, source.features(part), weights)[0].detach())
     assert whole == pytest.approx(parts, rel=1e-5)
 
 

@@ -56,6 +56,8 @@ def quick(capsys: pytest.CaptureFixture[str], *arguments: Any) -> subprocess.Com
         (("--target.device", "tpu9"), ("tpu9",)),
         (("--target.dtype", "float8"), ("float8",)),
         (("--init-from", "/no/drafter"), ("/no/drafter is not a drafter",)),
+        (("--data.max-length", "999"), ("data.max_length is 999, but the target has 256 positions",)),
+        (("--seed", "-1"), ("seed",)),
     ],
 )
 def test_a_wrong_option_of_training(
@@ -130,6 +132,9 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
     expect(quick(capsys, "evaluate", *base, "--prompts", empty), "holds no prompts")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--max-tokens", "3"), "max-tokens")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--temperature", "1"), "temperature must be 0")
+    good = write(tmp_path / "g.jsonl", [chat("hello", "x")])
+    expect(quick(capsys, "evaluate", *base, "--prompts", good, "--json", tmp_path, "--max-new-tokens", "4"), "cannot write")
+    expect(quick(capsys, "data", "regenerate", *base, "--data", good, "--out", good), "another file")
     expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")
     expect(quick(capsys, "generate", *base, "--prompt", "the " * 400), "leaves no room")
     expect(quick(capsys, "data", "regenerate", *base, "--data", empty, "--out", tmp_path / "r.jsonl"), "holds no rows")
@@ -143,14 +148,33 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
     assert not (tmp_path / "r.jsonl").exists()
 
 
+def test_switches_and_repeated_options(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--color, --no-color, --flag and a list option given twice."""
+    target = tiny_target()
+    for name in ("a", "b"):
+        artifact = Artifact(random_heads(target), target.fingerprint(), {"rank_accuracy": [[0.5, 0.1]] * 4, "tree_nodes": 3})
+        artifact.save(tmp_path / name)
+    base = ("--target", str(saved_tiny), "--target.device", "cpu")
+    for option, colored in (("--color", True), ("--no-color", False)):
+        main(["generate", *base, "--drafter", str(tmp_path / "a"), "--prompt", "hello", option, "--max-new-tokens", "40"])
+        assert ("\x1b[" in capsys.readouterr().out) <= colored
+    prompts = write(tmp_path / "g.jsonl", [chat("hello", "x")])
+    both = ("--drafter", str(tmp_path / "a"), "--drafter", str(tmp_path / "b"))
+    main(["evaluate", *base, *both, "--prompts", prompts, "--json", str(tmp_path / "o.json"), "--max-new-tokens", "8"])
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert list(report["drafters"]) == ["plain", "medusa", "medusa-2"]
+    (record,) = report["drafters"]["medusa"]["per_request"]
+    assert record["id"] == "g.jsonl:1" and record["equal_to_ar"] and record["n_rounds"] == sum(record["drafted_hist"])
+
+
 def test_doctor_says_what_is_wrong_and_exits_with_2(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(tmp_path, saved_tiny)
-    main(["doctor", "--run", str(config), "--json", "true"])
+    main(["doctor", "--run", str(config), "--json"])
     findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
     assert {f["status"] for f in findings.values()} <= {"ok", "warning"}
     assert "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
     write(tmp_path / "train.jsonl", [])
-    done = quick(capsys, "doctor", "--run", config, "--json", "true")
+    done = quick(capsys, "doctor", "--run", config, "--json")
     assert done.returncode == 2
     assert {f["check"] for f in json.loads(done.stdout) if f["status"] == "error"} == {"data train"}
     done = quick(capsys, "doctor", "--target", "/no/such/folder", "--json", "true")
@@ -171,7 +195,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Pat
         env=environment(), capture_output=True, text=True, timeout=240, preexec_fn=limit,
     )  # fmt: skip
     expect(done, "cannot write")
-    left = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name not in ("config.yaml",)]
+    left = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name not in ("config.yaml", "metrics.jsonl")]
     assert all("data" in p.parts[-2:] for p in left), left
 
 

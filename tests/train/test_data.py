@@ -98,6 +98,24 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
         assert low <= int(tables.train.copies.sum()) <= high
 
 
+def test_exact_tokens_of_another_tokenizer_or_vocabulary_are_refused(tmp_path: Path) -> None:
+    row = {"token_ids": [5, 6, 7, 8], "response_spans": [[1, 4]], "regenerated": {"tokenizer_hash": "other"}}
+    with pytest.raises(UserError, match="another tokenizer"):
+        build(data(tmp_path, [row]), TARGET, seed=0)
+    with pytest.raises(UserError, match="outside the target's vocabulary"):
+        build(data(tmp_path, [{**row, "regenerated": None, "token_ids": [5, 6, 7, 999]}]), TARGET, seed=0)
+
+
+def test_line_separators_inside_a_text_do_not_end_a_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat("a\u2028b", "c\x85d"), ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [row["messages"][0]["content"] for _, row in rows_of(Source(str(tmp_path / "a.jsonl")))] == ["a\u2028b"]
+
+
+def test_a_prompt_without_a_completion_is_nothing_to_learn(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no token of the assistant's"):
+        build(data(tmp_path, [{"prompt": "hello there"}]), TARGET, seed=0)
+
+
 def test_json_parquet_and_folders_are_read(tmp_path: Path) -> None:
     import datasets
 

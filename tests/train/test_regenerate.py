@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,9 +15,10 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.rows import conversation_of
 from draftsmith.inference.target import Target, TargetConfig, load_target
-from draftsmith.train.regenerate import Options, Sampling, Server, mend, questions, run
+from draftsmith.train.regenerate import Options, Sampling, Server, mend, questions, run, take_batch
 from draftsmith.train.templates import encode
 
+from tests.conftest import tiny_target
 from tests.train.test_data import write
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
@@ -107,15 +109,49 @@ def test_a_killed_run_goes_on_behind_the_last_whole_conversation(tmp_path: Path,
 
 def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": "a", "last_part": true}\n{"id": "b", "part": 0, "last_part": false}\n')
-    assert mend(out) == {"a"}
-    assert out.read_text() == '{"id": "a", "last_part": true}\n'
+    a = '{"id": "a", "last_part": true, "regenerated": {}}\n'
+    out.write_text(a + '{"id": "b", "part": 0, "last_part": false, "regenerated": {}}\n')
+    assert mend(out)[0] == {"a"}
+    assert out.read_text() == a
 
 
 def test_another_file_is_not_taken_for_output(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("my notes\n")
-    with pytest.raises(UserError, match="not a file that this command wrote"):
-        mend(tmp_path / "notes.txt")
+    for text in ("my notes\n", "my notes", '{"messages": []}\n', "3\n", '{"id": 1, "last_part": true}\n'):
+        (tmp_path / "notes.txt").write_text(text)
+        with pytest.raises(UserError, match="not a file that this command wrote"):
+            mend(tmp_path / "notes.txt")
+        assert (tmp_path / "notes.txt").read_text() == text
+
+
+def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(tmp_path: Path, saved_tiny: Path) -> None:
+    run(options(tmp_path, saved_tiny, ROWS[:2]))
+    with pytest.raises(UserError, match="was written with sampling"):
+        run(options(tmp_path, saved_tiny, ROWS, Sampling(temperature=0.5, max_new_tokens=12)))
+    other = tiny_target(seed=4)
+    shutil.copytree(saved_tiny, tmp_path / "t")
+    other.model.save_pretrained(tmp_path / "t")
+    moved = options(tmp_path, saved_tiny, ROWS)
+    (tmp_path / "out.jsonl").write_text((tmp_path / "out.jsonl").read_text().replace(str(saved_tiny), str(tmp_path / "t")))
+    moved.target.path = str(tmp_path / "t")
+    with pytest.raises(UserError, match="was written with weights_hash"):
+        run(moved)
+
+
+def test_a_long_prompt_takes_no_room_from_a_short_one() -> None:
+    waiting: list[Any] = [([0] * n, None) for n in (62, 3, 5, 40, 50)]
+    batches = []
+    while waiting:
+        batches.append([len(p) for p, _ in take_batch(waiting, size=3, max_new_tokens=20, positions=64)])
+    assert batches == [[3, 5, 40], [50], [62]]
+
+
+def test_a_row_that_the_template_refuses_is_left_out_and_the_others_are_written(tmp_path: Path, saved_tiny: Path) -> None:
+    shutil.copytree(saved_tiny, tmp_path / "t")
+    path = next((tmp_path / "t").glob("*.jinja"))
+    path.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + path.read_text())
+    system = {"messages": [{"role": "system", "content": "x"}, *ROWS[0]["messages"]]}
+    run(options(tmp_path, tmp_path / "t", [system, *ROWS[1:3]]))
+    assert len(rows_of(tmp_path)) == 2
 
 
 def test_rows_of_one_id_are_kept_apart(tmp_path: Path, saved_tiny: Path) -> None:

@@ -200,15 +200,7 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     drafters = report["drafters"]
     requests = drafters["plain"]["requests"]
     table = Table(title=f"{report['target']['name']}  |  {requests} held-out prompts, T = 0, batch 1, {report['dtype']}")
-    for column in (
-        "drafter",
-        "tau",
-        "95% interval",
-        "accepted at depth 1, 2, ..",
-        "tokens/s",
-        "speed-up",
-        "text identical",
-    ):
+    for column in ("drafter", "tau (95%)", "acceptance by position", "tokens/s", "speed-up", "text identical"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, s in drafters.items():
         low, high = s["tau_ci95"]

@@ -129,6 +129,12 @@ class Target:
             ids = self.tokenizer.eos_token_id
         return frozenset([ids] if isinstance(ids, int) else ids or [])
 
+    @property
+    def processors(self) -> dict[str, Any]:
+        """What the target's generation_config asks of `generate` beyond plain decoding."""
+        settings = {name: getattr(self.model.generation_config, name, None) for name in PROCESSORS}
+        return {name: value for name, value in settings.items() if value not in PROCESSORS[name]}
+
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name)
 
@@ -221,10 +227,9 @@ def load_target(config: TargetConfig) -> Target:
         model = merge_adapter(model, adapter)
     target = Target(model.to(device), tokenizer, config.path)
     target.check_head()
-    settings = {name: getattr(model.generation_config, name, None) for name in PROCESSORS}
-    asked = [f"{name}={value}" for name, value in settings.items() if value not in PROCESSORS[name]]
-    if asked:
-        log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, ", ".join(asked))
+    if target.processors:
+        asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
+        log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, asked)
     return target
 
 

@@ -369,7 +369,7 @@ def sample(target: Target, prompts: list[list[int]], sampling: Sampling, seed: i
     if sampling.temperature > 0:
         options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     # The target's own config may carry penalties that are neither recorded nor applied when drafts are verified.
-    options |= {name: neutral[-1] for name, neutral in PROCESSORS.items() if neutral[-1] is not None}
+    options |= {name: PROCESSORS[name][-1] for name in target.processors}
     options |= {"pad_token_id": pad, "eos_token_id": sorted(target.eos_ids) or None}
     room = min(sampling.max_new_tokens, target.max_positions - width)
     config = GenerationConfig(max_new_tokens=room, **options)

@@ -58,11 +58,11 @@ def run(options: Options) -> None:
 
 
 def stream(
-    target: Target, proposer: Proposer, ids: list[int], max_new_tokens: int, color: bool, out: TextIO = sys.stdout
+    target: Target, proposer: Proposer, ids: list[int], max_new_tokens: int, color: bool, out: TextIO | None = None
 ) -> Generation:
     """Write the reply as it is decoded and return it."""
     generation = Generation(ids)
-    writer = _Writer(target.tokenizer, target.eos_ids, color, out)
+    writer = _Writer(target.tokenizer, target.eos_ids, color, out or sys.stdout)
     for step in decode(target, proposer, ids, max_new_tokens, target.eos_ids):
         if step.drafted is not None:
             generation.rounds.append(step)

@@ -23,7 +23,7 @@ def test_a_lora_adapter_is_merged_on_load(tmp_path: Path, saved_tiny: Path, name
     adapted = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     expected = adapted(IDS).logits
     adapted.peft_config["default"].base_model_name_or_path = str(saved_tiny)
-    adapted.save_pretrained(tmp_path)
+    adapted.save_pretrained(str(tmp_path))
     if named == "adapter option":
         loaded = load_target(TargetConfig(str(saved_tiny), adapter=str(tmp_path), device="cpu"))
     else:

@@ -21,8 +21,12 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
         raise UserError("a server answers messages; for plain text prompts run the target in this process")
     try:
         asyncio.run(_all(tasks, options, sink))
-    except* UserError as group:  # every request under way fails for the same reason: say it once
-        raise group.exceptions[0] from None
+    except ExceptionGroup as group:
+        mistakes = group.subgroup(UserError)
+        if mistakes is None:
+            raise
+        # Every request under way fails for the same reason: say it once.
+        raise UserError(str(mistakes.exceptions[0])) from None
 
 
 async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:

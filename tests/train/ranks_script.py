@@ -11,6 +11,7 @@ from draftsmith.inference.target import load_target
 from draftsmith.train import medusa
 from draftsmith.train.arguments import parse
 from draftsmith.train.batches import Batches
+from draftsmith.train.cli import leave
 from draftsmith.train.data import build
 from draftsmith.train.loop import Trainer
 from safetensors.torch import save_file
@@ -33,7 +34,9 @@ def main() -> None:
     count = accelerator.reduce(sums["loss@1"][1].float().clone(), "sum")
     if accelerator.is_main_process:
         save_file({**kept, "tokens": count.reshape(1)}, Path(out))  # type: ignore[union-attr]
+    accelerator.wait_for_everyone()
     accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":

@@ -208,6 +208,7 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
     process = subprocess.Popen(
         [sys.executable, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:

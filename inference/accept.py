@@ -1,24 +1,112 @@
-"""Which of the drafted tokens are right: the acceptance rules.
+"""Which drafts are kept: acceptance by match, and what every rule hands to the loop.
 
-Shapes: B batch, N tree nodes with the root.
+Shapes: B batch, N tree nodes with the root, D levels, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .tree import DraftTree
+from .sampling import Draws
+from .tree import DraftTree, TreeTables
+from .verifiers import verifier_for
+
+# Typical acceptance's thresholds, the defaults of FasterDecoding/Medusa.
+TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
 
 
-def accept_greedy(tree: DraftTree, choices: Tensor) -> Tensor:
-    """The deepest node `[B]` whose whole path is what the target would have written; 0 if no draft is.
+@dataclass
+class Verdict:
+    """What a rule decided for each row: the deepest accepted node, and the target's own token after it."""
 
-    `choices` `[B, N]` is the target's argmax after each node. Every token so accepted, and the choice after the last, equals
-    plain greedy decoding, because each is the argmax given exactly the tokens before it (verification-and-trees 4.1).
+    node: Tensor
+    """[B]; 0 if no draft was accepted."""
+    last: Tensor
+    """[B]."""
+    rule: str
+    """What decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or typical, the only lossy one."""
+    choices: Tensor | None = None
+    """[B, N]: the target's token after every node, for the rules that know it."""
+    expected: Tensor | None = None
+    """[B] float: tokens of this round in expectation over the target's randomness; deterministic drafts at T > 0 only."""
+    overlap: Tensor | None = None
+    """[B, N] float: sum of min(p, q) at each node, the best any rule could accept there; rules that compare laws only."""
+
+
+def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
+    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its nodes."""
+    sampling, tables = draws.sampling, tree.tables
+    scores = draws.scores(logits, tree.path_tokens)
+    if sampling.draws_from_law and tree.laws is not None:
+        return _by_law(tree, scores, draws)
+    if not sampling.greedy and not sampling.lossless:
+        return _typical(tree, scores, draws)
+    choices = draws.choices(scores, tables.depths)
+    node = match(tree, choices)
+    expected = None if sampling.greedy or sampling.coupled else expected_tokens(tree, scores)
+    rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
+    return Verdict(node, choices.gather(1, node[:, None])[:, 0], rule, choices, expected)
+
+
+def match(tree: DraftTree, choices: Tensor) -> Tensor:
+    """The deepest node `[B]` whose whole path is what the target chose; 0 if no draft is.
+
+    `choices` `[B, N]` is the target's token after each node: its argmax, or a draw with noise that the draft does not depend on,
+    or with noise that it shares. Every token so accepted, and the choice after the last, is the target's own choice given exactly
+    the tokens before it, whatever the tree (verification-and-trees 4.1, 4.2, 4.3).
     """
-    tables = tree.shape.tables(tree.tokens.device)
-    right = tree.tokens == choices[:, tables.parents]
+    tables = tree.tables
+    right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
     right[:, 0] = True
+    return deepest(right, tables)
+
+
+def deepest(right: Tensor, tables: TreeTables) -> Tensor:
+    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the first."""
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
     return torch.where(reached, tables.depths, -1).argmax(-1)
+
+
+def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
+    """The target's probability `[B, N]` of each node's token after its parent; 1 at the root, 0 where there is no node."""
+    parents = tree.tables.parents.expand_as(tree.tokens)
+    log_law = scores.log_softmax(-1)
+    above = log_law.gather(1, parents[..., None].expand(-1, -1, log_law.shape[-1]))
+    chances = above.gather(2, tree.tokens.clamp(min=0)[..., None])[..., 0].exp()
+    chances = torch.where(tree.tokens < 0, 0.0, chances)
+    chances[:, 0] = 1
+    return chances
+
+
+def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
+    """`1 + sum of P(s)` over drafted nodes, `[B]`: this round's tokens in expectation (verification-and-trees, section 5).
+
+    Exact for deterministic trees, and of less variance than counting; wrong for drafts that know the target's noise.
+    """
+    chances = token_chances(tree, scores)
+    return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
+
+
+def _by_law(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
+    law = scores.softmax(-1)
+    assert tree.laws is not None and tree.shape is not None, "rules that compare laws need trees of a shape fixed beforehand"
+    rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
+    plan = verifier(tree.shape, tree.tokens, law, tree.laws)
+    node = plan.select(draws.coins(tree.nodes) < plan.chances)
+    last = draws.last(plan.laws.gather(1, node[:, None, None].expand(-1, 1, law.shape[-1]))[:, 0])
+    return Verdict(node, last, rule, overlap=torch.minimum(law, tree.laws).sum(-1))
+
+
+def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
+    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text does not have the target's law."""
+    log_law = scores.log_softmax(-1)
+    entropy = -torch.where(log_law > -torch.inf, log_law.exp() * log_law, 0.0).sum(-1)  # [B, N]
+    bar = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)
+    right = token_chances(tree, scores) > bar.gather(1, tree.tables.parents.expand_as(tree.tokens))
+    right[:, 0] = True
+    node = deepest(right, tree.tables)
+    choices = draws.choices(scores, tree.tables.depths)
+    return Verdict(node, choices.gather(1, node[:, None])[:, 0], "typical", choices)

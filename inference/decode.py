@@ -1,50 +1,80 @@
 """The decode loop: prefill -> [propose -> verify -> accept -> commit]* -> tokens, and one record a round.
 
-It knows no method: a new drafter is a new proposer. First form: one request at a time, greedy.
+It knows no method: a new drafter is a new proposer. Shapes: B batch, N tree nodes with the root, D levels, A accepted nodes with
+the root, V vocabulary.
 """
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StopStringCriteria
 
 from ..heads.errors import UserError
-from .accept import accept_greedy
+from .accept import Verdict, judge
 from .cache import TreeCache
-from .proposer import Proposer
+from .clock import Clock
+from .noise import row_keys
+from .proposer import Accepted, Prompts, Proposer
+from .sampling import GREEDY, Draws, Sampling
 from .target import Hidden, Target
-from .tree import NO_NODE, DraftTree
+from .tree import DraftTree
+
+FIRST_CAPACITY = 256  # new positions that a cache has room for before it doubles
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and the name under which its noise is drawn: the same name, seed and prompt give the same text in any batch."""
+
+    prompt_ids: Sequence[int]
+    id: int = 0
+    sample: int = 0
 
 
 @dataclass
 class Round:
-    """What one step of the loop did. The step that follows the prefill is not a round: it has `drafted` None."""
+    """What one step of the loop did for one request. The step that follows the prefill is not a round: its `drafted` is None.
+
+    Times are of the whole batch's round.
+    """
 
     tokens: list[int]
-    """Tokens kept, at most `accepted + 1`: nothing past an end token or the limit."""
+    """Tokens kept, at most `accepted + 1`: nothing past an end token, a stop string or the limit."""
     drafted: int | None = None
-    """Nodes verified, without the root."""
+    """Nodes verified, without the root and without missing ones."""
     accepted: int = 0
     """Drafts on the accepted path, before anything was cut."""
+    rule: str = ""
+    """What decided: see `accept.Verdict`."""
+    rows: int = 1
+    """Requests in the batch during this round."""
+    expected: float | None = None
+    """Tokens of this round in expectation over the target's randomness (`accept.expected_tokens`), where that is defined."""
+    overlap: list[float] | None = None
+    """sum of min(p, q) at each node of the accepted path where drafts were offered; rules that compare laws only."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
     t_kv_s: float = 0.0
     t_round_s: float = 0.0
+    """Wall time; what the parts leave of it is the host's."""
 
 
 @dataclass
 class Generation:
-    """A finished request: its tokens, its rounds and why it ended."""
+    """A finished request: its tokens, its rounds and why it ended (eos, stop, length, or context: the target's positions)."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    finish_reason: str = "length"
+    finish_reason: str = ""
     ttft_s: float = 0.0
     decode_s: float = 0.0
 
@@ -52,106 +82,286 @@ class Generation:
 def generate(
     target: Target,
     proposer: Proposer,
-    prompt_ids: Sequence[int],
+    requests: Sequence[Request | Sequence[int]],
     max_new_tokens: int,
+    sampling: Sampling = GREEDY,
     eos_ids: frozenset[int] | None = None,
-) -> Generation:
-    """Decode one prompt greedily to its end; see `decode`."""
-    eos = target.eos_ids if eos_ids is None else eos_ids
-    result = Generation(list(prompt_ids))
+    stop: Sequence[str] = (),
+) -> list[Generation]:
+    """Decode a batch of requests to their ends; see `decode`. Token lists become requests numbered from 0."""
+    named = [r if isinstance(r, Request) else Request(r, i) for i, r in enumerate(requests)]
+    results = [Generation(list(request.prompt_ids)) for request in named]
     started = time.perf_counter()
-    for step in decode(target, proposer, prompt_ids, max_new_tokens, eos):
-        if step.drafted is None:
-            result.ttft_s = time.perf_counter() - started
-        else:
-            result.rounds.append(step)
-        result.token_ids.extend(step.tokens)
-    result.decode_s = time.perf_counter() - started - result.ttft_s
-    if result.token_ids[-1] in eos:
-        result.finish_reason = "eos"
-    elif len(result.token_ids) < max_new_tokens:
-        result.finish_reason = "context"
-    return result
+    for steps in decode(target, proposer, named, max_new_tokens, sampling, eos_ids, stop):
+        now = time.perf_counter() - started
+        for index, step, reason in steps:
+            result = results[index]
+            if step.drafted is None:
+                result.ttft_s = now
+            else:
+                result.rounds.append(step)
+            result.token_ids.extend(step.tokens)
+            result.finish_reason = reason or ""
+            result.decode_s = now - result.ttft_s
+    return results
+
+
+def generate_one(
+    target: Target, proposer: Proposer, request: Request | Sequence[int], max_new_tokens: int, **options: Any
+) -> Generation:
+    """`generate` for a single request."""
+    return generate(target, proposer, [request], max_new_tokens, **options)[0]
+
+
+Step = tuple[int, Round, str | None]
+"""Place of a request in the call, what was decided for it, and why it has ended (None: it goes on)."""
 
 
 @torch.inference_mode()
 def decode(
-    target: Target, proposer: Proposer, prompt_ids: Sequence[int], max_new_tokens: int, eos_ids: frozenset[int]
-) -> Iterator[Round]:
-    """Yield the target's own greedy continuation of the prompt, round by round, as it is verified.
+    target: Target,
+    proposer: Proposer,
+    requests: Sequence[Request],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    eos_ids: frozenset[int] | None = None,
+    stop: Sequence[str] = (),
+) -> Iterator[list[Step]]:
+    """Yield the target's own continuation of all prompts, round by round, as it is verified.
 
-    Ends at an end token (which is yielded), after `max_new_tokens`, or where the target's positions end. Raises `UserError` for
-    an empty prompt and for one that leaves no room.
+    A row ends at an end token or with the token that completes a stop string (both are yielded), after `max_new_tokens`, or where
+    the target's positions end, and then leaves the batch. Raises `UserError` for an empty prompt and for one that leaves no room.
     """
-    room = target.max_positions - len(prompt_ids)
-    if not prompt_ids:
-        raise UserError("the prompt is empty; give at least one token")
-    if room < 1:
-        raise UserError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {target.max_positions} positions; shorten it")
+    batch = _Batch(target, proposer, requests, max_new_tokens, sampling, target.eos_ids if eos_ids is None else eos_ids, stop)
+    steps = batch.start()
+    yield steps
+    while batch.rows:
+        steps = batch.round()
+        yield steps
+    batch.clock.settle(wait=True)
+
+
+class _Batch:
+    """The requests still running, one a row."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        requests: Sequence[Request],
+        max_new_tokens: int,
+        sampling: Sampling,
+        eos_ids: frozenset[int],
+        stop: Sequence[str],
+    ) -> None:
+        _check(target, requests, max_new_tokens)
+        self.target, self.proposer, self.sampling, self.eos_ids = target, proposer, sampling, eos_ids
+        self.rows = list(range(len(requests)))
+        self.texts = [list(request.prompt_ids) for request in requests]
+        self.requests = requests
+        self.wanted = max_new_tokens
+        self.left = [min(max_new_tokens, target.max_positions - len(text)) for text in self.texts]
+        self.stop = StopStringCriteria(target.tokenizer, list(stop)) if stop else None
+        self.clock = Clock(target.device)
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> TreeCache:
+        prompt, new = max(map(len, self.texts)), max(self.left)
+        beyond = self.proposer.max_drafted + 1  # undecided slots past the last position that can be kept
+        static = self.target.compiled
+        capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
+        return TreeCache(len(self.texts), capacity, self.target.device, self.target.max_positions + beyond, static)
+
+    def start(self) -> list[Step]:
+        """Prefill all prompts; the target's first token of each."""
+        device, target = self.target.device, self.target
+        lengths = [len(text) for text in self.texts]
+        ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts], device=device)
+        hidden = target.prefill(ids, self.cache, self.proposer.taps)
+        self.cache.lengths = list(lengths)
+        ends = torch.tensor(lengths, device=device)
+        rows = torch.arange(len(lengths), device=device)
+        text = torch.where(torch.arange(ids.shape[1], device=device) < ends[:, None], ids, ids[:, :1])
+        keys = row_keys(self.sampling.seed, [(r.id, r.sample) for r in self.requests], device)
+        self.draws = Draws(self.sampling, keys, text, ends - 1)  # the last prompt token is the root of the first choice
+        before = ids[rows, ends - 1][:, None]
+        logits = target.head(hidden.last[rows, ends - 1])[:, None]
+        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
+        self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), zero)[:, 0]
+        self.draws.extend(before, torch.ones_like(ends))
+        first = self.root.tolist()
+        self.proposer.prefill(Prompts([[*t, f] for t, f in zip(self.texts, first, strict=True)], ids, ends, hidden, self.cache))
+        return self._take([[token] for token in first], [Round([]) for _ in first])
+
+    def round(self) -> list[Step]:
+        started = time.perf_counter()
+        clock = self.clock
+        clock.mark()
+        tree = self.proposer.propose(self.root, self.draws)
+        clock.mark()
+        tables = tree.tables
+        hidden = self.target.forward_tree(
+            tree.tokens, tables.ancestors, tables.depths, tables.depths, self.cache, self.proposer.taps
+        )
+        logits = self.target.head(hidden.last)
+        clock.mark()
+        decided = decide(tree, judge(tree, logits, self.draws))
+        clock.mark()
+        self._commit(tree, decided, hidden)
+        clock.mark()
+        counts = zip(decided.drafted, decided.nodes, strict=True)
+        records = [Round([], n, len(nodes) - 1, decided.rule, len(self.rows)) for n, nodes in counts]
+        for record, expected in zip(records, decided.expected or [], strict=False):
+            record.expected = expected
+        for record, overlap in zip(records, decided.overlap or [], strict=False):
+            record.overlap = overlap
+        steps = self._take(decided.tokens, records)
+        for record in records:
+            record.t_round_s = time.perf_counter() - started
+        clock.close(records)
+        return steps
+
+    def _commit(self, tree: DraftTree, decided: Decided, hidden: Hidden) -> None:
+        counts = [len(nodes) for nodes in decided.nodes]
+        width = max(counts)
+        path = decided.path[:, :width].clamp(min=0)
+        in_place = all(nodes == list(range(len(nodes))) for nodes in decided.nodes)
+        self.cache.commit(counts, None if in_place else path)
+        accepted = Accepted(
+            decided.tokens,
+            decided.nodes,
+            path,
+            tree.tokens.gather(1, path),
+            decided.counts,
+            Hidden(_rows(hidden.last, path), tuple(_rows(tap, path) for tap in hidden.taps)),
+            decided.choices,
+        )
+        self.draws.reserve(self.cache.longest + width)
+        self.draws.extend(accepted.ids, accepted.counts)
+        self.root = decided.last
+        self.proposer.commit(accepted)
+
+    def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
+        """Cut each row's tokens where it ends, and let finished rows leave."""
+        steps: list[Step] = []
+        going: list[int] = []
+        for row, (new, record) in enumerate(zip(tokens, records, strict=True)):
+            index = self.rows[row]
+            record.tokens, reason = self._cut(index, new)
+            if reason is None:
+                going.append(row)
+            steps.append((index, record, reason))
+        if len(going) < len(self.rows):
+            self.rows = [self.rows[row] for row in going]
+            if going:
+                kept = torch.tensor(going, device=self.root.device)
+                self.root = self.root[kept]
+                self.draws.keep(kept)
+                self.cache.keep(going)
+                self.proposer.keep(going)
+        return steps
+
+    def _cut(self, index: int, tokens: list[int]) -> tuple[list[int], str | None]:
+        text = self.texts[index]
+        kept: list[int] = []
+        for token in tokens:
+            text.append(token)
+            kept.append(token)
+            self.left[index] -= 1
+            if token in self.eos_ids:
+                return kept, "eos"
+            if self.stop is not None and self._stops(text):
+                return kept, "stop"
+            if self.left[index] == 0:
+                written = len(text) - len(self.requests[index].prompt_ids)
+                return kept, "length" if written == self.wanted else "context"
+        return kept, None
+
+    def _stops(self, text: list[int]) -> bool:
+        assert self.stop is not None
+        tail: Any = torch.tensor([text[-self.stop.maximum_token_len :]])
+        return bool(self.stop(tail, None).any())
+
+
+def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> None:
+    if not requests:
+        raise UserError("there is no prompt; give at least one")
     if max_new_tokens < 1:
         raise UserError("max_new_tokens must be at least 1")
-    limit = min(max_new_tokens, room)
-    ids = torch.tensor([list(prompt_ids)], device=target.device)
-    cache = TreeCache(len(prompt_ids) + limit + proposer.max_drafted + 1)
-
-    hidden = target.forward(ids, cache=cache, taps=proposer.taps)
-    cache.commit(list(range(len(prompt_ids))))
-    proposer.prefill(ids, hidden)
-    root = target.head(hidden.last[:, -1]).argmax(-1)
-    first = int(root)
-    yield Round([first])
-    emitted, done = 1, first in eos_ids
-
-    while emitted < limit and not done:
-        start = time.perf_counter()
-        tree = proposer.propose(root)
-        drafted = time.perf_counter()
-        hidden, choices = verify(target, tree, cache, proposer.taps)
-        verified = time.perf_counter()
-        path, tokens, root = accept(tree, choices)
-        decided = time.perf_counter()
-        kept = cut(tokens, limit - emitted, eos_ids)
-        cache.commit(path)
-        on_path = torch.tensor(path, device=ids.device)
-        proposer.commit(tree.tokens[:, on_path], Hidden(hidden.last[:, on_path], tuple(tap[:, on_path] for tap in hidden.taps)))
-        end = time.perf_counter()
-        emitted, done = emitted + len(kept), kept[-1] in eos_ids
-        yield Round(
-            kept, tree.shape.drafted, len(path) - 1,
-            drafted - start, verified - drafted, decided - verified, end - decided, end - start,
-        )  # fmt: skip
+    for request in requests:
+        length = len(request.prompt_ids)
+        if not length:
+            raise UserError("the prompt is empty; give at least one token")
+        if length >= target.max_positions:
+            raise UserError(f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; shorten it")
 
 
-def verify(target: Target, tree: DraftTree, cache: TreeCache, taps: tuple[int, ...]) -> tuple[Hidden, Tensor]:
-    """One target forward over the whole tree: features of every node, and the target's choice `[B, N]` after each."""
-    depths = tree.shape.tables(tree.tokens.device).depths
-    # A node past the last position can never be kept (the limit cuts it off); clamping keeps learned positions in range.
-    positions = (cache.length + depths).clamp(max=target.max_positions - 1)[None]
-    visible = tree.shape.tables(tree.tokens.device).ancestors
-    # A lone root sees everything, which is what the model does without being told.
-    mask = None if tree.shape.nodes == 1 else target.tree_mask(visible, positions[0], cache.length)
-    hidden = target.forward(tree.tokens, positions, mask, cache, taps)
-    return hidden, target.head(hidden.last).argmax(-1)
+def _rows(states: Tensor, path: Tensor) -> Tensor:
+    """Features `[B, N, H]` -> those of the nodes `path` `[B, A]`."""
+    if len(states) == 1:
+        return states[:, path[0]]
+    return states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
 
 
-def accept(tree: DraftTree, choices: Tensor) -> tuple[list[int], list[int], Tensor]:
-    """The accepted path (node ids, root first), the tokens that the round yields, and the next root `[B]`.
+@dataclass
+class Decided:
+    """A round's verdict on the host, with what the device goes on with."""
 
-    The single device-to-host synchronisation of a round is here.
-    """
-    paths = tree.shape.tables(tree.tokens.device).paths
-    path = paths[accept_greedy(tree, choices)]  # [B, D + 1]
-    chosen = torch.where(path == NO_NODE, NO_NODE, choices.gather(1, path.clamp(min=0)))
-    nodes, tokens = torch.stack([path[0], chosen[0]]).tolist()
-    count = sum(node != NO_NODE for node in nodes)
-    return nodes[:count], tokens[:count], chosen[:, count - 1]
+    nodes: list[list[int]]
+    tokens: list[list[int]]
+    drafted: list[int]
+    rule: str
+    choices: list[list[int]] | None
+    expected: list[float] | None
+    overlap: list[list[float]] | None
+    path: Tensor
+    """[B, D + 1], padded with NO_NODE."""
+    counts: Tensor
+    last: Tensor
 
 
-def cut(tokens: list[int], limit: int, eos_ids: frozenset[int]) -> list[int]:
-    """`tokens` up to the first end token (kept) and no more than `limit`."""
-    kept = []
-    for token in tokens[:limit]:
-        kept.append(token)
-        if token in eos_ids:
-            break
-    return kept
+def decide(tree: DraftTree, verdict: Verdict) -> Decided:
+    """Bring a verdict to the host. The single device-to-host synchronisation of a round is here, one packed tensor."""
+    batch = len(verdict.node)
+    tables = tree.tables
+    paths = tables.paths.expand(batch, -1, -1)
+    path = paths[torch.arange(batch, device=paths.device), verdict.node]
+    counts = (path >= 0).sum(-1)
+    parts = [path, tree.tokens.gather(1, path.clamp(min=0)), counts[:, None], verdict.last[:, None]]
+    parts.append((tree.tokens[:, 1:] >= 0).sum(-1, keepdim=True))
+    if verdict.choices is not None:
+        parts.append(verdict.choices)
+    if verdict.expected is not None:
+        parts.append(_bits(verdict.expected[:, None]))
+    if verdict.overlap is not None:
+        parts.append(_bits(verdict.overlap))
+    columns = iter(_split(torch.cat(parts, dim=1).tolist(), [part.shape[1] for part in parts]))
+    node_rows, token_rows, count_rows, last_rows, drafted_rows = (next(columns) for _ in range(5))
+    nodes = [row[:count] for row, (count,) in zip(node_rows, count_rows, strict=True)]
+    tokens = [[*row[1 : len(taken)], *last] for row, taken, last in zip(token_rows, nodes, last_rows, strict=True)]
+    choices = next(columns) if verdict.choices is not None else None
+    expected = [_floats(row)[0] for row in next(columns)] if verdict.expected is not None else None
+    overlap = None
+    if verdict.overlap is not None:
+        shape = tree.shape
+        assert shape is not None
+        at_nodes = [_floats(row) for row in next(columns)]
+        overlap = [[row[n] for n in taken if shape.children[n]] for row, taken in zip(at_nodes, nodes, strict=True)]
+    drafted = [count for (count,) in drafted_rows]
+    return Decided(nodes, tokens, drafted, verdict.rule, choices, expected, overlap, path, counts, verdict.last)
+
+
+def _split(rows: list[list[int]], widths: list[int]) -> Iterator[list[list[int]]]:
+    start = 0
+    for width in widths:
+        yield [row[start : start + width] for row in rows]
+        start += width
+
+
+def _bits(values: Tensor) -> Tensor:
+    """float32 bit patterns, so that floats travel with integers in one transfer."""
+    return values.float().contiguous().view(torch.int32).long()
+
+
+def _floats(bits: list[int]) -> list[float]:
+    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))

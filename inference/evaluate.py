@@ -20,10 +20,11 @@ from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
-from .decode import Generation, generate
-from .metrics import bootstrap, kept_per_round, summarise, tau
+from .decode import Generation, Request, generate
+from .metrics import alpha, batch_seconds, bootstrap, kept_per_round, mean, split, summarise, tau
 from .proposer import PlainDecoding, Proposer, load_proposer
 from .rows import Prompt, read_prompts
+from .sampling import Sampling
 from .target import Target, TargetConfig, load_target
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
@@ -32,21 +33,25 @@ SCHEMA = 1
 
 @dataclass
 class Options:
-    """Acceptance and speed of drafters on held-out prompts, beside plain decoding in the same loop."""
+    """Acceptance and speed of drafters on held-out prompts, beside plain decoding in the same loop.
+
+    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    """
 
     target: TargetConfig
     prompts: str
     """JSON or JSONL file of prompts or conversations."""
     drafter: list[str] = field(default_factory=list)
-    """Drafter folder; may be given several times. Plain decoding is always there."""
-    temperature: float = 0.0
-    """Only 0, greedy decoding, so far."""
+    """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
+    ngram:length=8. May be given several times. Plain decoding is always there."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Greedy if not given."""
     limit: int | None = None
     """Use the first so many prompts."""
     max_new_tokens: int = 128
     """Longest reply."""
-    tree_nodes: int | None = None
-    """Drafted nodes of the tree; the drafter's own setting if not given."""
+    batch_size: int = 1
+    """Prompts decoded together."""
     repeats: int = 3
     """Timed runs of every request."""
     json: str | None = None
@@ -54,15 +59,12 @@ class Options:
 
 
 def run(options: Options) -> None:
-    if options.temperature != 0:
-        raise UserError("temperature must be 0: this version decodes greedily only")
     target = load_target(options.target)
     proposers: list[Proposer] = [PlainDecoding()]
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
-    extra = {} if options.tree_nodes is None else {"tree_nodes": options.tree_nodes}
-    proposers += [load_proposer(folder, target, warn, **extra) for folder in options.drafter]
+    proposers += [load_proposer(spec, target, warn) for spec in options.drafter]
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
-    results = compare(target, proposers, prompts, options.max_new_tokens, options.repeats)
+    results = compare(target, proposers, prompts, options)
     report = make_report(target, prompts, results, options)
     if options.json is not None:
         with whole_file(options.json) as aside:
@@ -75,6 +77,7 @@ def request_record(target: Target, prompt: Prompt, plain: Generation, found: Gen
     rounds = found.rounds
     equal = plain.token_ids == found.token_ids
     index, gap = (None, None) if equal else divergence(target, plain, found)
+    greedy = all(r.rule in ("", "greedy") for r in rounds)
     return {
         "id": prompt.id,
         "category": prompt.category,
@@ -87,34 +90,40 @@ def request_record(target: Target, prompt: Prompt, plain: Generation, found: Gen
         "ttft_s": found.ttft_s,
         "decode_s": found.decode_s,
         "tpot_s": found.decode_s / (len(found.token_ids) - 1) if len(found.token_ids) > 1 else None,
-        **{f"t_{part}_s": sum(getattr(r, f"t_{part}_s") for r in rounds) for part in ("draft", "verify", "accept", "kv")},
+        "rb_tau": mean([r.expected for r in rounds]),
+        "alpha": alpha([r.overlap for r in rounds]),
+        **{f"t_{part}_s": seconds for part, seconds in split(rounds).items()},
         "finish_reason": found.finish_reason,
         "equal_to_ar": equal,
         "first_divergence": index,
-        "top2_gap": gap,
+        "top2_gap": gap if greedy else None,
+        "verify_mode": rounds[0].rule if rounds else None,
     }
 
 
 Results = dict[str, list[Generation]]
 
 
-def compare(
-    target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], max_new_tokens: int, repeats: int
-) -> Results:
+def compare(target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], options: Options) -> Results:
     """Decode every prompt with every proposer, taking turns; of `repeats` runs the one of median decode time is kept."""
-    if repeats < 1:
-        raise UserError("repeats must be at least 1")
+    if options.repeats < 1 or options.batch_size < 1:
+        raise UserError("repeats and batch-size must be at least 1")
     names = _distinct_names(proposers)
+    requests = [Request(prompt.token_ids, i) for i, prompt in enumerate(prompts)]
     for proposer in proposers:  # warm up
-        generate(target, proposer, prompts[0].token_ids, min(max_new_tokens, 8))
+        generate(target, proposer, requests[:1], min(options.max_new_tokens, 8), options.sampling)
     results: Results = {name: [] for name in names}
-    for prompt in tqdm(prompts, desc="decoding", unit=" prompts", disable=None, leave=False):
-        runs: dict[str, list[Generation]] = {name: [] for name in names}
-        for _ in range(repeats):
+    progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None, leave=False)
+    for start in range(0, len(requests), options.batch_size):
+        batch = requests[start : start + options.batch_size]
+        runs: dict[str, list[list[Generation]]] = {name: [] for name in names}
+        for _ in range(options.repeats):
             for name, proposer in zip(names, proposers, strict=True):
-                runs[name].append(generate(target, proposer, prompt.token_ids, max_new_tokens))
+                runs[name].append(generate(target, proposer, batch, options.max_new_tokens, options.sampling))
         for name in names:
-            results[name].append(sorted(runs[name], key=lambda g: g.decode_s)[len(runs[name]) // 2])
+            results[name] += sorted(runs[name], key=batch_seconds)[options.repeats // 2]
+        progress.update(len(batch))
+    progress.close()
     return results
 
 
@@ -132,12 +141,15 @@ def make_report(target: Target, prompts: Sequence[Prompt], results: Results, opt
     """The numbers of every drafter, with what they were measured on."""
     plain = results["plain"]
     drafters = {}
+    size = options.batch_size
     for name, generations in results.items():
-        summary = summarise(generations)
+        summary = summarise(generations, size)
         pairs = list(zip(plain, generations, strict=True))
-        summary["speedup"] = _ratio(pairs)
-        summary["speedup_ci95"] = bootstrap(pairs, _ratio)
-        summary["speedup_median"] = statistics.median(a.decode_s / b.decode_s for a, b in pairs if b.decode_s)
+        batches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+        seconds = [(batch_seconds([a for a, _ in batch]), batch_seconds([b for _, b in batch])) for batch in batches]
+        summary["speedup"] = _ratio(seconds)
+        summary["speedup_ci95"] = bootstrap(seconds, _ratio)
+        summary["speedup_median"] = statistics.median(a / b for a, b in seconds if b)
         summary["equal_to_ar"] = sum(a.token_ids == b.token_ids for a, b in pairs)
         summary["per_request"] = [request_record(target, prompt, a, b) for prompt, (a, b) in zip(prompts, pairs, strict=True)]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
@@ -149,10 +161,9 @@ def make_report(target: Target, prompts: Sequence[Prompt], results: Results, opt
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "verify_mode": "greedy",
-        "lossless": True,
-        "sampling": {"T": 0},
-        "batch": 1,
+        "lossless": options.sampling.lossless,
+        "sampling": asdict(options.sampling),
+        "batch": size,
         "options": asdict(options),
         "definitions": DEFINITIONS,
         "drafters": drafters,
@@ -164,8 +175,11 @@ DEFINITIONS = {
     "tau_ci95": "95% bootstrap interval over prompts, 1000 resamples",
     "survival": "share of rounds that accepted at least d drafts",
     "cond_accept": "survival at d over survival at d - 1",
-    "tokens_s": "tokens of all rounds / their wall time, prefill excluded, batch 1",
-    "speedup": "sum of plain decode times / sum of this drafter's decode times over the same prompts, prefill excluded",
+    "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
+    "speedup": "sum of plain decode times / sum of this drafter's over the same prompts, prefill excluded",
+    "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, traversal, rrs, or typical (lossy)",
+    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; for fixed drafts at T > 0",
+    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare laws only",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
     "equal_to_ar": "replies equal to plain decoding in the same loop, token for token",
     "first_divergence": "index of the first token that differs from plain decoding",
@@ -173,9 +187,9 @@ DEFINITIONS = {
 }
 
 
-def _ratio(pairs: Sequence[tuple[Generation, Generation]]) -> float:
-    seconds = sum(b.decode_s for _, b in pairs)
-    return sum(a.decode_s for a, _ in pairs) / seconds if seconds else float("nan")
+def _ratio(seconds: Sequence[tuple[float, float]]) -> float:
+    drafted = sum(b for _, b in seconds)
+    return sum(a for a, _ in seconds) / drafted if drafted else float("nan")
 
 
 @torch.inference_mode()
@@ -199,7 +213,9 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the table a person looks at."""
     drafters = report["drafters"]
     requests = drafters["plain"]["requests"]
-    table = Table(title=f"{report['target']['name']}  |  {requests} held-out prompts, T = 0, batch 1, {report['dtype']}")
+    law = f"T = {report['sampling']['temperature']:g}" + ("" if report["lossless"] else ", LOSSY typical acceptance")
+    title = f"{report['target']['name']}  |  {requests} held-out prompts, {law}, batch {report['batch']}, {report['dtype']}"
+    table = Table(title=title)
     for column in ("drafter", "tau (95%)", "acceptance by position", "tokens/s", "speed-up", "text identical"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     for name, s in drafters.items():
@@ -215,7 +231,7 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console()
     console.print(table)
     for name, s in drafters.items():
-        gaps = [r["top2_gap"] for r in s["per_request"] if not r["equal_to_ar"]]
+        gaps = [r["top2_gap"] for r in s["per_request"] if not r["equal_to_ar"] and r["top2_gap"] is not None]
         if gaps:
             console.print(f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart.")
     console.print(

@@ -14,54 +14,86 @@ from torch import Tensor
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.medusa import MedusaHeads
-from .target import Hidden
-from .tree import DraftTree, Ranks, grow, shape_of_ranks
+from .growth import Ranks, best_first, grow, shape_of_ranks
+from .proposer import Accepted, Prompts, positive
+from .sampling import Draws
+from .tree import DraftTree, TreeShape
 
 MAX_RANK = 10
 DEFAULT_NODES = 16
 
 
 class MedusaProposer:
-    """Node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head d - 1, whatever its parent."""
+    """Node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head d - 1, whatever its parent.
+
+    With `nodes` a number instead of rank tuples, the tree follows each context: the so many likeliest paths by the heads' own
+    probabilities.
+    """
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, heads: MedusaHeads, nodes: Sequence[Ranks], name: str = "medusa") -> None:
+    def __init__(self, heads: MedusaHeads, nodes: Sequence[Ranks] | int, name: str = "medusa") -> None:
         self.name = name
         self._heads = heads
-        self.shape = shape_of_ranks(nodes)
-        self.max_drafted = self.shape.drafted
-        if self.shape.levels > heads.config.num_heads:
-            raise UserError(f"a tree of {self.shape.levels} levels needs as many heads; there are {heads.config.num_heads}")
-        ordered = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-        self._width = max((ranks[-1] for ranks in ordered), default=0) + 1
-        device = next(heads.parameters()).device
-        self._slots = torch.tensor([(len(r) - 1) * self._width + r[-1] for r in ordered], dtype=torch.long, device=device)
-        self._state: Tensor | None = None
+        self.shape: TreeShape | None = None
+        self._device = next(heads.parameters()).device
+        if isinstance(nodes, int):
+            self.max_drafted, self._levels, self._width = nodes, heads.config.num_heads, MAX_RANK
+        else:
+            self.shape = shape_of_ranks(nodes)
+            self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
+            ordered = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
+            self._width = max((ranks[-1] for ranks in ordered), default=0) + 1
+            slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in ordered]
+            self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
+        if self._levels > heads.config.num_heads:
+            raise UserError(f"a tree of {self._levels} levels needs as many heads; there are {heads.config.num_heads}")
+        self._width = min(self._width, heads.vocab_size)
+        self._state: Tensor
 
-    def prefill(self, ids: Tensor, hidden: Hidden) -> None:
-        self._state = hidden.last[:, -1]
+    def prefill(self, prompts: Prompts) -> None:
+        rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
+        self._state = prompts.hidden.last[rows, prompts.lengths - 1]
 
-    def propose(self, root: Tensor) -> DraftTree:
-        assert self._state is not None, "prefill first"
-        if not self.shape.drafted:
-            return DraftTree(self.shape, root[:, None])
-        levels = range(self.shape.levels)
-        best = [self._heads.logits(self._state, head).topk(self._width).indices for head in levels]
-        candidates = torch.cat(best, dim=-1)  # [B, levels * width]
-        return DraftTree(self.shape, torch.cat([root[:, None], candidates[:, self._slots]], dim=-1))
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        if not self.max_drafted:
+            return DraftTree(root[:, None], TreeShape.chain(0))
+        tokens, scores = self._candidates(root, draws)
+        if self.shape is None:
+            return best_first(tokens, scores, root, self.max_drafted)
+        return DraftTree(torch.cat([root[:, None], tokens.flatten(1)[:, self._slots]], dim=-1), self.shape)
 
-    def commit(self, ids: Tensor, hidden: Hidden) -> None:
-        self._state = hidden.last[:, -1]
+    def _candidates(self, root: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Best tokens of each head and their log-scores `[B, levels, width]`."""
+        paths, found = root[:, None, None], []
+        for head in range(self._levels):
+            tokens, scores = draws.rank(self._heads.logits(self._state, head)[:, None], head, self._width, paths)
+            found.append((tokens, scores))
+            paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)  # penalties: of all paths, as if the best one were taken
+        return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
+
+    def commit(self, accepted: Accepted) -> None:
+        rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
+        self._state = accepted.hidden.last[rows, accepted.counts - 1]
+
+    def keep(self, rows: list[int]) -> None:
+        self._state = self._state[torch.tensor(rows, device=self._state.device)]
 
 
-def make_proposer(artifact: Artifact, name: str, tree_nodes: int | None = None) -> MedusaProposer:
-    """Heads from disk with the tree that fits them: grown from their held-out rank accuracies to `tree_nodes` nodes."""
+def make_proposer(
+    artifact: Artifact, name: str | None = None, nodes: int | None = None, tree: str = "calibrated"
+) -> MedusaProposer:
+    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), or in each
+    context from the heads' own probabilities (best-first)."""
+    name = name or artifact.method
     table = artifact.calibration.get("rank_accuracy")
     if not table:
         raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
-    count = tree_nodes if tree_nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
-    return MedusaProposer(artifact.drafter, grow(table, count), name)
+    count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
+    positive("nodes", count, least=0)
+    if tree not in ("calibrated", "best-first"):
+        raise UserError(f"drafter {name}: tree must be calibrated or best-first, not {tree!r}")
+    return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name)
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .decode import Generation
+from .clock import PARTS
+from .decode import Generation, Round
 
 RESAMPLES = 1000
 LOOP_NGRAM = 8
@@ -50,15 +51,43 @@ def kept_per_round(generation: Generation) -> list[int]:
     return [len(round_.tokens) for round_ in generation.rounds]
 
 
-def summarise(generations: Sequence[Generation]) -> dict[str, Any]:
-    """Pooled numbers of many requests decoded alike; names as in evaluation.md section 2."""
+def batch_seconds(generations: Sequence[Generation]) -> float:
+    """Decode time of requests that ran as one batch: that of the last to finish."""
+    return max(g.decode_s for g in generations)
+
+
+def split(rounds: Sequence[Round]) -> dict[str, float]:
+    """Seconds of each part of the rounds, a batch's round shared among its rows; host is what the parts leave of the wall
+    time."""
+    parts = {part: sum(getattr(r, f"t_{part}_s") / r.rows for r in rounds) for part in PARTS}
+    return parts | {"host": sum(r.t_round_s / r.rows for r in rounds) - sum(parts.values())}
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Mean of what is there; `None` if nothing is."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def alpha(overlaps: Sequence[Sequence[float] | None]) -> list[float] | None:
+    """Mean of sum min(p, q) at depths 1, 2, .. over the rounds that reached them; `None` where the rule does not compare laws."""
+    there = [row for row in overlaps if row is not None]
+    if not there:
+        return None
+    depths = max(map(len, there))
+    return [sum(row[d] for row in there if len(row) > d) / sum(len(row) > d for row in there) for d in range(depths)]
+
+
+def summarise(generations: Sequence[Generation], batch_size: int = 1) -> dict[str, Any]:
+    """Pooled numbers of many requests decoded alike, in batches of `batch_size`; names as in evaluation.md section 2."""
     rounds = [r for g in generations for r in g.rounds]
     kept = [kept_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
     survived = survival(accepted, levels)
-    decode_s = sum(g.decode_s for g in generations)
+    batches = [generations[start : start + batch_size] for start in range(0, len(generations), batch_size)]
+    decode_s = sum(map(batch_seconds, batches))
     low, high = bootstrap(kept, tau) if rounds else (float("nan"), float("nan"))
     return {
         "requests": len(generations),
@@ -73,7 +102,10 @@ def summarise(generations: Sequence[Generation]) -> dict[str, Any]:
         "mean_n_draft": drafted / len(rounds) if rounds else 0.0,
         "tokens_s": sum(map(sum, kept)) / decode_s if decode_s else float("nan"),
         "ttft_s": sum(g.ttft_s for g in generations) / len(generations),
-        "split_s": {part: sum(getattr(r, f"t_{part}_s") for r in rounds) for part in ("draft", "verify", "accept", "kv")},
+        "rb_tau": mean([r.expected for r in rounds]),
+        "alpha": alpha([r.overlap for r in rounds]),
+        "verify_mode": sorted({r.rule for r in rounds}),
+        "split_s": split(rounds),
         "decode_s": decode_s,
         "loop_share": sum(repeats_itself(g.token_ids) for g in generations) / len(generations),
     }

@@ -1,20 +1,62 @@
-"""What the decode loop asks of a drafter at work, and the proposer that proposes nothing.
+"""What the decode loop asks of a drafter at work, and how one is named and loaded.
 
-Shapes: B batch, N tree nodes with the root, S prompt tokens, A accepted nodes with the root.
+Shapes: B batch, S prompt positions (padded on the right), N tree nodes with the root, A accepted nodes with the root, H hidden
+size.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..heads.artifact import Artifact
+from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.errors import UserError
+from .cache import TreeCache
+from .sampling import Draws
 from .target import Hidden, Target
 from .tree import DraftTree, TreeShape
+
+
+@dataclass
+class Prompts:
+    """A batch after its prefill. Rows past a prompt's own length hold nothing of meaning."""
+
+    tokens: list[list[int]]
+    """Each prompt with the token that the target chose after it: the first root."""
+    ids: Tensor
+    """[B, S]: the prompts."""
+    lengths: Tensor
+    """[B]: their lengths."""
+    hidden: Hidden
+    """Features of all prompt positions `[B, S, H]`."""
+    cache: TreeCache
+    """The target's cache, for drafters that run the target's own layers."""
+
+
+@dataclass
+class Accepted:
+    """What a round decided. Row b has `counts[b]` nodes; places past that repeat the root and mean nothing."""
+
+    tokens: list[list[int]]
+    """Each row's accepted drafts and the target's own token after them: the next root, last."""
+    nodes: list[list[int]]
+    """Each row's accepted node ids, the root's (0) first."""
+    path: Tensor
+    """[B, A], device: `nodes`, padded with the root's id."""
+    ids: Tensor
+    """[B, A]: the last root and the drafts accepted after it, which are what the target's cache has gained."""
+    counts: Tensor
+    """[B], device; equal to the lengths of `nodes`."""
+    hidden: Hidden
+    """Features of just these `[B, A, H]`."""
+    choices: list[list[int]] | None = None
+    """The target's token after every node of the tree `[B][N]`, from the rules that know it."""
 
 
 class Proposer(Protocol):
@@ -30,16 +72,20 @@ class Proposer(Protocol):
     max_drafted: int
     """Most nodes, without the root, that `propose` may return."""
 
-    def prefill(self, ids: Tensor, hidden: Hidden) -> None:
-        """Start on a prompt `[B, S]` with the target's features of all its positions."""
+    def prefill(self, prompts: Prompts) -> None:
+        """Start on a batch; whatever was there before is forgotten."""
         ...
 
-    def propose(self, root: Tensor) -> DraftTree:
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Guess what follows `root` `[B]`."""
         ...
 
-    def commit(self, ids: Tensor, hidden: Hidden) -> None:
-        """The last root and the drafts accepted after it `[B, A]`, with the target's features of just these."""
+    def commit(self, accepted: Accepted) -> None:
+        """Take over what the target decided of the last proposal."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop every batch row but `rows`: the others have finished."""
         ...
 
 
@@ -51,17 +97,67 @@ class PlainDecoding:
     max_drafted = 0
     _shape = TreeShape.chain(0)
 
-    def prefill(self, ids: Tensor, hidden: Hidden) -> None: ...
+    def prefill(self, prompts: Prompts) -> None: ...
 
-    def propose(self, root: Tensor) -> DraftTree:
-        return DraftTree(self._shape, root[:, None])
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        return DraftTree(root[:, None], self._shape)
 
-    def commit(self, ids: Tensor, hidden: Hidden) -> None: ...
+    def commit(self, accepted: Accepted) -> None: ...
+
+    def keep(self, rows: list[int]) -> None: ...
 
 
-def load_proposer(directory: str | Path, target: Target, warn: Callable[[str], None], **options: Any) -> Proposer:
-    """The drafter in `directory`, ready to work on `target`. Raises `UserError` as `Artifact.load` does."""
-    artifact = Artifact.load(directory, target.fingerprint(), target.head, warn)
-    artifact.drafter.to(target.device, target.dtype)
-    module = importlib.import_module(f".{artifact.method}", __package__)
-    return module.make_proposer(artifact, name=artifact.method, **options)
+# Proposers that need no training, by the name that a user gives: module and class.
+UNTRAINED = {
+    "none": ("proposer", "PlainDecoding"),
+    "ngram": ("ngram", "NgramLookup"),
+    "suffix": ("suffix", "SuffixLookup"),
+    "lookahead": ("lookahead", "Lookahead"),
+    "early-exit": ("early_exit", "EarlyExit"),
+}
+SPELLING = (
+    "a drafter's folder, a small model's folder, or one of " + ", ".join(UNTRAINED) + "; settings follow a colon: ngram:length=8"
+)
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """`name[:key=value,...]` -> name and settings. Raises `UserError` for a malformed setting."""
+    name, colon, rest = spec.rpartition(":")
+    if not colon or "=" not in rest or "/" in rest:
+        return spec, {}
+    settings: dict[str, Any] = {}
+    for part in rest.split(","):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"drafter {spec!r}: {part!r} is not key=value")
+        key = key.strip().replace("-", "_")
+        settings[key] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
+    return name, settings
+
+
+def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None]) -> Proposer:
+    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`. Raises `UserError`."""
+    name, settings = parse_spec(str(spec))
+    if name in UNTRAINED:
+        module, cls = UNTRAINED[name]
+        make = getattr(importlib.import_module(f".{module}", __package__), cls)
+        arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
+    elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
+        artifact = Artifact.load(name, target.fingerprint(), target.head, warn)
+        artifact.drafter.to(target.device, target.dtype)
+        make = importlib.import_module(f".{artifact.method}", __package__).make_proposer
+        arguments = (artifact,)
+    else:
+        make = importlib.import_module(".draft_lm", __package__).load_draft_lm
+        arguments = (name, target)
+    known = [p for p in inspect.signature(make).parameters if p not in ("self", "target", "artifact", "folder", "name")]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
+    return make(*arguments, **settings)
+
+
+def positive(name: str, value: Any, least: int = 1) -> int:
+    """`value` as a setting that must be a whole number of at least `least`. Raises `UserError`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    return value

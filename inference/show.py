@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
-from typing import Any, TextIO
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
 
 from ..heads.errors import UserError
-from .decode import Generation, Round, decode
+from .api import Decoder
+from .decode import Generation, Request, Round, decode
+from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
-from .proposer import PlainDecoding, Proposer, load_proposer
-from .rows import Conversation, prompt_ids
-from .target import Target, TargetConfig, load_target
+from .proposer import load_proposer
+from .sampling import GREEDY, Sampling
+from .target import TargetConfig, load_target
 
 EXAMPLE = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -20,17 +23,23 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 @dataclass
 class Options:
-    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own tokens plain."""
+    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own tokens plain.
+
+    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    """
 
     target: TargetConfig
     prompt: str
     """The user's words; `-` reads them from standard input."""
-    drafter: str | None = None
-    """Drafter folder; plain decoding if not given."""
+    drafter: str = "none"
+    """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit; settings follow a colon:
+    ngram:length=8."""
     max_new_tokens: int = 256
     """Longest reply."""
-    tree_nodes: int | None = None
-    """Drafted nodes of the tree; the drafter's own setting if not given."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Greedy if not given."""
+    stop: list[str] = field(default_factory=list)
+    """Text that ends the reply; may be given several times."""
     color: bool | None = None
     """Colour accepted drafts; only on a terminal if not given."""
     raw: bool = False
@@ -38,64 +47,50 @@ class Options:
 
 
 def run(options: Options) -> None:
-    target = load_target(options.target)
-    proposer: Proposer = PlainDecoding()
-    if options.drafter is not None:
-        extra = {} if options.tree_nodes is None else {"tree_nodes": options.tree_nodes}
-        proposer = load_proposer(options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), **extra)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not text.strip():
         raise UserError("the prompt is empty; give --prompt some words")
-    chat = bool(target.tokenizer.chat_template) and not options.raw
-    conversation = Conversation(messages=[{"role": "user", "content": text}]) if chat else Conversation(text=text)
+    target = load_target(options.target)
+    proposer = load_proposer(options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr))
+    decoder = Decoder(target, proposer)
     color = options.color if options.color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    generation = stream(target, proposer, prompt_ids(conversation, target.tokenizer, target.name), options.max_new_tokens, color)
+    ids = decoder.encode(text, options.raw)
+    generation = stream(decoder, ids, options.max_new_tokens, color, options.sampling, options.stop)
     rounds = len(generation.rounds)
-    print(
-        f"{len(generation.token_ids)} tokens in {rounds} rounds: tau {tau([kept_per_round(generation)]):.2f}" if rounds else "",
-        file=sys.stderr,
-    )
+    lossy = "" if options.sampling.lossless else " (LOSSY: typical acceptance does not keep the target's law)"
+    summary = f": tau {tau([kept_per_round(generation)]):.2f}" if rounds else ""
+    print(f"{len(generation.token_ids)} tokens in {rounds} rounds{summary}{lossy}", file=sys.stderr)
 
 
 def stream(
-    target: Target, proposer: Proposer, ids: list[int], max_new_tokens: int, color: bool, out: TextIO | None = None
+    decoder: Decoder,
+    ids: list[int],
+    max_new_tokens: int,
+    color: bool,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    stdout: TextIO | None = None,
 ) -> Generation:
     """Write the reply as it is decoded and return it."""
     generation = Generation(ids)
-    writer = _Writer(target.tokenizer, target.eos_ids, color, out or sys.stdout)
-    for step in decode(target, proposer, ids, max_new_tokens, target.eos_ids):
+    text = StreamedText(decoder.target.tokenizer, stop)
+    out = stdout or sys.stdout
+    eos = decoder.target.eos_ids
+    for steps in decode(decoder.target, decoder.proposer, [Request(ids)], max_new_tokens, sampling, None, stop):
+        _, step, reason = steps[0]
         if step.drafted is not None:
             generation.rounds.append(step)
         generation.token_ids.extend(step.tokens)
-        writer.write(step)
-    writer.finish()
+        generation.finish_reason = reason or ""
+        _write(text, step, eos, reason is not None, color, out)
+    out.write("\n")
+    out.flush()
     return generation
 
 
-class _Writer:
-    """Text of tokens as soon as it is final: bytes of one character may be spread over several tokens."""
-
-    def __init__(self, tokenizer: Any, eos_ids: frozenset[int], color: bool, out: TextIO) -> None:
-        self._tokenizer, self._eos, self._color, self._out = tokenizer, eos_ids, color, out
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def write(self, step: Round) -> None:
-        for place, token in enumerate(step.tokens):
-            if token not in self._eos:
-                self._tokens.append(token)
-                self._show(accepted=place < step.accepted)
-        self._out.flush()
-
-    def _show(self, accepted: bool, everything: bool = False) -> None:
-        text = self._tokenizer.decode(self._tokens)
-        if text.endswith("\ufffd") and not everything:
-            return
-        new, self._shown = text[len(self._shown) :], text
-        if new:
-            self._out.write(f"{GREEN}{new}{RESET}" if accepted and self._color else new)
-
-    def finish(self) -> None:
-        self._show(accepted=False, everything=True)
-        self._out.write("\n")
-        self._out.flush()
+def _write(text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO) -> None:
+    for place, token in enumerate(step.tokens):
+        piece = text.add([] if token in eos else [token], last=last and place == len(step.tokens) - 1)
+        if piece:
+            out.write(f"{GREEN}{piece}{RESET}" if color and place < step.accepted else piece)
+    out.flush()

@@ -15,15 +15,18 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
+from .cache import TreeCache
+from .tree import TreeShape
 
 log = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 20  # positions of a target that names no limit
+PREFILL_CHUNK = 2048
 
 # What `generate` would apply from a target's generation_config and greedy decoding here does not, with the neutral values.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
@@ -87,6 +90,7 @@ class Target:
         window = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
         self._sliding = "sliding_attention" in kinds or (not kinds and window)
         self._mixed = len(kinds) > 1
+        self._compiled: Any = None
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -152,7 +156,7 @@ class Target:
         ids: Tensor,
         positions: Tensor | None = None,
         mask: Any = None,
-        cache: Cache | None = None,
+        cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`.
@@ -160,34 +164,130 @@ class Target:
         `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents of a packed row, and no
         document sees another. `mask` `[B, 1, N, length]` is additive (0 = visible).
         """
-        output = self.decoder(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            output_hidden_states=bool(taps),
+        if cache is not None:
+            cache.open(ids.shape[1], masked=mask is not None)
+        run = (
+            self._compiled
+            if self._compiled is not None and cache is not None and cache.static and mask is not None
+            else run_decoder
         )
-        states = output.hidden_states if taps else ()
-        return Hidden(output.last_hidden_state, tuple(states[tap] for tap in taps))
+        last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
+        return Hidden(last, tuple(states[tap] for tap in taps))
 
-    def tree_mask(self, visible: Tensor, positions: Tensor, committed: int) -> Any:
-        """What `forward` takes as mask for a tree over a cache of `committed` positions.
+    def prefill(self, ids: Tensor, cache: TreeCache, taps: tuple[int, ...] = (), chunk: int = PREFILL_CHUNK) -> Hidden:
+        """Run prompts `[B, S]`, padded on the right, `chunk` positions at a time, so that attention's work space stays bounded.
 
-        `visible` `[N, N]` bool: which nodes each node sees; `positions` `[N]`. Additive, since every attention implementation
-        that takes a 4D mask takes an additive one. Layers with a sliding window see only keys less than a window back; models
-        that mix both kinds of layers take one mask for each.
+        The caller sets the rows' true lengths afterwards; padding stands behind every real token, so no token sees it.
         """
-        count = positions.shape[0]
-        see = torch.cat([visible.new_ones(count, committed), visible], dim=1)
+        parts = []
+        for start in range(0, ids.shape[1], chunk):
+            part = ids[:, start : start + chunk]
+            parts.append(self.forward(part, cache=cache, taps=taps))
+            cache.commit([part.shape[1]] * len(ids))
+        if len(parts) == 1:
+            return parts[0]
+        taps_of = [torch.cat([part.taps[i] for part in parts], dim=1) for i in range(len(taps))]
+        return Hidden(torch.cat([part.last for part in parts], dim=1), tuple(taps_of))
+
+    def forward_tree(
+        self,
+        tokens: Tensor,
+        visible: Tensor | None,
+        depths: Tensor,
+        slot_depths: Tensor,
+        cache: TreeCache,
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        """Run tree nodes `[B, N]` over what `cache` holds: committed positions, then T undecided slots, the last N being these.
+
+        `visible` `[1 | B, N, T]` bool: which undecided slots each node sees, None: all; `depths` `[1 | B, N]` of the nodes and
+        `slot_depths` `[1 | B, T]` of the slots, the row's length being the position of depth 0. NO_NODE tokens are run as
+        token 0, unknown ones as the last.
+        """
+        count, slots = tokens.shape[1], slot_depths.shape[1]
+        cache.reserve(cache.longest + cache.staged + count)
+        starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
+        # A node past the last position can never be kept (the limit cuts it off); clamping keeps learned positions in range.
+        positions = depths + starts
+        if cache.longest + slots > self.max_positions:
+            positions = positions.clamp(max=self.max_positions - 1)
+        # A lone node of an even batch that sees everything is what the model assumes without being told.
+        alone = count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
+        mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
+        positions = positions.expand(tokens.shape[0], -1)
+        return self.forward(tokens.clamp(0, self.vocab_size - 1), positions, mask, cache, taps)
+
+    def tree_mask(self, visible: Tensor | None, positions: Tensor, slot_depths: Tensor, cache: TreeCache, count: int) -> Any:
+        """What `forward` takes as mask for `count` tree nodes; arguments as in `forward_tree`, `positions` `[1 | B, N]`.
+
+        `[1 | B, 1, N, slots]`, additive, since every attention implementation that takes a 4D mask takes an additive one. Layers
+        with a sliding window see only keys less than a window back; models that mix both kinds of layers take one mask for each.
+        """
+        width, undecided = cache.seen(count), slot_depths.shape[1]
         lowest = torch.finfo(self.dtype).min
-        full = torch.zeros(1, 1, *see.shape, dtype=self.dtype, device=see.device).masked_fill_(~see, lowest)
+        if visible is None:
+            visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
+        if cache.uniform and not self._sliding:
+            tree = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, lowest)[:, None]
+            before = torch.nn.functional.pad(tree, (cache.longest, 0))
+            return torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest) if cache.static else before
+        slots = torch.arange(width, device=visible.device)[None]
+        starts = torch.tensor(cache.lengths[:1], device=visible.device) if cache.uniform else cache.starts()
+        beyond = slots - starts[:, None]  # [1 | B, width]: place among the undecided slots; negative: committed
+        inside = beyond.clamp(0, undecided - 1)
+        batch = max(len(inside), len(visible))
+        index = inside[:, None].expand(batch, count, width)
+        see = visible.expand(batch, -1, -1).gather(2, index)
+        see = (beyond < 0)[:, None] | (see & (beyond < undecided)[:, None])
+        full = torch.zeros(see.shape, dtype=self.dtype, device=see.device).masked_fill_(~see, lowest)[:, None]
         if not self._sliding:
             return full
-        keys = torch.cat([torch.arange(committed, device=see.device), positions])
-        near = positions[:, None] - keys < self.config.sliding_window
-        sliding = full.masked_fill(~near, lowest)
+        depths = slot_depths.expand(batch, -1).gather(1, inside.expand(batch, -1))
+        keys = torch.where(beyond < 0, slots, starts[:, None] + depths)
+        near = positions[..., None] - keys[:, None] < self.config.sliding_window
+        sliding = full.masked_fill(~near[:, None], lowest)
         return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
+
+    def compile(self) -> None:
+        """Compile the forward over trees (static caches only); on a CUDA device it is captured as a graph."""
+        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+        self._compiled = torch.compile(run_decoder, mode=mode, dynamic=False)
+
+    @property
+    def compiled(self) -> bool:
+        return self._compiled is not None
+
+    @torch.no_grad()
+    def check_tree(self) -> None:
+        """Demand that a forward over a small tree gives each node what its own path gives alone; raises `UserError` otherwise.
+
+        Catches, by trying, whatever cannot be verified as a tree: recurrent state (Mamba and hybrids), attention implementations
+        that ignore a 4D mask, position biases that are derived from it.
+        """
+        shape = TreeShape((-1, 0, 0, 2, 1))  # the last node's parent is not the node before it
+        ids = (torch.arange(3 + shape.nodes, device=self.device) * 7 + 3) % self.vocab_size
+        tables = shape.tables(self.device)
+        try:
+            cache = TreeCache(1, 8, self.device)
+            self.forward(ids[None, :3], cache=cache)
+            assert len(cache) == self.num_layers, "some layers keep no keys and values"
+            cache.commit([3])
+            ours = self.forward_tree(ids[None, 3:], tables.ancestors, tables.depths, tables.depths, cache).last[0]
+        except (AssertionError, AttributeError, IndexError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"{self._cannot()}: {reason}") from error
+        paths = [torch.cat([ids[:3], ids[3:][torch.tensor(shape.path_to(node))]]) for node in range(shape.nodes)]
+        alone = torch.stack([self.forward(path[None]).last[0, -1] for path in paths])
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        error = ((ours - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
+        if not error <= tolerance:
+            raise UserError(f"{self._cannot()}: nodes differ from their own paths (relative difference {error:.1e})")
+
+    def _cannot(self) -> str:
+        return (
+            f"target {self.name} ({self.config.model_type}) cannot verify draft trees and roll back; "
+            "try --target.attention sdpa or eager, or another target"
+        )
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -202,6 +302,21 @@ class Target:
                 f"target {self.name} ({self.config.model_type}) changes its logits after the head in an unknown way "
                 f"(relative difference {error:.1e}); please report this model type"
             )
+
+
+def run_decoder(
+    decoder: Any, ids: Tensor, positions: Tensor | None, mask: Any, cache: TreeCache | None, all_states: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The last hidden state and, if asked for, the hidden states of all layers. Free of everything else, so that it compiles."""
+    output = decoder(
+        input_ids=ids,
+        position_ids=positions,
+        attention_mask=mask,
+        past_key_values=cache,
+        use_cache=cache is not None,
+        output_hidden_states=all_states,
+    )
+    return output.last_hidden_state, output.hidden_states if all_states else ()
 
 
 def load_target(config: TargetConfig) -> Target:
@@ -227,6 +342,7 @@ def load_target(config: TargetConfig) -> Target:
         model = merge_adapter(model, adapter)
     target = Target(model.to(device), tokenizer, config.path)
     target.check_head()
+    target.check_tree()
     if target.processors:
         asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
         log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, asked)

@@ -1,27 +1,23 @@
-"""Draft trees: shapes, the tables derived from them, and the greedy growth of a static tree.
+"""Draft trees: shapes, filled trees, and the tables that verification needs of them.
 
-A shape is `parents`: node 0 is the root (the last committed token, not a draft), and every node stands after its parent.
-Shapes here: B batch, N nodes with the root, D levels (depth of the deepest node).
+Node 0 is the root (the last token that the target chose, not a draft), and every node stands after its parent.
+Shapes here: B batch, N nodes with the root, D levels (depth of the deepest node). A table of a static shape has 1 in place of B.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-
 NO_NODE = -1  # never a token id, so padding can never match (Medusa's tables pad with token 0)
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The static shape of a draft tree; a chain is a tree."""
+    """The static shape of a draft tree; a chain is a tree. Siblings are offered in the order of their ids."""
 
     parents: tuple[int, ...]
 
@@ -33,6 +29,18 @@ class TreeShape:
     def chain(cls, length: int) -> TreeShape:
         """The root with `length` drafted nodes in a row; 0 gives plain decoding."""
         return cls(tuple(range(-1, length)))
+
+    @classmethod
+    def wide(cls, widths: tuple[int, ...]) -> TreeShape:
+        """Every node of depth d has `widths[d]` children."""
+        parents, level = [NO_NODE], [0]
+        for width in widths:
+            below = []
+            for node in level:
+                below += range(len(parents), len(parents) + width)
+                parents += [node] * width
+            level = below
+        return cls(tuple(parents))
 
     @property
     def nodes(self) -> int:
@@ -55,6 +63,17 @@ class TreeShape:
     def levels(self) -> int:
         return max(self.depths)
 
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        below: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], 1):
+            below[parent].append(node)
+        return tuple(map(tuple, below))
+
+    @property
+    def is_chain(self) -> bool:
+        return all(len(below) <= 1 for below in self.children)
+
     def path_to(self, node: int) -> list[int]:
         """Node ids from the root to `node`, both included."""
         path = []
@@ -69,85 +88,75 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """What verification needs of a shape, as tensors on one device."""
+    """What verification needs of trees, as tensors on one device. The one place where a mask or a path comes from."""
 
     parents: Tensor
-    """[N]; the root's is 0, itself."""
+    """[B, N]; the root's is 0, itself."""
     depths: Tensor
-    """[N]."""
+    """[B, N]."""
     ancestors: Tensor
-    """[N, N] bool: row i is true at i and at i's ancestors. The tree part of the attention mask."""
+    """[B, N, N] bool: row i is true at i and at i's ancestors. The tree part of the attention mask."""
     paths: Tensor
-    """[N, D + 1]: node ids from the root to each node, padded with NO_NODE."""
+    """[B, N, D + 1]: node ids from the root to each node, padded with NO_NODE."""
+
+
+def tables_of(parents: Tensor, levels: int) -> TreeTables:
+    """Tables of any trees `parents` `[B, N]` (the root's own is 0) of at most `levels` levels."""
+    batch, count = parents.shape
+    nodes = torch.arange(count, device=parents.device).expand(batch, count)
+    ancestors = torch.eye(count, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    climbed = [nodes]
+    for _ in range(levels):
+        climbed.append(parents.gather(1, climbed[-1]))
+        ancestors.scatter_(2, climbed[-1][..., None], True)
+    depths = ancestors.sum(-1) - 1
+    up = torch.stack(climbed, dim=-1)  # [B, N, levels + 1]: node, parent, grandparent, ..
+    steps = depths[..., None] - torch.arange(levels + 1, device=parents.device)
+    paths = torch.where(steps >= 0, up.gather(2, steps.clamp(min=0)), NO_NODE)
+    return TreeTables(parents, depths, ancestors, paths)
 
 
 @lru_cache(maxsize=256)
 def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
-    paths = [shape.path_to(node) for node in range(shape.nodes)]
-    ancestors = torch.zeros(shape.nodes, shape.nodes, dtype=torch.bool)
-    for node, path in enumerate(paths):
-        ancestors[node, path] = True
-    width = shape.levels + 1
-    return TreeTables(
-        parents=torch.tensor([max(p, 0) for p in shape.parents], device=device),
-        depths=torch.tensor(shape.depths, device=device),
-        ancestors=ancestors.to(device),
-        paths=torch.tensor([path + [NO_NODE] * (width - len(path)) for path in paths], device=device),
-    )
+    return tables_of(torch.tensor([[max(p, 0) for p in shape.parents]], device=device), shape.levels)
 
 
 @dataclass
 class DraftTree:
-    """A shape filled with guesses: `tokens` `[B, N]`, the root's own token first."""
+    """Trees filled with guesses, one a row: `tokens` `[B, N]`, the root's own token first, NO_NODE where a row has no such node.
 
-    shape: TreeShape
+    `shape` if all rows share one static shape; `parents` `[B, N]` and `levels` otherwise (the root's parent is 0; a missing node
+    hangs on the root). `laws` `[B, N, V]`: what the children of each node were drawn from, for the rules that compare laws.
+    """
+
     tokens: Tensor
+    shape: TreeShape | None = None
+    parents: Tensor | None = None
+    levels: int = 0
+    laws: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.shape is not None:
+            assert self.tokens.shape[1] == self.shape.nodes, "a token for every node"
+            self.levels = self.shape.levels
+        else:
+            assert self.parents is not None, "a tree without a shape needs its parents"
 
-Ranks = tuple[int, ...]
+    @property
+    def nodes(self) -> int:
+        """Nodes with the root."""
+        return self.tokens.shape[1]
 
+    @cached_property
+    def tables(self) -> TreeTables:
+        if self.shape is not None:
+            return self.shape.tables(self.tokens.device)
+        assert self.parents is not None
+        return tables_of(self.parents, self.levels)
 
-def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
-    """The shape of a set of rank tuples, one a node: `(2, 0)` is the best child of the third-best child of the root.
-
-    Node ids follow the order (length, lexicographic). Raises `UserError` if a node's parent is missing.
-    """
-    order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-    index: dict[Ranks, int] = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
-    for ranks in order:
-        if not ranks or ranks[:-1] not in index:
-            raise UserError(f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}")
-    return TreeShape((NO_NODE, *(index[ranks[:-1]] for ranks in order)))
-
-
-def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
-    """The `nodes` rank tuples of greatest expected acceptance, best first (Medusa, arXiv 2401.10774, section 2.3.3).
-
-    `rank_accuracy[d][r]` estimates how often the candidate of rank r at depth d + 1 is right; a node's value is the product along
-    its path. Siblings are offered in order of accuracy, so the set is closed under taking parents. A node that was never right
-    is left out, so fewer than `nodes` may come back.
-    """
-    order = [sorted(range(len(row)), key=lambda r: (-row[r], r)) for row in rank_accuracy]
-    chosen: list[Ranks] = []
-    heap: list[tuple[float, int, tuple[int, ...]]] = []  # (-value, depth, places in `order`): ties go to the shallower
-
-    def offer(value: float, places: tuple[int, ...]) -> None:
-        depth = len(places) - 1
-        if depth < len(order) and places[-1] < len(order[depth]):
-            accuracy = rank_accuracy[depth][order[depth][places[-1]]]
-            if value * accuracy > 0:
-                heapq.heappush(heap, (-value * accuracy, depth, places))
-
-    def value_of(places: tuple[int, ...]) -> float:
-        value = 1.0
-        for depth, place in enumerate(places):
-            value *= rank_accuracy[depth][order[depth][place]]
-        return value
-
-    offer(1.0, (0,))
-    while heap and len(chosen) < nodes:
-        *_, places = heapq.heappop(heap)
-        chosen.append(tuple(order[depth][place] for depth, place in enumerate(places)))
-        offer(value_of(places[:-1]), (*places[:-1], places[-1] + 1))
-        offer(value_of(places), (*places, 0))
-    return chosen
+    @cached_property
+    def path_tokens(self) -> Tensor:
+        """`[B, N, D + 1]`: the tokens from the root to each node, NO_NODE beyond it."""
+        paths = self.tables.paths.expand(self.tokens.shape[0], -1, -1)
+        found = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
+        return torch.where(paths < 0, NO_NODE, found)

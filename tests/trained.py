@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.inference.decode import generate
+from draftsmith.inference.decode import generate_one
 from draftsmith.inference.medusa import calibrate, teacher_forced
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.target import Target
@@ -49,7 +49,7 @@ def greedy_texts(target: Target) -> tuple[tuple[tuple[int, ...], int], ...]:
     """(ids, start of the reply) of greedy replies to prompts of the target's kind."""
     texts = []
     for prompt in chat_prompts(target, "train", PROMPTS) if target.tokenizer.chat_template else story_prompts(target, PROMPTS):
-        reply = generate(target, PlainDecoding(), prompt, LENGTH, eos_ids=frozenset()).token_ids
+        reply = generate_one(target, PlainDecoding(), prompt, LENGTH, eos_ids=frozenset()).token_ids
         texts.append((tuple(prompt + reply), len(prompt)))
     return tuple(texts)
 

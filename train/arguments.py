@@ -101,8 +101,8 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """The command line as jsonargparse wants it.
 
-    Hyphens become underscores; `--target X` is `--target.path X`; `--flag` and `--no-flag` set a switch; an option that takes a
-    list may be given several times.
+    Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is `--sampling.temperature X`; `--flag`
+    and `--no-flag` set a switch; an option that takes a list may be given several times.
     """
     result: list[str] = []
     for i, argument in enumerate(argv):
@@ -112,6 +112,8 @@ def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
+        if name not in types and f"sampling.{name}" in types:
+            name = f"sampling.{name}"
         if name == "target" and types.get("target") is TargetConfig:
             name = "target.path"
         if bare and types.get(name) in SWITCHES:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
-from ..inference.decode import Generation, generate
+from ..inference.decode import generate_one
 from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau
 from ..inference.proposer import PlainDecoding, load_proposer
 from ..inference.replay import replay
@@ -80,7 +80,7 @@ class HeldOut:
         self.loop_share = sum(loops) / len(loops)
 
     def _write(self, prompt: list[int]) -> HeldOutText:
-        plain = generate(self._target, PlainDecoding(), prompt, self._config.max_new_tokens)
+        plain = generate_one(self._target, PlainDecoding(), prompt, self._config.max_new_tokens)
         ids = prompt + plain.token_ids
         with torch.no_grad():
             last = self._target.forward(torch.tensor([ids], device=self._target.device)).last[0].cpu()
@@ -117,7 +117,7 @@ class HeldOut:
         proposer = load_proposer(drafter_folder, self._target, log.warning)
         results: list[tuple[list[int], bool]] = []
         for text in tqdm(self.texts, desc="decoding held-out prompts", disable=None, leave=False):
-            generation: Generation = generate(self._target, proposer, text.ids[: text.start], self._config.max_new_tokens)
+            generation = generate_one(self._target, proposer, text.ids[: text.start], self._config.max_new_tokens)
             results.append((kept_per_round(generation), generation.token_ids == text.ids[text.start :]))
         results = gather_object(results)
         kept = [rounds for rounds, _ in results]

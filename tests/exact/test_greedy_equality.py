@@ -1,221 +1,143 @@
-"""Greedy output equals `target.generate(do_sample=False)` token for token, with good, random and always-wrong heads."""
+"""Greedy output equals `target.generate(do_sample=False)` token for token: every proposer, every architecture, alone and in
+batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
-from draftsmith.heads.errors import UserError
-from draftsmith.heads.medusa import MedusaHeads
-from draftsmith.inference.decode import generate
-from draftsmith.inference.medusa import MedusaProposer, make_proposer
-from draftsmith.inference.proposer import PlainDecoding, Proposer
-from draftsmith.inference.target import Target
-from draftsmith.inference.tree import DraftTree, TreeShape
-from transformers import (
-    AutoModelForCausalLM,
-    CohereConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    MistralConfig,
-    Qwen2Config,
-)
+from draftsmith.inference.decode import Generation, generate, generate_one
+from draftsmith.inference.medusa import make_proposer
+from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target, TargetConfig, load_target
 
-from tests.conftest import random_heads, tiny_target, wrong_heads
+from tests.architectures import ARCHITECTURES, NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
+from tests.conftest import ROOT, wrong_heads
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
-TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
-KINDS = ("plain", "trained", "random", "wrong")
+BATCH = 8
+DRAFT_LM = ROOT / "scripts" / "quickstart" / "draft_lm"
 
 
-def proposer_of(kind: str, target: Target) -> Proposer:
-    if kind == "plain":
-        return PlainDecoding()
-    if kind == "trained":
-        return make_proposer(trained_artifact(target), "trained", tree_nodes=10)
-    heads: MedusaHeads = random_heads(target) if kind == "random" else wrong_heads(target)
-    return MedusaProposer(heads, TREE)
-
-
-def reference(target: Target, prompt: list[int], max_new_tokens: int) -> list[int]:
+def reference(target: Target, prompt: list[int], max_new_tokens: int, **options: object) -> list[int]:
     """What transformers writes."""
     ids = torch.tensor([prompt])
     out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **options
     )
     return out[0, len(prompt) :].tolist()
 
 
-def check(target: Target, prompts: list[list[int]], kinds: tuple[str, ...], max_new_tokens: int) -> None:
-    proposers = {kind: proposer_of(kind, target) for kind in kinds}
-    for prompt in prompts:
-        expected = reference(target, prompt, max_new_tokens)
-        for kind, proposer in proposers.items():
-            found = generate(target, proposer, prompt, max_new_tokens)
-            assert found.token_ids == expected, f"{kind} heads, prompt of {len(prompt)} tokens"
-            assert sum(len(r.tokens) for r in found.rounds) == len(expected) - 1
-            if kind == "wrong":
-                assert all(r.accepted == 0 for r in found.rounds)
+def random_prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.full)])
-def test_quickstart_target(quickstart: Target, count: int) -> None:
-    check(quickstart, chat_prompts(quickstart, "test", count), KINDS, max_new_tokens=64)
+def check(
+    target: Target,
+    drafters: dict[str, Proposer],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    alone: int,
+    sampling: Sampling = Sampling(),  # noqa: B008
+) -> dict[str, list[Generation]]:
+    """Decode in ragged batches of 8, and the first `alone` prompts by themselves; compare with transformers."""
+    options = {} if sampling.repetition_penalty == 1 else {"repetition_penalty": sampling.repetition_penalty}
+    expected = [reference(target, prompt, max_new_tokens, **options) for prompt in prompts]
+    texts = {tuple(prompt): reply for prompt, reply in zip(prompts, expected, strict=True)}
+    future = {f"{n}": FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}
+    found: dict[str, list[Generation]] = {}
+    for name, proposer in {**drafters, **future}.items():
+        results = []
+        for start in range(0, len(prompts), BATCH):
+            results += generate(target, proposer, prompts[start : start + BATCH], max_new_tokens, sampling)
+        single = [generate_one(target, proposer, prompt, max_new_tokens, sampling=sampling) for prompt in prompts[:alone]]
+        for place, (result, reply) in enumerate(zip([*results, *single], [*expected, *expected[:alone]], strict=True)):
+            assert result.token_ids == reply, f"{name}, prompt {place}"
+            assert sum(len(r.tokens) for r in result.rounds) == len(reply) - 1
+            assert result.finish_reason == ("eos" if reply[-1] in target.eos_ids else "length")
+        found[name] = results + single
+    assert all(r.accepted == 4 for g in found["oracle"] for r in g.rounds[:-2]), "right drafts are accepted to the end"
+    assert all(r.accepted == 0 for g in found["adversary"] for r in g.rounds), "wrong drafts never"
+    return found
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
-def test_real_pretrained_target(stories: Target, count: int) -> None:
-    check(stories, story_prompts(stories, count), KINDS, max_new_tokens=64)
+def accepted(results: Sequence[Generation]) -> int:
+    return sum(r.accepted for g in results for r in g.rounds)
 
 
-class Oracle:
-    """Always right: the root with a chain of what the target will write, and beside each right node a wrong one."""
-
-    name, max_drafted = "oracle", 8
-    taps: tuple[int, ...] = ()
-    shape = TreeShape((-1, 0, 0, 2, 2, 4, 4, 6, 6))
-
-    def __init__(self, text: list[int]) -> None:
-        self.text, self.at = text, 0
-
-    def prefill(self, ids: torch.Tensor, hidden: object) -> None:
-        self.at = 1
-
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        ahead = [*self.text[self.at : self.at + 4], 3, 3, 3, 3][:4]
-        tokens = [int(root)] + [t for right in ahead for t in ((right + 1) % 300, right)]
-        return DraftTree(self.shape, torch.tensor([tokens]))
-
-    def commit(self, ids: torch.Tensor, hidden: object) -> None:
-        self.at += ids.shape[1]
-
-
-def test_right_drafts_are_accepted_to_the_end_of_the_text_and_token_zero_is_an_ordinary_one() -> None:
-    """Replies that end at an end token or at the limit, and that hold token 0, with accepted runs crossing each of them."""
-    target = tiny_target(seed=5, dtype=torch.float64)
-    target.model.generation_config.eos_token_id = list(range(100, 103))
-    generator = torch.Generator().manual_seed(0)
-    ended = zeros = 0
-    for length in range(1, 40):
-        prompt = torch.randint(0, target.vocab_size, (length,), generator=generator).tolist()
-        with torch.no_grad():  # make token 0 what this prompt's second token was
-            target.head_weight[0] = 0
-            second = reference(target, prompt, 2)[-1]
-            target.head_weight[0] = 1.001 * target.head_weight[second]
-        expected = reference(target, prompt, 23)
-        found = generate(target, Oracle(expected), prompt, 23)
-        assert found.token_ids == expected
-        assert all(r.accepted == 4 for r in found.rounds[:-1])
-        ended += found.finish_reason == "eos"
-        zeros += 0 in expected
-    assert ended > 3 and zeros > 3, "the cases that this test is about must occur"
-
-
-WINDOWS = {
-    "mistral": (MistralConfig, {"sliding_window": 8}),
-    "gemma2": (Gemma2Config, {"sliding_window": 8, "head_dim": 8, "query_pre_attn_scalar": 8}),
-    "gemma3_text": (
-        Gemma3TextConfig,
-        {"sliding_window": 8, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "qwen2": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "qwen2-full": (Qwen2Config, {"sliding_window": 8}),
-    "gpt2": (GPT2Config, {"n_positions": 64}),
-    "cohere": (CohereConfig, {"logit_scale": 0.5}),
-}
-
-
-@pytest.mark.parametrize("kind", list(WINDOWS))
-def test_sliding_windows_soft_caps_scales_and_learned_positions(kind: str) -> None:
-    """Targets whose text is longer than their window; drafts from the future text, so that trees are really accepted."""
-    make, extra = WINDOWS[kind]
-    torch.manual_seed(0)
-    sizes: dict = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=300, initializer_range=0.3)
-    if kind != "gpt2":
-        sizes |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=256)
-    special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    model = AutoModelForCausalLM.from_config(make(**sizes, **special, **extra), dtype=torch.float64)
-    target = Target(model, None, kind)
+@pytest.mark.parametrize("count", [BATCH, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+def test_every_architecture(kind: str, count: int) -> None:
+    target = architecture(kind)
     target.check_head()
-    for seed in range(4):
-        prompt = torch.randint(3, 300, (5 + 3 * seed,), generator=torch.Generator().manual_seed(seed)).tolist()
-        expected = reference(target, prompt, 24)
-        found = generate(target, Oracle(expected), prompt, 24)
-        assert found.token_ids == expected
-        assert sum(r.accepted for r in found.rounds) >= len(expected) // 2
+    target.check_tree()
+    drafters = proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
+    found = check(target, drafters, random_prompts(count, target.vocab_size), 24, alone=2 if count == BATCH else count)
+    for name in ("draft-lm chain", "draft-lm tree"):
+        assert accepted(found[name]) > len(found[name]), f"{name}: a drafter that is never right proves nothing"
 
 
-def test_a_target_that_cannot_be_rolled_back_is_refused_by_name() -> None:
-    target = tiny_target()
-    target.model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(UserError, match="linear_attention"):
-        Target(target.model, target.tokenizer, "hybrid")
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_a_repetition_penalty_counts_each_nodes_own_path(kind: str) -> None:
+    target = architecture(kind)
+    penalised = Sampling(repetition_penalty=1.4)
+    found = check(target, proposers(target, near_copy(target), False), random_prompts(BATCH, target.vocab_size), 24, 2, penalised)
+    assert accepted(found["draft-lm tree"]) > 10
+    assert found["plain"][0].token_ids != generate_one(target, load_proposer("none", target, print), [3], 24).token_ids
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7])
-def test_max_new_tokens_is_exact(tiny: Target, limit: int) -> None:
-    for proposer in (PlainDecoding(), MedusaProposer(random_heads(tiny), TREE)):
-        found = generate(tiny, proposer, [5, 6, 7], limit, eos_ids=frozenset())
-        assert len(found.token_ids) == limit and found.finish_reason == "length"
+def real_drafters(target: Target) -> dict[str, Proposer]:
+    artifact = trained_artifact(target)
+    found: dict[str, Proposer] = {
+        spec: load_proposer(spec, target, print)
+        for spec in ("none", "ngram", "suffix", "lookahead", "early-exit", "early-exit:width=2,nodes=6")
+    }
+    return found | {
+        "medusa": make_proposer(artifact, nodes=10),
+        "medusa best-first": make_proposer(artifact, nodes=10, tree="best-first"),
+        "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), 6),
+    }
 
 
-@pytest.mark.parametrize("left", [1, 2, 5])
-def test_decoding_stops_where_the_positions_end(left: int) -> None:
-    target = tiny_target(max_position_embeddings=32)
-    prompt = [5 + i % 7 for i in range(32 - left)]
-    expected = generate(target, PlainDecoding(), prompt, 100, eos_ids=frozenset()).token_ids
-    found = generate(target, Oracle(expected), prompt, 100, eos_ids=frozenset())
-    assert found.token_ids == expected and len(expected) == left and found.finish_reason == "context"
-    assert left < 3 or found.rounds[-1].accepted > 0
+@pytest.mark.parametrize("count", [BATCH, pytest.param(56, marks=pytest.mark.full)])
+def test_quickstart_target(quickstart: Target, count: int) -> None:
+    drafters = real_drafters(quickstart)
+    for settings in ("length=4", "length=4,width=2,nodes=8"):
+        drafters[f"draft-lm {settings}"] = load_proposer(f"{DRAFT_LM}:{settings}", quickstart, print)
+    found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 48, alone=2)
+    assert all(accepted(found[name]) > count for name in ("draft-lm length=4", "medusa", "ngram", "early-exit"))
 
 
-def test_an_end_token_inside_an_accepted_run_ends_the_text_there(tiny: Target) -> None:
-    heads = random_heads(tiny)
-    whole = generate(tiny, PlainDecoding(), [5, 6, 7], 30, eos_ids=frozenset()).token_ids
-    for end in set(whole[1:]):
-        found = generate(tiny, MedusaProposer(heads, TREE), [5, 6, 7], 30, eos_ids=frozenset({end}))
-        assert found.token_ids == whole[: whole.index(end) + 1]
+@pytest.mark.parametrize("count", [BATCH, pytest.param(48, marks=pytest.mark.full)])
+def test_real_pretrained_target(stories: Target, count: int) -> None:
+    found = check(stories, real_drafters(stories), story_prompts(stories, count), 48, alone=2)
+    assert accepted(found["medusa"]) > count
 
 
-def test_a_tree_without_nodes_is_plain_decoding(tiny: Target) -> None:
-    found = generate(tiny, MedusaProposer(random_heads(tiny), []), [5, 6, 7], 10)
-    assert found.token_ids == generate(tiny, PlainDecoding(), [5, 6, 7], 10).token_ids
+def test_stop_strings_end_where_transformers_ends(quickstart: Target) -> None:
+    prompts = chat_prompts(quickstart, "test", 6)
+    drafter = load_proposer(f"{DRAFT_LM}:length=6", quickstart, print)
+    stopped, inside = 0, 0
+    for stops in (["\n"], ["return", "self."], ["):\n    "]):
+        options = {"stop_strings": stops, "tokenizer": quickstart.tokenizer}
+        expected = [reference(quickstart, prompt, 48, **options) for prompt in prompts]
+        found = generate(quickstart, drafter, prompts, 48, stop=stops)
+        assert [g.token_ids for g in found] == expected
+        stopped += sum(g.finish_reason == "stop" for g in found)
+        last = [g.rounds[-1] for g in found if g.finish_reason == "stop" and g.rounds]
+        inside += sum(len(r.tokens) <= r.accepted for r in last)
+    assert stopped > 6 and inside, "a stop string inside an accepted run must occur"
 
 
-def test_two_requests_in_turns_give_the_same_text_as_alone(tiny: Target) -> None:
-    from draftsmith.inference.decode import decode
-
-    prompts = ([5, 6, 7], [9, 8, 7, 6, 5, 4])
-    make: Callable[[], Proposer] = lambda: MedusaProposer(random_heads(tiny), TREE)  # noqa: E731
-    alone = [generate(tiny, make(), p, 20, eos_ids=frozenset()).token_ids for p in prompts]
-    streams = [decode(tiny, make(), p, 20, frozenset()) for p in prompts]
-    together: list[list[int]] = [[], []]
-    running = [0, 1]
-    while running:
-        for i in list(running):
-            step = next(streams[i], None)
-            if step is None:
-                running.remove(i)
-            else:
-                together[i] += step.tokens
-    assert together == alone
-
-
-def test_at_most_one_synchronisation_a_round(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted at the only ways from a tensor to Python: tolist, item, bool, int."""
-    count = 0
-    for name in ("tolist", "item", "__bool__", "__int__", "__index__"):
-        original = getattr(torch.Tensor, name)
-
-        def counted(self: torch.Tensor, *args: object, original: Callable = original) -> object:
-            nonlocal count
-            count += 1
-            return original(self, *args)
-
-        monkeypatch.setattr(torch.Tensor, name, counted)
-    proposer = MedusaProposer(random_heads(tiny), TREE)
-    count = 0
-    found = generate(tiny, proposer, [5, 6, 7], 30, eos_ids=frozenset())
-    assert count <= len(found.rounds) + 1  # one more: the prefill's token
+@pytest.mark.gpu
+def test_on_a_gpu(quickstart: Target) -> None:
+    target = load_target(TargetConfig(str(ROOT / "scripts/quickstart/target"), dtype="float32", device="cuda"))
+    prompts = chat_prompts(quickstart, "test", BATCH)
+    drafter = load_proposer(f"{DRAFT_LM}:length=4,width=2,nodes=8", target, print)
+    here = generate(quickstart, load_proposer("none", quickstart, print), prompts, 48)
+    there = generate(target, drafter, prompts, 48)
+    assert sum(a.token_ids == b.token_ids for a, b in zip(here, there, strict=True)) >= BATCH - 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draftsmith.inference.decode import generate
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.growth import grow
 from draftsmith.inference.medusa import MedusaProposer, accepted_by_root, calibrate, make_proposer, teacher_forced
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding
@@ -19,12 +20,12 @@ def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, pr
     """Compare kept tokens of every round; returns how many rounds accepted something."""
     busy = 0
     for prompt in prompts:
-        ids = prompt + generate(target, PlainDecoding(), prompt, limit).token_ids
+        ids = prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids
         with torch.no_grad():
             last = target.forward(torch.tensor([ids])).last[0]
         ranks = teacher_forced(heads, last, torch.tensor(ids))
         estimated = replay(accepted_by_root(ranks, calibration), len(prompt), len(ids))
-        decoded = kept_per_round(generate(target, proposer, prompt, limit))
+        decoded = kept_per_round(generate_one(target, proposer, prompt, limit))
         assert estimated == decoded
         busy += sum(kept > 1 for kept in decoded)
     return busy
@@ -44,8 +45,6 @@ def test_rounds_agree_where_replies_end_and_are_cut() -> None:
     target = tiny_target(seed=5)
     heads = random_heads(target)
     calibration = {"rank_accuracy": [[0.5, 0.3, 0.2]] * 4, "tree_nodes": 20}
-    from draftsmith.inference.tree import grow
-
     proposer = MedusaProposer(heads, grow(calibration["rank_accuracy"], 20))
     prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(40)]
     assert sum(check(target, proposer, heads, calibration, prompts, limit) for limit in (1, 2, 3, 30)) > 3

@@ -1,11 +1,12 @@
-"""Greedy acceptance against the definition, on random trees."""
+"""Acceptance by match against its definition, on random trees, and what a verdict hands to the loop."""
 
 from __future__ import annotations
 
 import torch
-from draftsmith.inference.accept import accept_greedy
-from draftsmith.inference.decode import accept, cut
-from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.inference.accept import Verdict, judge, match
+from draftsmith.inference.decode import decide
+from draftsmith.inference.sampling import Draws, Sampling
+from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,45 +23,74 @@ def walk(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> lis
 
 @st.composite
 def filled_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """A random tree whose siblings hold distinct tokens, token 0 among them, and the target's choices."""
+    """A random tree whose siblings hold distinct tokens, token 0 and missing nodes among them, and the target's choices."""
     count = draw(st.integers(1, 12))
     parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
     tokens = [0] * count
     for node in range(count):
         children = [i for i in range(1, count) if parents[i] == node]
-        for child, token in zip(children, draw(st.permutations(range(12))), strict=False):
+        for child, token in zip(children, draw(st.permutations(range(-1, 12))), strict=False):
             tokens[child] = token
     choices = [draw(st.integers(0, 3)) for _ in range(count)]
     return parents, tokens, choices
 
 
+def decided(tree: DraftTree, choices: list[list[int]]):
+    """What the loop gets from a batch in which the target's choices are known."""
+    given_ = torch.tensor(choices)
+    node = match(tree, given_)
+    return decide(tree, Verdict(node, given_.gather(1, node[:, None])[:, 0], "greedy", given_))
+
+
 @settings(max_examples=200, deadline=None)
-@given(filled_trees())
-def test_acceptance_is_the_walk_from_the_root(case: tuple[tuple[int, ...], list[int], list[int]]) -> None:
+@given(filled_trees(), st.booleans())
+def test_acceptance_is_the_walk_from_the_root(case: tuple[tuple[int, ...], list[int], list[int]], dynamic: bool) -> None:
     parents, tokens, choices = case
-    tree = DraftTree(TreeShape(parents), torch.tensor([tokens]))
-    path, emitted, root = accept(tree, torch.tensor([choices]))
-    assert path == walk(parents, tokens, choices)
-    assert emitted == [choices[node] for node in path]
-    assert root.tolist() == [emitted[-1]]
+    if dynamic:
+        tree = DraftTree(torch.tensor([tokens]), parents=torch.tensor([[max(p, 0) for p in parents]]), levels=len(parents) - 1)
+    else:
+        tree = DraftTree(torch.tensor([tokens]), TreeShape(parents))
+    found = decided(tree, [choices])
+    assert found.nodes == [walk(parents, tokens, choices)]
+    assert found.tokens == [[choices[node] for node in found.nodes[0]]]
+    assert found.last.tolist() == [found.tokens[0][-1]]
+    assert found.drafted == [sum(token != NO_NODE for token in tokens[1:])]
+    assert found.counts.tolist() == [len(found.nodes[0])] and found.choices == [choices]
 
 
 def test_the_accepted_leaf_need_not_be_the_last_row() -> None:
-    tree = DraftTree(TreeShape((-1, 0, 0, 1, 2)), torch.tensor([[9, 5, 6, 7, 8]]))
-    assert accept(tree, torch.tensor([[5, 7, 0, 3, 0]]))[:2] == ([0, 1, 3], [5, 7, 3])
+    tree = DraftTree(torch.tensor([[9, 5, 6, 7, 8]]), TreeShape((-1, 0, 0, 1, 2)))
+    found = decided(tree, [[5, 7, 0, 3, 0]])
+    assert (found.nodes, found.tokens) == ([[0, 1, 3]], [[5, 7, 3]])
 
 
 def test_rows_of_a_batch_are_judged_apart() -> None:
-    tree = DraftTree(TreeShape.chain(2), torch.tensor([[9, 1, 2], [9, 1, 2]]))
-    assert accept_greedy(tree, torch.tensor([[1, 2, 3], [1, 0, 3]])).tolist() == [2, 1]
+    tree = DraftTree(torch.tensor([[9, 1, 2], [9, 1, 2]]), TreeShape.chain(2))
+    assert match(tree, torch.tensor([[1, 2, 3], [1, 0, 3]])).tolist() == [2, 1]
 
 
-def test_a_choice_of_token_zero_never_matches_padding() -> None:
-    tree = DraftTree(TreeShape((-1, 0, 1)), torch.tensor([[3, 4, 5]]))
-    assert accept(tree, torch.tensor([[4, 0, 0]]))[:2] == ([0, 1], [4, 0])
+def test_a_missing_node_never_matches_and_neither_does_padding() -> None:
+    tree = DraftTree(torch.tensor([[3, 4, NO_NODE]]), TreeShape((-1, 0, 1)))
+    found = decided(tree, [[4, 0, 0]])
+    assert (found.nodes, found.tokens, found.drafted) == ([[0, 1]], [[4, 0]], [1])
 
 
-def test_cut_keeps_the_end_token_and_nothing_behind_it_or_the_limit() -> None:
-    assert cut([5, 2, 7], 10, frozenset({2})) == [5, 2]
-    assert cut([5, 6, 7], 2, frozenset({2})) == [5, 6]
-    assert cut([2], 1, frozenset({2})) == [2]
+def test_floats_travel_with_the_integers_unchanged() -> None:
+    tree = DraftTree(torch.tensor([[3, 4], [3, 5]]), TreeShape.chain(1))
+    expected, overlap = torch.tensor([1.25, 1e-7]), torch.tensor([[0.1, 0.2], [0.3, -0.0]])
+    found = decide(tree, Verdict(torch.tensor([1, 0]), torch.tensor([7, 8]), "block", None, expected, overlap))
+    assert found.expected == expected.tolist()
+    assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], "only nodes with children had drafts to accept"
+
+
+def test_a_penalised_choice_counts_the_text_and_the_nodes_own_path() -> None:
+    """Logits are the same everywhere; the penalty decides. Token 0 leads, then 1, then 2."""
+    sampling = Sampling(repetition_penalty=10.0)
+    text = torch.tensor([[3, 3, 3, 3]])
+    draws = Draws(sampling, torch.tensor([1]), text, torch.tensor([2]))
+    logits = torch.tensor([4.0, 3.0, 2.0, 1.0]).expand(1, 4, 4)
+    tree = DraftTree(torch.tensor([[3, 0, 1, 1]]), TreeShape((-1, 0, 0, 1)))
+    verdict = judge(tree, logits, draws)
+    assert verdict.choices is not None
+    assert verdict.choices.tolist() == [[0, 1, 0, 2]]
+    assert verdict.node.tolist() == [3] and verdict.last.tolist() == [2]

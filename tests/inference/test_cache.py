@@ -1,48 +1,155 @@
-"""The tree cache after any rounds equals one fresh prefill of the same tokens."""
+"""The tree cache after any rounds equals one fresh prefill of the same tokens, row by row."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.decode import verify
-from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.inference.target import Target
+from draftsmith.inference.tree import TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.architectures import architecture
 from tests.conftest import tiny_target
 
-TARGET = tiny_target(seed=3)
+TARGETS = {
+    "llama": tiny_target(seed=3),
+    "mistral": architecture("mistral", dtype=torch.float32),
+    "gemma3": architecture("gemma3"),
+}
 SHAPES = [TreeShape((-1, 0, 0, 1, 2, 2)), TreeShape.chain(3), TreeShape.chain(0), TreeShape((-1, 0, 0, 0, 3))]
+CPU = torch.device("cpu")
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=5), st.integers(0, 1000))
+def run_tree(target: Target, cache: TreeCache, shape: TreeShape, tokens: torch.Tensor) -> torch.Tensor:
+    tables = shape.tables(CPU)
+    return target.forward_tree(tokens, tables.ancestors, tables.depths, tables.depths, cache).last
+
+
+def padded(paths: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, paths))
+    return torch.tensor([path + [-1] * (width - len(path)) for path in paths])
+
+
+def check_equal_to_fresh(target: Target, cache: TreeCache, texts: list[list[int]]) -> None:
+    assert cache.lengths == [len(text) for text in texts]
+    for row, text in enumerate(texts):
+        fresh = TreeCache(1, 64)
+        target.prefill(torch.tensor([text]), fresh)
+        for ours, other in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
+            torch.testing.assert_close(ours[row, :, : len(text)], other[0, :, : len(text)], atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(sorted(TARGETS)),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=4, max_size=4)), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(0, 1000),
+)
 @torch.inference_mode()
-def test_values_equal_a_fresh_prefill_after_any_accept_pattern(rounds: list[tuple[int, int]], seed: int) -> None:
+def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
+    kind: str, lengths: list[int], rounds: list[tuple[int, list[int]]], static: bool, seed: int
+) -> None:
+    """Ragged rows, any tree, any accepted node in each row (leaves that are not the last row, and whole chains, among them)."""
+    target = TARGETS[kind]
     generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(4, TARGET.vocab_size, (1, 6), generator=generator)
-    cache = TreeCache(64)
-    TARGET.forward(text, cache=cache)
-    cache.commit(list(range(6)))
-    for which, leaf in rounds:
+    draw = lambda *shape: torch.randint(4, target.vocab_size, shape, generator=generator)  # noqa: E731
+    texts = [draw(length).tolist() for length in lengths]
+    cache = TreeCache(len(texts), 64 if static else 12, static=static)
+    width = max(lengths)
+    target.prefill(torch.tensor([text + [0] * (width - len(text)) for text in texts]), cache, chunk=4)
+    cache.lengths = list(lengths)
+    for which, leaves in rounds:
         shape = SHAPES[which]
-        path = shape.path_to(leaf % shape.nodes)
-        tokens = torch.randint(4, TARGET.vocab_size, (1, shape.nodes), generator=generator)
-        verify(TARGET, DraftTree(shape, tokens), cache, ())
-        cache.commit(path)
-        text = torch.cat([text, tokens[:, path]], dim=1)
-    fresh = TreeCache(64)
-    TARGET.forward(text, cache=fresh)
-    assert cache.length == cache.get_seq_length() == text.shape[1]
-    for ours, other in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
-        torch.testing.assert_close(ours[:, :, : cache.length], other[:, :, : cache.length], atol=1e-5, rtol=1e-5)
+        paths = [shape.path_to(leaves[row] % shape.nodes) for row in range(len(texts))]
+        tokens = draw(len(texts), shape.nodes)
+        run_tree(target, cache, shape, tokens)
+        in_place = all(path == list(range(len(path))) for path in paths)
+        cache.commit([len(path) for path in paths], None if in_place else padded(paths))
+        texts = [text + tokens[row, path].tolist() for row, (text, path) in enumerate(zip(texts, paths, strict=True))]
+    check_equal_to_fresh(target, cache, texts)
 
 
 @torch.inference_mode()
-def test_capacity_is_kept_and_not_exceeded() -> None:
-    cache = TreeCache(6)
-    TARGET.forward(torch.tensor([[5, 6, 7, 8, 9, 10]]), cache=cache)
-    cache.commit([0, 1, 2, 3, 4, 5])
-    with pytest.raises(AssertionError, match="asked to hold 7"):
-        TARGET.forward(torch.tensor([[5]]), positions=torch.tensor([[6]]), cache=cache)
+def test_features_of_every_node_equal_those_of_its_own_path() -> None:
+    """In a ragged batch, with undecided slots of an earlier forward before the tree's own."""
+    for target in TARGETS.values():
+        texts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7]]
+        cache = TreeCache(2, 32)
+        target.prefill(torch.tensor([text + [0] * (10 - len(text)) for text in texts]), cache)
+        cache.lengths = [10, 3]
+        first = torch.tensor([[20, 21], [22, 23]])  # two siblings below nothing: depth 0
+        eye = torch.eye(2, dtype=torch.bool)[None]
+        zero = torch.zeros(1, 2, dtype=torch.long)
+        target.forward_tree(first, eye, zero, zero, cache)
+        cache.stage(2)
+        second = torch.tensor([[30, 31, 32], [33, 34, 35]])  # children of sibling 1, 0, 1
+        above = [1, 0, 1]
+        sees = torch.zeros(1, 3, 5, dtype=torch.bool)
+        for node, parent in enumerate(above):
+            sees[0, node, [parent, 2 + node]] = True
+        depths = torch.tensor([[0, 0, 1, 1, 1]])
+        found = target.forward_tree(second, sees, depths[:, 2:], depths, cache).last
+        for row, text in enumerate(texts):
+            for node, parent in enumerate(above):
+                path = [*text, int(first[row, parent]), int(second[row, node])]
+                alone = target.forward(torch.tensor([path])).last[0, -1]
+                torch.testing.assert_close(found[row, node], alone, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("room", [-1, 0, 1])
+def test_capacity_and_limit(room: int) -> None:
+    """Six positions into a cache of capacity 7, 6, 5: kept as it is, or doubled; at a limit: refused."""
+    target, text = TARGETS["llama"], [5, 6, 7, 8, 9, 10]
+    cache = TreeCache(1, 6 - room)
+    target.prefill(torch.tensor([text]), cache)
+    assert cache.capacity == (10 if room == 1 else 6 - room)
+    check_equal_to_fresh(target, cache, [text])
+    limited = TreeCache(1, 3, limit=6 - room)
+    if room == 1:
+        with pytest.raises(UserError, match="a cache for 5 positions was asked to hold 6"):
+            target.prefill(torch.tensor([text]), limited)
+    else:
+        target.prefill(torch.tensor([text]), limited)
+        assert limited.capacity <= 6 - room
+
+
+@torch.inference_mode()
+def test_growing_keeps_what_is_there_and_rows_that_leave_take_nothing_along() -> None:
+    target = TARGETS["llama"]
+    texts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
+    cache = TreeCache(3, 5)
+    target.prefill(torch.tensor([text + [0] * (5 - len(text)) for text in texts]), cache)
+    cache.lengths = [3, 5, 1]
+    cache.keep([0, 2])
+    tokens = torch.tensor([[20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]])
+    run_tree(target, cache, TreeShape.chain(5), tokens)
+    cache.commit([6, 2])
+    assert cache.capacity == 10
+    check_equal_to_fresh(target, cache, [[5, 6, 7, 20, 21, 22, 23, 24, 25], [13, 30, 31]])
+
+
+@torch.inference_mode()
+def test_a_chain_is_committed_without_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TreeCache(1, 16)
+    TARGETS["llama"].prefill(torch.tensor([[5, 6, 7]]), cache)
+    run_tree(TARGETS["llama"], cache, TreeShape.chain(3), torch.tensor([[1, 2, 3, 4]]))
+    before = [buffer.data_ptr() for buffer in cache.keys]
+    monkeypatch.setattr(cache, "_move", lambda *_: pytest.fail("a chain was moved"))
+    cache.commit([3])
+    assert cache.lengths == [6] and [buffer.data_ptr() for buffer in cache.keys] == before
+
+
+@torch.inference_mode()
+def test_chunked_prefill_gives_the_same_features() -> None:
+    for target in TARGETS.values():
+        ids = torch.arange(4, 24)[None].repeat(2, 1)
+        whole = target.prefill(ids, TreeCache(2, 32), taps=(0, 1))
+        parts = target.prefill(ids, TreeCache(2, 32), taps=(0, 1), chunk=7)
+        torch.testing.assert_close(whole.last, parts.last, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(whole.taps[1], parts.taps[1], atol=1e-5, rtol=1e-5)

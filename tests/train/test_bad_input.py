@@ -131,8 +131,17 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
     expect(quick(capsys, "evaluate", *base, "--prompts", prompts), "p.jsonl:2")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty), "holds no prompts")
     expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--max-tokens", "3"), "max-tokens")
-    expect(quick(capsys, "evaluate", *base, "--prompts", empty, "--temperature", "1"), "temperature must be 0")
     good = write(tmp_path / "g.jsonl", [chat("hello", "x")])
+    for option, value, message in (
+        ("--temperature", "-1", "temperature must be 0 or more, not -1"),
+        ("--top-p", "1.5", "top_p must be above 0 and at most 1"),
+        ("--rule", "exact", "lossy-typical"),
+        ("--drafter", "ngram:size=3", "drafter ngram has no setting 'size'; there are: length, longest, shortest"),
+        ("--drafter", "lookahed", "lookahed"),
+        ("--batch-size", "0", "at least 1"),
+    ):
+        expect(quick(capsys, "evaluate", *base, "--prompts", good, option, value), message)
+    expect(quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram:length"), "ngram:length")
     expect(quick(capsys, "evaluate", *base, "--prompts", good, "--json", tmp_path, "--max-new-tokens", "4"), "cannot write")
     expect(quick(capsys, "data", "regenerate", *base, "--data", good, "--out", good), "another file")
     expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")

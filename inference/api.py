@@ -1,0 +1,151 @@
+"""The Python API: `load(target, drafter).generate(...)`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..heads.errors import UserError
+from .decode import Generation, Request, decode, generate
+from .detokenize import StreamedText
+from .metrics import kept_per_round, tau
+from .proposer import Proposer, load_proposer
+from .rows import Conversation, RowError, prompt_ids
+from .sampling import Sampling
+from .target import Target, TargetConfig, load_target
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 64
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+"""The user's words, token ids, or a conversation as a list of messages."""
+
+
+@dataclass
+class Reply(Generation):
+    """A `Generation` with its text, which ends before an end token or a stop string."""
+
+    text: str = ""
+
+    @property
+    def tau(self) -> float:
+        """Tokens kept per round, the target's own included; NaN if there was no round."""
+        return tau([kept_per_round(self)])
+
+
+class Decoder:
+    """A target and a drafter at work. One call at a time: the drafter's state belongs to the batch that runs."""
+
+    def __init__(self, target: Target, proposer: Proposer) -> None:
+        self.target, self.proposer = target, proposer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        max_new_tokens: int = 128,
+        *,
+        samples: int = 1,
+        stop: str | Sequence[str] = (),
+        raw: bool = False,
+        batch_size: int = MAX_BATCH,
+        ignore_eos: bool = False,
+        **sampling: Any,
+    ) -> Any:
+        """Decode one prompt to a `Reply`, or a list of prompts to a list of replies (`samples` for each, one after the other).
+
+        Words are put into the target's chat template if it has one, unless `raw`. `sampling` is what `Sampling` takes:
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a prompt belongs to its place in the list
+        and the number of the sample, so its text is the same in any batch. Raises `UserError`.
+        """
+        if batch_size < 1 or samples < 1:
+            raise UserError("batch_size and samples must be at least 1")
+        one = _is_one(prompts)
+        everything: Sequence[Any] = [prompts] if one else prompts
+        requests = [
+            Request(self.encode(prompt, raw), i, sample) for i, prompt in enumerate(everything) for sample in range(samples)
+        ]
+        if not requests:
+            raise UserError("there is no prompt; give at least one")
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        eos = frozenset() if ignore_eos else self.target.eos_ids
+        replies: list[Reply] = []
+        for start in range(0, len(requests), batch_size):
+            part = requests[start : start + batch_size]
+            for found in generate(self.target, self.proposer, part, max_new_tokens, Sampling(**sampling), eos, stops):
+                replies.append(Reply(**vars(found), text=self._text(found, stops)))
+        return replies[0] if one and samples == 1 else replies
+
+    def stream(
+        self, prompt: Prompt, max_new_tokens: int = 128, *, stop: str | Sequence[str] = (), raw: bool = False, **sampling: Any
+    ) -> Iterator[str]:
+        """Yield the text of one reply as it is decided, a piece a round at most."""
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        text = StreamedText(self.target.tokenizer, stops)
+        request = Request(self.encode(prompt, raw))
+        for steps in decode(self.target, self.proposer, [request], max_new_tokens, Sampling(**sampling), None, stops):
+            for _, step, reason in steps:
+                tokens = [token for token in step.tokens if token not in self.target.eos_ids]
+                if piece := text.add(tokens, last=reason is not None):
+                    yield piece
+
+    def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a prompt."""
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise UserError("the prompt is empty; give it some words")
+            chat = bool(self.target.tokenizer.chat_template) and not raw
+            conversation = Conversation(messages=[{"role": "user", "content": prompt}]) if chat else Conversation(text=prompt)
+        elif prompt and isinstance(prompt[0], dict):
+            conversation = Conversation(messages=list(prompt))  # type: ignore[arg-type]
+        else:
+            return list(prompt)  # type: ignore[arg-type]
+        try:
+            return prompt_ids(conversation, self.target.tokenizer, self.target.name)
+        except RowError as error:
+            raise UserError(f"a prompt cannot be encoded: {error}") from error
+
+    def _text(self, generation: Generation, stops: Sequence[str]) -> str:
+        text = StreamedText(self.target.tokenizer, stops)
+        return text.add([token for token in generation.token_ids if token not in self.target.eos_ids], last=True)
+
+
+def _is_one(prompts: Any) -> bool:
+    """Words, token ids and messages are one prompt; everything else is a list of prompts."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict))
+
+
+def load(
+    target: str | Path | TargetConfig | Target, drafter: str | Path | Proposer = "none", *, compile: bool = False, **options: Any
+) -> Decoder:
+    """A decoder of `target` that drafts with `drafter`.
+
+    `target`: a folder, a name on the hub, or a loaded `Target`; `options` are those of `TargetConfig` (dtype, device, adapter,
+    attention). `drafter`: an artifact's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit, with
+    settings after a colon. `compile` compiles the target's forward (shapes are static then). Raises `UserError`.
+
+    >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
+    >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
+    >>> len(reply.token_ids) <= 24 and reply.tau >= 1
+    True
+
+    The text is the target's own, whatever drafts; with a temperature too, for the noise belongs to the position, not to the
+    drafter:
+
+    >>> plain = load("scripts/quickstart/target", device="cpu")
+    >>> reply.token_ids == plain.generate("def add(a, b):", max_new_tokens=24).token_ids
+    True
+    >>> sampled = [d.generate(["def add(a, b):"] * 2, 24, temperature=0.7, seed=5) for d in (decoder, plain)]
+    >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
+    True
+    """
+    if not isinstance(target, Target):
+        config = target if isinstance(target, TargetConfig) else TargetConfig(str(target), **options)
+        target = load_target(config)
+    if compile:
+        target.compile()
+    proposer = load_proposer(drafter, target, log.warning) if isinstance(drafter, str | Path) else drafter
+    return Decoder(target, proposer)

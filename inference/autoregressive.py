@@ -1,0 +1,105 @@
+"""What drafters that write one token after another have in common: a runner with its own cache walks a chain or a tree.
+
+Shapes: B batch, N tree nodes with the root, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..heads.errors import UserError
+from .cache import TreeCache
+from .growth import Continue, Level, grow_chain, grow_dynamic, grow_static
+from .proposer import Accepted, positive
+from .sampling import Draws
+from .target import Target
+from .tree import NO_NODE, DraftTree, TreeShape
+
+
+class TreePlan:
+    """How far and how wide to draft: a chain of `length`, or a tree.
+
+    `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is surest (EAGLE-2), except under a
+    rule that compares laws, which needs its shape fixed beforehand: there every node of the first levels has `width` children as
+    long as `nodes` suffice, and chains go on below.
+    """
+
+    def __init__(self, length: int, width: int, nodes: int | None) -> None:
+        self.length, self.width = positive("length", length), positive("width", width)
+        if nodes is not None and width == 1:
+            raise UserError("nodes is about trees; give width above 1 too")
+        pool = width + (length - 1) * width * width
+        self.nodes = length if width == 1 else min(positive("nodes", nodes or 4 * length), pool)
+        self.shape = TreeShape.chain(length) if width == 1 else self._fixed_shape()
+
+    def _fixed_shape(self) -> TreeShape:
+        """Breadth first; the first sibling of each family goes on, so that `length` levels are reached with few nodes."""
+        parents, level = [NO_NODE], [0]
+        for depth in range(self.length):
+            below: list[int] = []
+            reserve = self.length - depth - 1  # nodes for the first chain to reach the bottom
+            for node in level:
+                for rank in range(self.width):
+                    first = node == level[0] and rank == 0
+                    if first or len(parents) - 1 < self.nodes - reserve:
+                        parents.append(node)
+                        below.append(len(parents) - 1)
+            level = below
+        return TreeShape(tuple(parents))
+
+    def draft(self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, Tensor]:
+        """As `grow_dynamic`; the places of a chain's nodes, which go without saying, are left empty."""
+        if self.width == 1:
+            return grow_chain(first, root, draws, go_on, self.length), first.new_zeros(0)
+        if draws.sampling.draws_from_law:
+            return grow_static(first, root, draws, go_on, self.shape)
+        return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
+
+
+@lru_cache(maxsize=256)
+def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
+    """`depths` as a tensor `[1, N]`; the same few rows are needed every round."""
+    return torch.tensor([depths], device=device)
+
+
+class TreeRunner:
+    """A causal model that continues the nodes of a level; its cache has committed the root already, so depth 1 stands first."""
+
+    def __init__(self, model: Target, cache: TreeCache, vocab_size: int) -> None:
+        self._model, self._cache, self._vocab_size = model, cache, vocab_size
+        self._depths: tuple[int, ...] = ()
+
+    def __call__(self, level: Level) -> Tensor:
+        count = level.tokens.shape[1]
+        here = (level.depth - 1,) * count
+        self._depths += here
+        device = level.tokens.device
+        hidden = self._model.forward_tree(
+            level.tokens, level.visible, depth_row(here, device), depth_row(self._depths, device), self._cache
+        )
+        self._cache.stage(count)
+        return fit_vocabulary(self._model.head(hidden.last), self._vocab_size)
+
+
+def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
+    """Logits over the target's vocabulary: padding rows of the drafter's head are cut, missing ones are never drafted."""
+    if logits.shape[-1] < size:
+        missing = logits.new_full((*logits.shape[:-1], size - logits.shape[-1]), -torch.inf)
+        logits = torch.cat([logits, missing], dim=-1)
+    return logits[..., :size]
+
+
+def commit_walk(cache: TreeCache, plan: TreePlan, slots: Tensor, accepted: Accepted) -> None:
+    """Keep in a drafter's cache what it has seen of the accepted drafts; `slots` `[B, N]` as from `TreePlan.draft`.
+
+    A chain has seen all its drafts but the last. Of a tree the accepted leaf may or may not have been expanded, which only the
+    device knows: it counts as not seen, and the row is one token behind.
+    """
+    drafts = [len(nodes) - 1 for nodes in accepted.nodes]
+    if plan.width == 1:
+        cache.commit([min(count, plan.length - 1) for count in drafts])
+    else:
+        cache.commit([max(count - 1, 0) for count in drafts], slots.gather(1, accepted.path[:, 1:-1]))

@@ -1,0 +1,252 @@
+"""Which guesses become nodes: static trees from measured accuracies, and trees that follow what the drafter is sure of.
+
+Shapes: B batch, K children a node, M nodes, N nodes of the final tree with the root, D levels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..heads.errors import UserError
+from .sampling import Draws
+from .tree import NO_NODE, DraftTree, TreeShape
+
+Ranks = tuple[int, ...]
+
+
+def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
+    """The shape of a set of rank tuples, one a node: `(2, 0)` is the best child of the third-best child of the root.
+
+    Node ids follow the order (length, lexicographic). Raises `UserError` if a node's parent is missing.
+    """
+    order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
+    index: dict[Ranks, int] = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
+    for ranks in order:
+        if not ranks or ranks[:-1] not in index:
+            raise UserError(f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}")
+    return TreeShape((NO_NODE, *(index[ranks[:-1]] for ranks in order)))
+
+
+def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
+    """The `nodes` rank tuples of greatest expected acceptance, best first (Medusa, arXiv 2401.10774, section 2.3.3).
+
+    `rank_accuracy[d][r]` estimates how often the candidate of rank r at depth d + 1 is right; a node's value is the product along
+    its path. Siblings are offered in order of accuracy, so the set is closed under taking parents. A node that was never right
+    is left out, so fewer than `nodes` may come back.
+    """
+    order = [sorted(range(len(row)), key=lambda r: (-row[r], r)) for row in rank_accuracy]
+    chosen: list[Ranks] = []
+    heap: list[tuple[float, int, tuple[int, ...]]] = []  # (-value, depth, places in `order`): ties go to the shallower
+
+    def offer(value: float, places: tuple[int, ...]) -> None:
+        depth = len(places) - 1
+        if depth < len(order) and places[-1] < len(order[depth]):
+            accuracy = rank_accuracy[depth][order[depth][places[-1]]]
+            if value * accuracy > 0:
+                heapq.heappush(heap, (-value * accuracy, depth, places))
+
+    def value_of(places: tuple[int, ...]) -> float:
+        value = 1.0
+        for depth, place in enumerate(places):
+            value *= rank_accuracy[depth][order[depth][place]]
+        return value
+
+    offer(1.0, (0,))
+    while heap and len(chosen) < nodes:
+        *_, places = heapq.heappop(heap)
+        chosen.append(tuple(order[depth][place] for depth, place in enumerate(places)))
+        offer(value_of(places[:-1]), (*places[:-1], places[-1] + 1))
+        offer(value_of(places), (*places, 0))
+    return chosen
+
+
+def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int) -> DraftTree:
+    """The `nodes` likeliest paths through per-depth candidates that do not depend on their parent (DDTree, arXiv 2604.12989).
+
+    `tokens`, `scores` `[B, D, K]`: candidates of each depth, best first, and their log-probabilities; a path's value is the sum.
+    Level by level, without a heap and without leaving the device: each of the best `nodes` paths lies within the best `nodes` of
+    its own level, so keeping that many a level is exact.
+    """
+    batch, levels, width = scores.shape
+    level = _Pool(root, nodes)
+    kept = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
+    index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
+    for depth in range(levels):
+        sums = (kept[..., None] + scores[:, None, depth]).flatten(1)
+        kept, places = stable_top(sums, min(nodes, sums.shape[1]))
+        parents = index.gather(1, places // width)
+        index = level.add(tokens[:, depth].gather(1, places % width), kept, parents)
+    return level.tree()
+
+
+def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Best `count` along the last axis; of equals the first, so that no child is taken before its parent."""
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], places[..., :count]
+
+
+class _Pool:
+    """Candidate nodes of a batch in level order, and the best closed set of them.
+
+    Scores must not rise along a path. Candidates of score -inf are no nodes.
+    """
+
+    def __init__(self, root: Tensor, nodes: int) -> None:
+        self._nodes = nodes
+        zero = torch.zeros_like(root)[:, None]
+        self._tokens, self._parents, self._scores = [root[:, None]], [zero], [zero.double()]
+        self._levels = 0
+
+    def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
+        """One level more: `[B, M]` each, `parents` as pool indices. Returns the new pool indices `[B, M]`."""
+        start = sum(part.shape[1] for part in self._tokens)
+        self._tokens.append(tokens)
+        self._parents.append(parents)
+        self._scores.append(scores.double())
+        self._levels += 1
+        return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
+
+    def select(self) -> tuple[DraftTree, Tensor]:
+        """The tree of the root and the best `nodes` candidates, and the pool index `[B, N]` of each of its nodes."""
+        tokens, parents, scores = (torch.cat(part, dim=1) for part in (self._tokens, self._parents, self._scores))
+        scores[:, 0] = torch.inf
+        count = min(self._nodes + 1, tokens.shape[1])
+        chosen = stable_top(scores, count)[1].sort(dim=-1).values  # pool order: parents stand first
+        place = torch.zeros_like(tokens).scatter_(1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen))
+        missing = scores.gather(1, chosen) == -torch.inf
+        new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
+        new_parents = torch.where(missing, 0, place.gather(1, parents.gather(1, chosen)))
+        return DraftTree(new_tokens, parents=new_parents, levels=self._levels), chosen
+
+    def tree(self) -> DraftTree:
+        return self.select()[0]
+
+
+@dataclass
+class Level:
+    """Nodes `[B, M]` of one depth that an autoregressive drafter is asked to continue."""
+
+    tokens: Tensor
+    above: Tensor
+    """[B, M]: index of each node's parent among the nodes of the level before; 0 for children of the root."""
+    visible: Tensor | None
+    """[B, M, T]: which of the T nodes asked about so far, these included, each node sees (itself and its ancestors); None:
+    all."""
+    depth: int
+
+
+Continue = Callable[[Level], Tensor]
+"""Logits `[B, M, V]` of what follows each node of a level; the drafter's cache holds the levels before in the same order."""
+
+
+def grow_dynamic(
+    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, levels: int, width: int, nodes: int
+) -> tuple[DraftTree, Tensor]:
+    """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the best `nodes` of all.
+
+    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path. Returns the tree and, for
+    each of its nodes `[B, N]`, its place among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
+    """
+    pool = _Pool(root, nodes)
+    paths = root[:, None, None]  # [B, M, d]
+    tokens, scores = draws.rank(first[:, None], 0, width, paths)
+    tokens, scores = tokens[:, 0], scores[:, 0]
+    index = pool.add(tokens, scores, torch.zeros_like(tokens))
+    seen = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
+    above = torch.zeros_like(tokens)
+    paths = torch.cat([paths.expand(-1, tokens.shape[1], -1), tokens[..., None]], dim=-1)
+    visible = tokens.new_zeros(*tokens.shape, 0, dtype=torch.bool)
+    asked = 0
+    for depth in range(1, levels):
+        count = tokens.shape[1]
+        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        visible = torch.cat([visible, own], dim=-1)
+        _mark(seen, index, torch.arange(asked, asked + count, device=tokens.device))
+        asked += count
+        children, gains = draws.rank(go_on(Level(tokens, above, visible, depth)), depth, width, paths)
+        sums = (scores[..., None] + gains).flatten(1)
+        all_index = pool.add(children.flatten(1), sums, index.repeat_interleave(children.shape[-1], dim=1))
+        seen.append(torch.full_like(all_index, NO_NODE))
+        scores, places = stable_top(sums, width)
+        above = places // children.shape[-1]
+        tokens, index = children.flatten(1).gather(1, places), all_index.gather(1, places)
+        paths = torch.cat([paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1])), tokens[..., None]], dim=-1)
+        visible = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1]))
+    tree, chosen = pool.select()
+    return tree, torch.cat(seen, dim=1).gather(1, chosen)
+
+
+def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
+    """Note that the nodes of the last level with pool indices `index` `[B, M]` are asked about at `places` `[M]`."""
+    start = sum(part.shape[1] for part in seen[:-1])
+    seen[-1].scatter_(1, index - start, places.expand_as(index))
+
+
+def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int) -> DraftTree:
+    """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the rule compares laws).
+
+    `grow_static` on a chain, with a tenth of its bookkeeping. Arguments as there.
+    """
+    logits, tokens, laws = first[:, None], [root[:, None]], []
+    above = torch.zeros_like(root)[:, None]
+    for depth in range(length):
+        paths = torch.cat(tokens, dim=1)[:, None] if draws.sampling.history_processor is not None else None
+        if draws.sampling.draws_from_law:
+            drawn, law = draws.sample(logits, [depth], 1, paths)
+            chosen = drawn[:, :, 0]
+            laws.append(law)
+        else:
+            chosen = draws.choices(draws.scores(logits, paths), depth)
+        tokens.append(chosen)
+        if depth + 1 < length:
+            logits = go_on(Level(chosen, above, None, depth + 1))
+    laws_of_nodes = torch.cat([*laws, torch.zeros_like(laws[0])], dim=1) if laws else None  # the last node has no children
+    return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(length), laws=laws_of_nodes)
+
+
+def grow_static(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
+    """Fill a fixed shape level by level: with draws and their laws if the rule compares laws, else with the likeliest tokens.
+
+    Arguments and result as `grow_dynamic`. A shape fixed before anything is drawn is what keeps the comparing rules lossless.
+    """
+    batch, device = len(root), root.device
+    tables = shape.tables(device)
+    tokens = torch.full((batch, shape.nodes), NO_NODE, device=device)
+    tokens[:, 0] = root
+    seen, asked = [NO_NODE] * shape.nodes, 0
+    laws: Tensor | None = None
+    logits, level = first[:, None], [0]
+    while level:
+        width = max(len(shape.children[node]) for node in level)
+        at = torch.tensor(level, device=device)
+        depth = shape.depths[level[0]]
+        paths = tokens[:, tables.paths[0, at, : depth + 1]]
+        if draws.sampling.draws_from_law:
+            found, law = draws.sample(logits, level, width, paths)
+            laws = law.new_zeros(batch, shape.nodes, law.shape[-1]) if laws is None else laws
+            laws[:, at] = law
+        else:
+            found, _ = draws.rank(logits, depth, width, paths)
+        below = [(m, rank, child) for m, node in enumerate(level) for rank, child in enumerate(shape.children[node])]
+        for m, rank, child in below:
+            if rank < found.shape[-1]:
+                tokens[:, child] = found[:, m, rank]
+        inner = [(m, child) for m, _, child in below if shape.children[child]]
+        if not inner:
+            break
+        for _, child in inner:
+            seen[child], asked = asked, asked + 1
+        order = [node for node in range(shape.nodes) if seen[node] != NO_NODE]
+        order.sort(key=lambda node: seen[node])
+        parents_of_level = {node: place for place, node in enumerate(level)}
+        above = torch.tensor([parents_of_level[shape.parents[child]] for _, child in inner], device=device)
+        level = [child for _, child in inner]
+        at = torch.tensor(level, device=device)
+        visible = tables.ancestors[:, at][:, :, torch.tensor(order, device=device)].expand(batch, -1, -1)
+        logits = go_on(Level(tokens[:, at], above.expand(batch, -1), visible, depth + 1))
+    return DraftTree(tokens, shape, laws=laws), torch.tensor([seen], device=device).expand(batch, -1)

@@ -1,0 +1,68 @@
+"""What drafters that look the future up in the text so far have in common: host-side text, chains, a few fixed lengths."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .proposer import Accepted, Prompts, positive
+from .sampling import Draws
+from .tree import NO_NODE, DraftTree, TreeShape
+
+
+class Index(Protocol):
+    """One request's text, and where it may go on."""
+
+    def extend(self, tokens: list[int]) -> None: ...
+
+    def guess(self, length: int) -> list[int]:
+        """At most `length` tokens that followed the text's own end somewhere before."""
+        ...
+
+
+def copy_from(text: list[int], place: int, length: int) -> list[int]:
+    """`length` tokens of `text` from `place` on; a copy that reaches the end of the text goes on with what it has copied (as LZ77
+    does), so that the latest occurrence of a loop predicts as much of it as the first."""
+    copied: list[int] = []
+    for i in range(place, place + length):
+        copied.append(text[i] if i < len(text) else copied[i - len(text)])
+    return copied
+
+
+class LookupProposer:
+    """A chain looked up for each row. It costs no forward, and where nothing is found the round is plain decoding."""
+
+    name: str
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, length: int) -> None:
+        self.max_drafted = self._length = positive("length", length)
+        # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and the longest.
+        self._sizes = sorted({0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)})
+        self._rows: list[Index] = []
+
+    def new_index(self) -> Index:
+        raise NotImplementedError
+
+    def prefill(self, prompts: Prompts) -> None:
+        self._rows = [self.new_index() for _ in prompts.tokens]
+        for row, tokens in zip(self._rows, prompts.tokens, strict=True):
+            row.extend(tokens)
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        guesses = [row.guess(self._length) for row in self._rows]
+        longest = max(map(len, guesses))
+        size = next(size for size in self._sizes if size >= longest)
+        if size == 0:
+            return DraftTree(root[:, None], TreeShape.chain(0))
+        padded = torch.tensor([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], device=root.device)
+        return DraftTree(torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size))
+
+    def commit(self, accepted: Accepted) -> None:
+        for row, tokens in zip(self._rows, accepted.tokens, strict=True):
+            row.extend(tokens)
+
+    def keep(self, rows: list[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]

@@ -1,0 +1,201 @@
+"""How the next token is chosen: processed laws, keyed noise, and what a proposer may draw.
+
+Shapes: B batch, M nodes, V vocabulary, K children, C text capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ..heads.errors import UserError
+from . import noise
+
+Rule = Literal["auto", "coupled", "rejection", "recursive", "lossy-typical"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample, and which acceptance rule keeps the target's law. Raises `UserError` for values out of range."""
+
+    temperature: float = 0.0
+    """0 is greedy decoding."""
+    top_k: int = 0
+    """Keep the so many best tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest tokens that hold this much probability."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely, relative to the likeliest."""
+    repetition_penalty: float = 1.0
+    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not."""
+    seed: int = 0
+    """With the request's id and sample index, the seed of all its noise."""
+    rule: Rule = "auto"
+    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever the drafter), rejection (block
+    verification of a sampled chain, traversal of a sampled tree, match of a deterministic draft), recursive (recursive rejection
+    instead of traversal), lossy-typical (Medusa's typical acceptance: NOT the target's law)."""
+
+    def __post_init__(self) -> None:
+        def demand(holds: bool, what: str) -> None:
+            if not holds:
+                raise UserError(what)
+
+        demand(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
+        demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
+        demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
+        demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        demand(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        demand(self.rule in get_args(Rule), f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def lossless(self) -> bool:
+        return self.rule != "lossy-typical"
+
+    @property
+    def draws_from_law(self) -> bool:
+        """Whether the rule compares laws, so that drafts have to be fresh draws from a law that is kept."""
+        return not self.greedy and self.rule in ("rejection", "recursive")
+
+    @property
+    def coupled(self) -> bool:
+        return not self.greedy and self.rule in ("auto", "coupled")
+
+    @cached_property
+    def history_processor(self) -> Any | None:
+        """What needs the text so far; `None` if nothing does."""
+        return RepetitionPenaltyLogitsProcessor(self.repetition_penalty) if self.repetition_penalty != 1 else None
+
+    @cached_property
+    def warpers(self) -> LogitsProcessorList:
+        """What looks at one row of scores only, in the order of transformers' `generate`."""
+        found: list[Any] = []
+        if not self.greedy:
+            if self.temperature != 1:
+                found.append(TemperatureLogitsWarper(self.temperature))
+            if self.top_k:
+                found.append(TopKLogitsWarper(self.top_k))
+            if self.top_p < 1:
+                found.append(TopPLogitsWarper(self.top_p))
+            if self.min_p > 0:
+                found.append(MinPLogitsWarper(self.min_p))
+        return LogitsProcessorList(found)
+
+
+GREEDY = Sampling()
+
+
+class Draws:
+    """The choices of one running batch: the processed laws at any node, and the noise that belongs to it.
+
+    One object serves the loop and the proposer, so both see the same laws and, in the coupled mode, the same noise. A node of
+    depth d below a root at position r chooses the token of position r + d + 1.
+    """
+
+    def __init__(self, sampling: Sampling, keys: Tensor, text: Tensor, lengths: Tensor) -> None:
+        self.sampling = sampling
+        self._keys = keys  # [B]
+        self._text = text  # [B, C]: prompt and accepted tokens; at and after `lengths`, a token that the row holds anyway
+        self.lengths = lengths  # [B], the root's position
+
+    def extend(self, ids: Tensor, counts: Tensor) -> None:
+        """Append `counts` `[B]` of `ids` `[B, A]` to the texts; roots move on by as many."""
+        if self.sampling.history_processor is not None:
+            columns = torch.arange(ids.shape[1], device=ids.device)
+            inside = columns < counts[:, None]
+            filler = self._text[:, :1].expand_as(ids)
+            self._text.scatter_(1, self.lengths[:, None] + columns, torch.where(inside, ids, filler))
+        self.lengths = self.lengths + counts
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > self._text.shape[1]:
+            more = self._text[:, :1].expand(-1, capacity - self._text.shape[1])
+            self._text = torch.cat([self._text, more], dim=1)
+
+    def keep(self, rows: Tensor) -> None:
+        self._keys, self._text, self.lengths = self._keys[rows], self._text[rows], self.lengths[rows]
+
+    def scores(self, logits: Tensor, paths: Tensor | None) -> Tensor:
+        """Processed log-scores `[B, M, V]` after nodes whose tokens, from the root on, are `paths` `[B, M, d]` (-1 = none).
+
+        The law of the next token is their softmax. Penalties count the node's own path, which differs between siblings;
+        `paths` may be None if nothing asks for it (`Sampling.history_processor`).
+        """
+        sampling = self.sampling
+        if sampling.greedy and sampling.history_processor is None:
+            return logits
+        batch, nodes, vocab = logits.shape
+        flat = (logits if logits.dtype == torch.float64 else logits.float()).reshape(batch * nodes, vocab)
+        history: Any = None
+        if sampling.history_processor is not None:
+            assert paths is not None
+            paths = torch.where(paths < 0, self._text[:, :1, None], paths)  # a token that counts already
+            text = self._text[:, None].expand(-1, nodes, -1)
+            history = torch.cat([text, paths], dim=-1).reshape(batch * nodes, -1)
+            flat = sampling.history_processor(history, flat)
+        return sampling.warpers(history, flat).view(batch, nodes, vocab)
+
+    def choices(self, scores: Tensor, depths: Tensor | int) -> Tensor:
+        """The target's token `[B, M]` after each node: argmax, at T > 0 with the noise of the position (Gumbel-max).
+
+        `depths` of the nodes `[1 | B, M]`, or one for all.
+        """
+        if self.sampling.greedy:
+            return scores.argmax(-1)
+        return (scores + self._position_noise(depths, scores)).argmax(-1)
+
+    def _position_noise(self, depths: Tensor | int, like: Tensor) -> Tensor:
+        """`[B, M, V]` (M = 1 for one depth) noise of the position that a node of this depth chooses."""
+        places = self.lengths[:, None] + depths + 1
+        return noise.gumbel(self._keys[:, None], noise.COUPLED, places, like.shape[-1]).to(like.dtype)
+
+    def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by the drafter's `logits`.
+
+        Tokens and their log-scores `[B, M, count]`, best first. In the coupled mode the target's own noise is added first, so the
+        best one is what the target will choose wherever the two agree; the score is in units of the logits, which at T -> 0
+        becomes the plain log-probability. Never for a rule that compares laws: use `sample` there.
+        """
+        scores = self.scores(logits, paths)
+        if self.sampling.coupled:
+            scores = (scores + self._position_noise(depth, scores)) * self.sampling.temperature
+        best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
+        return best.indices, best.values
+
+    def sample(self, logits: Tensor, nodes: Sequence[int], count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`count` tokens `[B, M, count]` drawn without replacement, in the order of the draws, and the law `[B, M, V]`.
+
+        Fresh noise for every root and every node id in `nodes`, independent of what the verifier uses: the first `count` of
+        Gumbel-perturbed log-probabilities are such draws (Kool et al., arXiv 1903.06059). -1 where the law has run out of tokens.
+        """
+        scores = self.scores(logits, paths)
+        law = scores.softmax(-1)
+        # Root and node together name the place; 1 << 20 nodes are more than any tree has.
+        places = self.lengths[:, None] * (1 << 20) + torch.tensor(list(nodes), device=logits.device)
+        noisy = scores + noise.gumbel(self._keys[:, None], noise.DRAFT, places, scores.shape[-1]).to(scores.dtype)
+        best = noisy.topk(min(count, scores.shape[-1]))
+        return torch.where(law.gather(-1, best.indices) > 0, best.indices, -1), law
+
+    def coins(self, nodes: int) -> Tensor:
+        """Uniforms `[B, nodes]` of this round, for the verifier."""
+        return noise.uniform(self._keys, noise.COIN, self.lengths, nodes)
+
+    def last(self, law: Tensor) -> Tensor:
+        """A draw `[B]` from `law` `[B, V]` that ends this round."""
+        return (law.log() + noise.gumbel(self._keys, noise.FINAL, self.lengths, law.shape[-1]).to(law.dtype)).argmax(-1)

@@ -1,0 +1,139 @@
+"""Tiny random targets of many architectures, and proposers that are always right or always wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from draftsmith.inference.draft_lm import DraftLM
+from draftsmith.inference.early_exit import EarlyExit
+from draftsmith.inference.lookahead import Lookahead
+from draftsmith.inference.medusa import MedusaProposer
+from draftsmith.inference.ngram import NgramLookup
+from draftsmith.inference.proposer import Accepted, PlainDecoding, Prompts, Proposer
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.suffix import SuffixLookup
+from draftsmith.inference.target import Target
+from draftsmith.inference.tree import DraftTree, TreeShape
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
+
+from tests.conftest import random_heads
+
+VOCAB = 100
+WINDOW = 8  # shorter than every text
+HEADS = {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 256}
+GEMMA = {"sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (LlamaConfig, HEADS),
+    "llama-mqa": (LlamaConfig, {**HEADS, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, {**HEADS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen3": (Qwen3Config, {**HEADS, "head_dim": 8}),
+    "mistral": (MistralConfig, {**HEADS, "sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, {**HEADS, **GEMMA}),
+    "gemma3": (Gemma3TextConfig, {**HEADS, **GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "phi3": (Phi3Config, {**HEADS, "partial_rotary_factor": 0.5}),
+    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 64, "max_position_embeddings": 256, "rotary_pct": 0.25}),
+    "gpt2": (GPT2Config, {"n_positions": 256}),
+    "cohere": (CohereConfig, {**HEADS, "logit_scale": 0.5}),
+    "mixtral": (MixtralConfig, {**HEADS, **MOE, "sliding_window": None}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    ),
+}
+NO_EARLY_EXIT = ("gpt-neox", "gpt2")
+
+
+def architecture(kind: str, seed: int = 0, dtype: torch.dtype | None = None) -> Target:
+    """A two-layer target of this kind, float64 so that near-ties vanish (MoE float32: its kernels know no float64)."""
+    make, extra = ARCHITECTURES[kind]
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, initializer_range=0.3,
+        pad_token_id=0, eos_token_id=[1, 2], bos_token_id=None,
+    )  # fmt: skip
+    moe = "num_experts_per_tok" in extra
+    model = AutoModelForCausalLM.from_config(make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if moe else torch.float64))
+    return Target(model, None, kind)
+
+
+def near_copy(target: Target, noise: float = 0.05) -> Target:
+    """The target with disturbed weights: a draft model that is often right and often wrong."""
+    import copy
+
+    model = copy.deepcopy(target.model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * noise)
+    return Target(model, target.tokenizer, "near copy")
+
+
+def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[str, Proposer]:
+    """Every proposer that there is, with settings that make its trees branch."""
+    heads = random_heads(target)
+    ranks = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)]
+    found: dict[str, Proposer] = {
+        "plain": PlainDecoding(),
+        "ngram": NgramLookup(length=5),
+        "suffix": SuffixLookup(length=5),
+        "lookahead": Lookahead(window=3, ngram=3, candidates=3),
+        "draft-lm chain": DraftLM(drafter, target.vocab_size, length=3),
+        "draft-lm tree": DraftLM(drafter, target.vocab_size, length=3, width=3, nodes=9),
+        "medusa": MedusaProposer(heads, ranks),
+        "medusa best-first": MedusaProposer(heads, 9),
+    }
+    if early_exit:
+        found["early-exit chain"] = EarlyExit(target, layers=1, length=3)
+        found["early-exit tree"] = EarlyExit(target, layers=1, length=3, width=2, nodes=7)
+    return found
+
+
+class FromTheFuture:
+    """Knows what the target will write. `right`: the root with a chain of it, and beside each right node a wrong one; the
+    accepted leaf is never the last row. Otherwise: a tree of the same shape in which no token is right."""
+
+    taps: tuple[int, ...] = ()
+    shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
+    max_drafted = shape.drafted
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], right: bool, vocab_size: int) -> None:
+        """`texts`: reply by prompt."""
+        self.name = "oracle" if right else "adversary"
+        self._texts, self._right, self._vocab = texts, right, vocab_size
+        self._ahead: list[list[int]] = []
+
+    def prefill(self, prompts: Prompts) -> None:
+        self._ahead = [list(self._texts[tuple(tokens[:-1])][1:]) for tokens in prompts.tokens]
+
+    def propose(self, root: torch.Tensor, draws: Draws) -> DraftTree:
+        rows = []
+        for ahead, first in zip(self._ahead, root.tolist(), strict=True):
+            coming = (ahead + [3] * 4)[:4]
+            wrong = [(token + 1) % self._vocab for token in coming]
+            other = [(token + 2) % self._vocab for token in coming]
+            best = coming if self._right else other
+            rows.append([first] + [t for pair in zip(best, wrong, strict=True) for t in pair] + [wrong[0]])
+        return DraftTree(torch.tensor(rows, device=root.device), self.shape)
+
+    def commit(self, accepted: Accepted) -> None:
+        self._ahead = [ahead[len(new) :] for ahead, new in zip(self._ahead, accepted.tokens, strict=True)]
+
+    def keep(self, rows: list[int]) -> None:
+        self._ahead = [self._ahead[row] for row in rows]

@@ -1,0 +1,135 @@
+"""Coupled sampling writes what `target.generate` writes with the same noise, whatever drafts and in whatever batch.
+
+The oracle is transformers' own loop with a logits processor that adds the noise of the position. It shares the noise with us (a
+pure function, checked against big integers in tests/inference/test_noise.py) and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.inference import noise
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tests.architectures import FromTheFuture, architecture, near_copy, proposers
+from tests.conftest import ROOT
+from tests.trained import chat_prompts, story_prompts
+
+LENGTH = 12
+LAWS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 10},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+]
+
+
+class PositionNoise(LogitsProcessor):
+    def __init__(self, seed: int, request: int, sample: int) -> None:
+        self._keys = noise.row_keys(seed, [(request, sample)], torch.device("cpu"))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = torch.tensor([input_ids.shape[1]])  # the absolute position of the token being chosen
+        return scores + noise.gumbel(self._keys, noise.COUPLED, place, scores.shape[-1]).to(scores.dtype)
+
+
+def oracle(target: Target, prompt: list[int], limit: int, request: int, sample: int, seed: int, law: dict[str, Any]) -> list[int]:
+    steps: list[Any] = []
+    if "repetition_penalty" in law:
+        steps.append(RepetitionPenaltyLogitsProcessor(law["repetition_penalty"]))
+    steps.append(TemperatureLogitsWarper(law["temperature"]))
+    if "top_k" in law:
+        steps.append(TopKLogitsWarper(law["top_k"]))
+    if "top_p" in law:
+        steps.append(TopPLogitsWarper(law["top_p"]))
+    if "min_p" in law:
+        steps.append(MinPLogitsWarper(law["min_p"]))
+    ids = torch.tensor([prompt])
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit, pad_token_id=0,
+        logits_processor=LogitsProcessorList([*steps, PositionNoise(seed, request, sample)]),
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+@lru_cache
+def tiny() -> tuple[Target, dict[str, Proposer]]:
+    target = architecture("llama")
+    return target, proposers(target, near_copy(target))
+
+
+@pytest.mark.parametrize("seeds", [(0, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))])
+def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int, int]) -> None:
+    """Each seed with three ragged prompts and all proposers, as a batch of three or one by one."""
+    target, drafters = tiny()
+    accepted: dict[str, int] = dict.fromkeys(drafters, 0)
+    for seed in range(*seeds):
+        law = LAWS[seed % len(LAWS)]
+        draw = random.Random(seed)
+        requests = [
+            Request([draw.randrange(3, target.vocab_size) for _ in range(draw.randrange(1, 14))], draw.randrange(1000), k)
+            for k in range(3)
+        ]
+        expected = [oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, law) for r in requests]
+        texts = {tuple(r.prompt_ids): reply for r, reply in zip(requests, expected, strict=True)}
+        future = {n: FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}
+        for name, proposer in {**drafters, **future}.items():
+            batches = [requests] if seed % 2 else [[r] for r in requests]
+            found = [g for batch in batches for g in generate(target, proposer, batch, LENGTH, Sampling(seed=seed, **law))]
+            assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
+            if name in accepted:
+                accepted[name] += sum(r.accepted for g in found for r in g.rounds)
+    assert all(accepted[name] > 30 for name in ("draft-lm chain", "draft-lm tree", "early-exit chain")), accepted
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("which", ["quickstart", "stories"])
+def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) -> None:
+    target: Target = request.getfixturevalue(which)
+    prompts = chat_prompts(target, "test", count) if which == "quickstart" else story_prompts(target, count)
+    specs = ["none", "ngram", "suffix", "lookahead", "early-exit:layers=2,length=3"]
+    if which == "quickstart":
+        specs += [str(ROOT / "scripts/quickstart/draft_lm") + f":{s}" for s in ("length=4", "length=3,width=3,nodes=9")]
+    for law in LAWS:
+        expected = [oracle(target, prompt, 24, i, 0, 11, law) for i, prompt in enumerate(prompts)]
+        for spec in specs:
+            found = generate(target, load_proposer(spec, target, print), prompts, 24, Sampling(seed=11, **law))
+            assert [g.token_ids for g in found] == expected, spec
+
+
+def test_other_seeds_requests_and_samples_give_other_texts() -> None:
+    target, drafters = tiny()
+    sampling = Sampling(temperature=1.0)
+    same = [Request([5, 6, 7], 0, 0), Request([5, 6, 7], 0, 1), Request([5, 6, 7], 1, 0)]
+    texts = [g.token_ids for g in generate(target, drafters["plain"], same, LENGTH, sampling)]
+    texts += [g.token_ids for g in generate(target, drafters["plain"], same[:1], LENGTH, Sampling(temperature=1.0, seed=1))]
+    assert len({tuple(text) for text in texts}) == 4
+
+
+def test_a_deterministic_draft_under_the_rejection_rule_is_a_match_and_writes_the_same_text() -> None:
+    target, drafters = tiny()
+    prompts = [[5, 6, 7], [9, 8]]
+    for name in ("ngram", "medusa", "lookahead"):
+        texts = [
+            [g.token_ids for g in generate(target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule=rule))]
+            for rule in ("coupled", "rejection", "recursive")
+        ]
+        assert texts[0] == texts[1] == texts[2]
+        found = generate(target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule="rejection"))
+        assert {r.rule for g in found for r in g.rounds} == {"match"}

@@ -1,0 +1,419 @@
+"""The rules that compare laws are exact: every outcome over a toy vocabulary is enumerated, on the functions that the loop calls.
+
+The joint law of three tokens (those that the round emits, completed by the target itself) must equal the target's. Every mistake
+of verification-and-trees 6.2 is planted the same way, and must be seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import pytest
+import torch
+from draftsmith.inference import verifiers
+from draftsmith.inference.accept import expected_tokens, match, token_chances
+from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
+from draftsmith.inference.verifiers import Plan, Verifier, block, recursive, token_level, traversal
+from torch import Tensor
+
+LENGTH = 3
+CHAIN = TreeShape.chain(2)
+TREE = TreeShape.wide((2, 2))
+UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))  # three levels below the first child, one below the second
+SHAPES = {"chain": CHAIN, "tree": TREE, "uneven": UNEVEN}
+
+
+class Laws:
+    """Random laws of target and drafter after every prefix of up to three tokens."""
+
+    def __init__(self, seed: int, vocab: int, far: bool, temperature: float = 1.0, top_k: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocab = vocab
+        self.p: dict[tuple[int, ...], Tensor] = {}
+        self.q: dict[tuple[int, ...], Tensor] = {}
+        self.raw_p: dict[tuple[int, ...], Tensor] = {}
+        self.raw_q: dict[tuple[int, ...], Tensor] = {}
+        for length in range(LENGTH + 1):
+            for prefix in itertools.product(range(vocab), repeat=length):
+                p = torch.randn(vocab, generator=generator, dtype=torch.float64) * (1.5 if far else 1.0)
+                other = torch.randn(vocab, generator=generator, dtype=torch.float64)
+                q = (0.2 if far else 0.5) * p + (0.8 if far else 0.5) * other
+                for name, logits in (("p", p), ("q", q)):
+                    getattr(self, f"raw_{name}")[prefix] = logits.softmax(-1)
+                    warped = logits / temperature
+                    if top_k:
+                        warped = warped.masked_fill(warped < warped.topk(top_k).values[-1], -torch.inf)
+                    getattr(self, name)[prefix] = warped.softmax(-1)
+
+    def joint(self, law: dict[tuple[int, ...], Tensor]) -> Tensor:
+        """Probability of every string of three tokens `[V, V, V]`."""
+        found = torch.zeros((self.vocab,) * LENGTH, dtype=torch.float64)
+        for text in itertools.product(range(self.vocab), repeat=LENGTH):
+            found[text] = torch.stack([law[text[:i]][text[i]] for i in range(LENGTH)]).prod()
+        return found
+
+
+Draft = tuple[float, list[int]]
+"""Probability of a drafted tree, and its tokens (the root's is not used)."""
+
+
+def sampled_trees(shape: TreeShape, law: dict[tuple[int, ...], Tensor], replace: bool = False) -> Iterable[Draft]:
+    """Every tree whose children are draws from their parent's law, without replacement unless told, with its probability."""
+
+    def fill(node: int, chance: float, tokens: list[int]) -> Iterable[Draft]:
+        if node == shape.nodes:
+            yield chance, tokens
+            return
+        parent = shape.parents[node]
+        prefix = tuple(tokens[n] for n in shape.path_to(parent)[1:])
+        if parent and NO_NODE in prefix:
+            yield from fill(node + 1, chance, [*tokens, NO_NODE])
+            return
+        older = [tokens[n] for n in shape.children[parent] if n < node]
+        left = law[prefix].clone()
+        if not replace:
+            left[[t for t in older if t >= 0]] = 0
+        total = float(left.sum())
+        if total < 1e-12:  # the law has run out of tokens
+            yield from fill(node + 1, chance, [*tokens, NO_NODE])
+            return
+        for token in range(len(left)):
+            if left[token] > 0:
+                yield from fill(node + 1, chance * float(left[token]) / total, [*tokens, token])
+
+    yield from fill(1, 1.0, [0])
+
+
+def best_tree(shape: TreeShape, law: dict[tuple[int, ...], Tensor]) -> Draft:
+    """The tree of the likeliest children."""
+    tokens = [0]
+    for node in range(1, shape.nodes):
+        parent = shape.parents[node]
+        prefix = tuple(tokens[n] for n in shape.path_to(parent)[1:])
+        tokens.append(int(law[prefix].argsort(descending=True)[shape.children[parent].index(node)]))
+    return 1.0, tokens
+
+
+def tensors(shape: TreeShape, drafts: list[Draft], laws: Laws, q: dict[tuple[int, ...], Tensor]) -> tuple[Tensor, ...]:
+    """Chances `[B]`, tokens `[B, N]`, p and q `[B, N, V]`."""
+    chances = torch.tensor([chance for chance, _ in drafts], dtype=torch.float64)
+    tokens = torch.tensor([row for _, row in drafts])
+    uniform = torch.full((laws.vocab,), 1 / laws.vocab, dtype=torch.float64)
+
+    def rows(law: dict[tuple[int, ...], Tensor]) -> Tensor:
+        paths = [[tuple(row[n] for n in shape.path_to(node)[1:]) for node in range(shape.nodes)] for _, row in drafts]
+        return torch.stack([torch.stack([law.get(prefix, uniform) for prefix in row]) for row in paths])
+
+    return chances, tokens, rows(laws.p), rows(q)
+
+
+def emitted_law(
+    shape: TreeShape, laws: Laws, chances: Tensor, tokens: Tensor, ends: Tensor, last: Tensor
+) -> tuple[Tensor, float]:
+    """Joint law of three tokens, and tokens a round, from outcomes: weights `[B]`, nodes `[B]` and laws of the last token `[B,
+    V]`."""
+    found = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64)
+    count = 0.0
+    for chance, row, node, law in zip(chances.tolist(), tokens.tolist(), ends.tolist(), last, strict=True):
+        path = tuple(row[n] for n in shape.path_to(node)[1:])
+        count += chance * (len(path) + 1)
+        for final in range(laws.vocab):
+            weight = chance * float(law[final])
+            if weight:
+                text = (*path, final)
+                for rest in itertools.product(range(laws.vocab), repeat=max(LENGTH - len(text), 0)):
+                    whole = (*text, *rest)
+                    after = [float(laws.p[whole[:i]][whole[i]]) for i in range(len(text), LENGTH)]
+                    found[whole[:LENGTH]] += weight * float(torch.tensor(after, dtype=torch.float64).prod())
+    return found, count
+
+
+def enumerate_plan(shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Verifier, q=None) -> tuple[Tensor, float]:
+    """Every drafted tree, every pattern of coins, every last token."""
+    chances, tokens, p, draft = tensors(shape, drafts, laws, laws.q if q is None else q)
+    plan = verify(shape, tokens, p, draft)
+    assert ((plan.chances >= 0) & (plan.chances <= 1 + 1e-12)).all()
+    pooled: dict[tuple[tuple[int, ...], int], Tensor] = {}
+    weights: dict[tuple[tuple[int, ...], int], float] = {}
+    for pattern in itertools.product((False, True), repeat=shape.nodes - 1):
+        coins = torch.tensor([[True, *pattern]]).expand(len(tokens), -1)
+        odds = torch.where(coins, plan.chances, 1 - plan.chances)[:, 1:].prod(-1) * chances
+        nodes = plan.select(coins.clone())
+        for row in (odds > 0).nonzero()[:, 0].tolist():
+            node = int(nodes[row])
+            path = tuple(int(tokens[row, n]) for n in shape.path_to(node)[1:])
+            key = (path, node)
+            weight = float(odds[row])
+            pooled[key] = pooled.get(key, torch.zeros(laws.vocab, dtype=torch.float64)) + weight * plan.laws[row, node]
+            weights[key] = weights.get(key, 0.0) + weight
+    keys = list(pooled)
+    rows = []
+    for path, node in keys:
+        row = [0] * shape.nodes
+        for place, token in zip(shape.path_to(node)[1:], path, strict=True):
+            row[place] = token
+        rows.append(row)
+    ends = torch.tensor([node for _, node in keys])
+    last = torch.stack([pooled[key] / weights[key] for key in keys])
+    return emitted_law(
+        shape, laws, torch.tensor([weights[key] for key in keys], dtype=torch.float64), torch.tensor(rows), ends, last
+    )
+
+
+def enumerate_match(shape: TreeShape, drafts: list[Draft], laws: Laws, pick=match) -> tuple[Tensor, float]:
+    """Every drafted tree and every independent target choice after each node."""
+    chances, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
+    found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
+    for pattern in itertools.product(range(laws.vocab), repeat=shape.nodes):
+        choices = torch.tensor([pattern]).expand(len(tokens), -1)
+        odds = p.gather(2, choices[..., None])[..., 0].prod(-1) * chances
+        nodes = pick(DraftTree(tokens, shape), choices)
+        last = torch.nn.functional.one_hot(choices.gather(1, nodes[:, None])[:, 0], laws.vocab).double()
+        part, tokens_part = emitted_law(shape, laws, odds, tokens, nodes, last)
+        found, count = found + part, count + tokens_part
+    return found, count
+
+
+def error_of(outcome: tuple[Tensor, float], laws: Laws) -> float:
+    found = outcome[0]
+    assert float(found.sum()) == pytest.approx(1, abs=1e-9)
+    return float((found - laws.joint(laws.p)).abs().max())
+
+
+LOSSLESS: list[tuple[str, Verifier]] = [
+    ("chain", token_level),
+    ("chain", block),
+    ("chain", traversal),
+    ("chain", recursive),
+    ("tree", recursive),
+    ("tree", traversal),
+    ("uneven", recursive),
+    ("uneven", traversal),
+]
+
+
+@pytest.mark.parametrize("far", [False, True])
+@pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
+@pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (2, 4, 0)])
+def test_joint_law_is_the_targets(shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool) -> None:
+    laws = Laws(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
+    drafts = list(sampled_trees(SHAPES[shape], laws.q))
+    assert sum(chance for chance, _ in drafts) == pytest.approx(1)
+    assert error_of(enumerate_plan(SHAPES[shape], drafts, laws, verify), laws) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_match_of_a_deterministic_tree(seed: int) -> None:
+    laws = Laws(seed, 3, far=False)
+    shape = TreeShape((-1, 0, 0, 1, 1, 2))
+    drafts = [best_tree(shape, laws.q)]
+    outcome = enumerate_match(shape, drafts, laws)
+    assert error_of(outcome, laws) < 1e-9
+    _, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
+    tree = DraftTree(tokens, shape)
+    assert float(expected_tokens(tree, p.log())) == pytest.approx(outcome[1], abs=1e-9), "the free metric is exact"
+    assert token_chances(tree, p.log())[0, 0] == 1
+
+
+def test_block_is_traversal_on_a_chain_and_accepts_more_than_the_token_level_rule() -> None:
+    laws = Laws(5, 3, far=True)
+    drafts = list(sampled_trees(CHAIN, laws.q))
+    counts = {rule.__name__: enumerate_plan(CHAIN, drafts, laws, rule)[1] for rule in (token_level, block, traversal, recursive)}
+    assert counts["block"] == pytest.approx(counts["traversal"], abs=1e-12)
+    assert counts["recursive"] == pytest.approx(counts["token_level"], abs=1e-12)
+    assert counts["block"] > counts["token_level"] + 1e-3
+
+
+def test_traversal_accepts_more_than_recursive_rejection() -> None:
+    for seed in range(3):
+        laws = Laws(seed, 3, far=False)
+        drafts = list(sampled_trees(TREE, laws.q))
+        assert enumerate_plan(TREE, drafts, laws, traversal)[1] > enumerate_plan(TREE, drafts, laws, recursive)[1]
+
+
+# The mistakes of verification-and-trees 6.2. Each gives the joint law that a wrong program would have.
+
+
+def deterministic_children_by_ratio(laws: Laws) -> tuple[Tensor, float]:
+    return enumerate_plan(TREE, [best_tree(TREE, laws.q)], laws, recursive)
+
+
+def greedy_chain_by_ratio(laws: Laws) -> tuple[Tensor, float]:
+    return enumerate_plan(CHAIN, [best_tree(CHAIN, laws.q)], laws, token_level)
+
+
+def pruned_by_value(laws: Laws) -> tuple[Tensor, float]:
+    """Two children are drawn, the likelier is kept and tested alone."""
+    kept: list[Draft] = []
+    pair = TreeShape.wide((2,))
+    for chance, (_, a, b) in sampled_trees(pair, laws.q):
+        best = a if laws.q[()][a] >= laws.q[()][b] else b
+        kept.append((chance, [0, best]))
+    return enumerate_plan(TreeShape.chain(1), kept, laws, token_level)
+
+
+def first_token_greedy(laws: Laws) -> tuple[Tensor, float]:
+    changed = Laws.__new__(Laws)
+    changed.__dict__.update(vars(laws))
+    changed.p = {**laws.p, (): torch.nn.functional.one_hot(laws.p[()].argmax(), laws.vocab).double()}
+    return enumerate_match(CHAIN, [best_tree(CHAIN, laws.q)], changed)
+
+
+def block_that_breaks(laws: Laws) -> tuple[Tensor, float]:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        plan = block(shape, tokens, p, q)
+        return Plan(plan.chances, plan.laws, partial(verifiers.select_down, shape))
+
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+
+
+def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
+    """Two candidate rows share their first token; each draws the target anew, and the longest accepted row wins."""
+    shape = TreeShape((-1, 0, 1, 1))
+    _, tokens = best_tree(shape, laws.q)
+    found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
+    outcomes = list(itertools.product(range(laws.vocab), repeat=3))  # draws after root, node 1, and the row's leaf
+    for first, second in itertools.product(outcomes, repeat=2):
+        rows = []
+        for draws, leaf in ((first, 2), (second, 3)):
+            path = [0, 1, leaf]
+            length = 0
+            while length < 2 and draws[length] == tokens[path[length + 1]]:
+                length += 1
+            rows.append((length, path[length], draws[length]))
+        weight = 1.0
+        for draws, leaf in ((first, 2), (second, 3)):
+            prefixes = [(), (tokens[1],), (tokens[1], tokens[leaf])]
+            weight *= float(torch.stack([laws.p[prefix][d] for prefix, d in zip(prefixes, draws, strict=True)]).prod())
+        _, node, last = max(rows, key=lambda row: row[0])
+        one_hot = torch.nn.functional.one_hot(torch.tensor([last]), laws.vocab).double()
+        part, c = emitted_law(
+            shape, laws, torch.tensor([weight], dtype=torch.float64), torch.tensor([tokens]), torch.tensor([node]), one_hot
+        )
+        found, count = found + part, count + c
+    return found, count
+
+
+def draft_at_another_temperature(laws: Laws) -> tuple[Tensor, float]:
+    sharper = {prefix: (law**2) / (law**2).sum() for prefix, law in laws.q.items()}
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, sharper)), laws, token_level)
+
+
+def traversal_without_weights(laws: Laws) -> tuple[Tensor, float]:
+    """The parent's weight stays what it was when a child was rejected."""
+
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        real = verifiers.residual_weighted
+
+        def keep(weight: Tensor, left: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+            return real(weight, left, drawn)[0], weight  # w / (w + 1 - w) = w
+
+        verifiers.residual_weighted = keep
+        try:
+            plan = traversal(shape, tokens, p, q)
+        finally:
+            verifiers.residual_weighted = real
+        return plan
+
+    return enumerate_plan(TREE, list(sampled_trees(TREE, laws.q)), laws, verify)
+
+
+def bonus_without_temperature(laws: Laws) -> tuple[Tensor, float]:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        plan = token_level(shape, tokens, p, q)
+        leaf = shape.nodes - 1
+        raw = [laws.raw_p[tuple(int(row[n]) for n in shape.path_to(leaf)[1:])] for row in tokens]
+        plan.laws[:, leaf] = torch.stack(raw)
+        return plan
+
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+
+
+def rejection_draws_from_p(shape: TreeShape, rule: Verifier, laws: Laws) -> tuple[Tensor, float]:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        plan = rule(shape, tokens, p, q)
+        return Plan(plan.chances, p, plan.select)
+
+    return enumerate_plan(shape, list(sampled_trees(shape, laws.q)), laws, verify)
+
+
+def draft_law_not_reduced(laws: Laws) -> tuple[Tensor, float]:
+    real = verifiers.without
+    verifiers.without = lambda q, tokens: q
+    try:
+        return enumerate_plan(TREE, list(sampled_trees(TREE, laws.q)), laws, recursive)
+    finally:
+        verifiers.without = real
+
+
+def with_replacement(laws: Laws, drop_duplicates: bool) -> tuple[Tensor, float]:
+    real = verifiers.without
+    verifiers.without = lambda q, tokens: q
+    pair = TreeShape.wide((2,))
+    drafts = [
+        (chance, [0, a, NO_NODE if drop_duplicates and a == b else b]) for chance, (_, a, b) in sampled_trees(pair, laws.q, True)
+    ]
+    try:
+        return enumerate_plan(pair, drafts, laws, recursive)
+    finally:
+        verifiers.without = real
+
+
+def block_with_the_token_level_residual(laws: Laws) -> tuple[Tensor, float]:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        plan = block(shape, tokens, p, q)
+        plain = p.clone()
+        plain[:, :-1] = verifiers.residual(p[:, :-1], q[:, :-1])[0]
+        return Plan(plan.chances, plain, plan.select)
+
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+
+
+def typical(laws: Laws) -> tuple[Tensor, float]:
+    """Medusa's: a drafted token passes if it is likely enough."""
+
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        entropy = -(p * p.log()).sum(-1)
+        bar = (0.3 * (-entropy).exp()).clamp(max=0.09)
+        chances = torch.ones_like(p[..., 0])
+        for node in range(1, shape.nodes):
+            parent = shape.parents[node]
+            chances[:, node] = (p[:, parent].gather(1, tokens[:, node, None])[:, 0] > bar[:, parent]).double()
+        return Plan(chances, p, partial(verifiers.select_down, shape))
+
+    return enumerate_plan(CHAIN, [best_tree(CHAIN, laws.q)], laws, verify)
+
+
+MISTAKES: dict[str, Callable[[Laws], tuple[Tensor, float]]] = {
+    "deterministic children tested with p/q": deterministic_children_by_ratio,
+    "greedy chain tested with softmax q": greedy_chain_by_ratio,
+    "sampled children pruned by value": pruned_by_value,
+    "first token greedy": first_token_greedy,
+    "block verification that breaks at the first failure": block_that_breaks,
+    "a target draw for each row": a_draw_for_each_row,
+    "draft at T=0.5, ratio with q at T=1": draft_at_another_temperature,
+    "traversal without updating weights": traversal_without_weights,
+    "bonus without temperature": bonus_without_temperature,
+    "rejection draws from p": partial(rejection_draws_from_p, CHAIN, token_level),
+    "RRS: last draw from the unreduced p": partial(rejection_draws_from_p, TREE, recursive),
+    "without replacement, q not zeroed": draft_law_not_reduced,
+    "duplicates removed from draws with replacement": partial(with_replacement, drop_duplicates=True),
+    "block verification with the token-level residual": block_with_the_token_level_residual,
+    "typical acceptance": typical,
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_every_known_mistake_is_seen(mistake: str) -> None:
+    errors = [
+        error_of(MISTAKES[mistake](laws), laws) for laws in (Laws(s, 3, far=s % 2 == 0, temperature=0.5) for s in range(16))
+    ]
+    assert max(errors) > 1e-6, errors
+
+
+def test_draws_with_replacement_are_exact_as_long_as_duplicates_stay() -> None:
+    """The harness itself, on a rule that the loop does not use (SpecInfer): the mistake above is in the dropping."""
+    laws = Laws(0, 3, far=True)
+    assert error_of(with_replacement(laws, drop_duplicates=False), laws) < 1e-9

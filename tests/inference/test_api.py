@@ -1,0 +1,108 @@
+"""The Python API, and text as it streams."""
+
+from __future__ import annotations
+
+import doctest
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference import api, load
+from draftsmith.inference.detokenize import StreamedText
+from draftsmith.inference.target import Target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import QUICKSTART, ROOT, tiny_target
+
+PROMPT = "def add(a, b):"
+
+
+def test_the_examples_in_the_docstrings_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    results = doctest.testmod(api)
+    assert results.attempted >= 7 and results.failed == 0
+
+
+def test_prompts_of_every_kind(quickstart: Target) -> None:
+    decoder = load(quickstart, "ngram")
+    ids = decoder.encode(PROMPT)
+    one = decoder.generate(PROMPT, 20)
+    assert (
+        one.token_ids
+        == decoder.generate(ids, 20).token_ids
+        == decoder.generate([{"role": "user", "content": PROMPT}], 20).token_ids
+    )
+    assert decoder.encode(PROMPT, raw=True) == quickstart.tokenizer(PROMPT)["input_ids"] != ids
+    several = decoder.generate([PROMPT, ids, "def f():"], 20)
+    assert [r.token_ids for r in several[:2]] == [one.token_ids] * 2 and len(several) == 3
+    assert one.text == quickstart.tokenizer.decode([t for t in one.token_ids if t not in quickstart.eos_ids])
+
+
+def test_samples_batches_and_seeds(quickstart: Target) -> None:
+    decoder = load(quickstart, "suffix")
+    options = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
+    found = decoder.generate([PROMPT, "def f():"], **options)
+    assert len(found) == 6 and len({tuple(r.token_ids) for r in found}) > 3
+    assert [r.token_ids for r in found] == [r.token_ids for r in decoder.generate([PROMPT, "def f():"], batch_size=2, **options)]
+    assert [r.token_ids for r in decoder.generate(PROMPT, **options)] == [r.token_ids for r in found[:3]]
+
+
+def test_streamed_text_is_the_text(quickstart: Target) -> None:
+    decoder = load(quickstart, "early-exit")
+    for stop in ((), ("\n",), ("return", "zzz")):
+        whole = decoder.generate(PROMPT, 40, stop=stop, temperature=0.8)
+        assert "".join(decoder.stream(PROMPT, 40, stop=stop, temperature=0.8)) == whole.text
+        assert not any(s in whole.text for s in stop)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(4, 260), max_size=30), st.lists(st.integers(1, 4), min_size=1, max_size=30))
+def test_pieces_are_never_taken_back(tokens: list[int], sizes: list[int]) -> None:
+    """Any bytes, in any portions: the pieces add up to the text, and none ends within a character that comes later."""
+    tokenizer = tiny_target().tokenizer
+    streamed, pieces, start = StreamedText(tokenizer, ["he", "th"]), [], 0
+    for size in sizes:
+        pieces.append(streamed.add(tokens[start : start + size]))
+        start += size
+    pieces.append(streamed.add(tokens[start:], last=True))
+    text = tokenizer.decode(tokens)
+    ends = [place for stop in ("he", "th") if (place := text.find(stop)) >= 0]
+    assert "".join(pieces) == text[: min(ends, default=len(text))]
+
+
+def test_mistakes_are_user_errors(quickstart: Target) -> None:
+    decoder = load(quickstart)
+    for call, message in (
+        (lambda: decoder.generate(" "), "empty"),
+        (lambda: decoder.generate([]), "no prompt"),
+        (lambda: decoder.generate(PROMPT, samples=0), "at least 1"),
+        (lambda: decoder.generate(PROMPT, temperature=-1), "temperature"),
+        (lambda: load("no/such/target/folder"), "check the path"),
+    ):
+        with pytest.raises(UserError, match=message):
+            call()
+
+
+def test_decoding_imports_nothing_that_a_serving_machine_lacks(command) -> None:
+    code = (
+        "import sys; from draftsmith.inference import load; load(sys.argv[1], 'lookahead', device='cpu').generate('x', 2); "
+        "assert not {'datasets', 'deepspeed', 'wandb', 'jsonargparse'} & set(sys.modules)"
+    )
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+@pytest.mark.full
+def test_a_compiled_target_writes_the_same_text(tmp_path: Path) -> None:
+    """Static shapes: one compilation for each size of tree, whatever the lengths."""
+    plain = load(str(QUICKSTART), device="cpu")
+    compiled = load(str(QUICKSTART), "ngram:length=2", device="cpu", compile=True)
+    torch._dynamo.reset()
+    texts = [d.generate([PROMPT, "def f(x):"], 40, batch_size=1) for d in (plain, compiled)]
+    assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4

@@ -1,0 +1,180 @@
+"""How trees grow: static, best first, and EAGLE-2's expansion, each against a slow definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_static, shape_of_ranks
+from draftsmith.inference.sampling import Draws, Sampling
+from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+
+def test_ranks_become_a_shape_in_order_of_length_then_rank() -> None:
+    shape = shape_of_ranks([(1,), (0, 2), (0,), (1, 0)])
+    assert shape.parents == (-1, 0, 0, 1, 2)  # (0,) (1,) (0, 2) (1, 0)
+
+
+def test_a_node_without_its_parent_is_refused() -> None:
+    with pytest.raises(UserError, match=r"\[1, 0\] has no parent"):
+        shape_of_ranks([(0,), (1, 0)])
+
+
+def path_product(table: list[list[float]], path: tuple[int, ...]) -> float:
+    result = 1.0
+    for depth, rank in enumerate(path):
+        result *= table[depth][rank]
+    return result
+
+
+def brute_force_best_value(table: list[list[float]], nodes: int) -> float:
+    """Best sum of path products over every ancestor-closed set of `nodes` nodes, by trying all."""
+    everything = [p for d in range(1, len(table) + 1) for p in itertools.product(range(len(table[0])), repeat=d)]
+    best = 0.0
+    for chosen in itertools.combinations(everything, nodes):
+        if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
+            best = max(best, sum(path_product(table, path) for path in chosen))
+    return best
+
+
+TABLES = st.lists(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=2), min_size=2, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(TABLES, st.integers(1, 4))
+def test_greedy_growth_is_the_best_closed_set(table: list[list[float]], nodes: int) -> None:
+    chosen = grow(table, nodes)
+    shape_of_ranks(chosen)  # raises if a parent is missing
+    assert sum(path_product(table, path) for path in chosen) == pytest.approx(brute_force_best_value(table, nodes))
+
+
+def test_ranks_that_were_never_right_are_left_out() -> None:
+    assert grow([[0.5, 0.0], [0.0, 0.2]], 10) == [(0,), (0, 1)]
+
+
+def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    """Token paths of a row's nodes, missing ones left out; every node must hang on one that is there."""
+    tokens, parents = tree.tokens[row].tolist(), tree.tables.parents.expand_as(tree.tokens)[row].tolist()
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, len(tokens)):
+        if tokens[node] != NO_NODE:
+            assert parents[node] < node and parents[node] in paths, "closed under taking parents"
+            paths[node] = (*paths[parents[node]], tokens[node])
+    found = [paths[node] for node in paths if node]
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+@settings(max_examples=25, deadline=None)
+@given(TABLES, st.integers(1, 4))
+def test_best_first_over_marginals_is_the_best_closed_set(table: list[list[float]], nodes: int) -> None:
+    ordered = [sorted(row, reverse=True) for row in table]
+    scores = torch.tensor([ordered], dtype=torch.float64).log()
+    tokens = torch.arange(scores.numel()).view(scores.shape)
+    found = paths_of(best_first(tokens, scores, torch.tensor([99]), nodes), 0)
+    width = len(ordered[0])
+    value = sum(path_product(ordered, tuple(token % width for token in path)) for path in found)
+    assert value == pytest.approx(brute_force_best_value(table, nodes))
+
+
+class TableDrafter:
+    """A drafter whose logits are a table of the path, coarse enough that scores tie."""
+
+    def __init__(self, seed: int, vocab: int, steps: int = 3) -> None:
+        self.seed, self.vocab, self.steps = seed, vocab, steps
+        self.asked: list[tuple[int, ...]] = []
+        self._levels: list[list[tuple[int, ...]]] = []
+
+    def logits(self, path: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, *path)) % (1 << 31))
+        return torch.randint(0, self.steps, (self.vocab,), generator=generator).double()
+
+    def __call__(self, level: Level) -> Tensor:
+        assert len(level.tokens) == 1
+        before = self._levels[-1] if self._levels else [()]
+        here = [(*before[a], t) for a, t in zip(level.above[0].tolist(), level.tokens[0].tolist(), strict=True)]
+        self._levels.append(here)
+        self.asked += here
+        if level.visible is not None:
+            for path, sees in zip(here, level.visible[0].tolist(), strict=True):
+                seen = [self.asked[i] for i, visible in enumerate(sees) if visible]
+                assert seen == [path[:n] for n in range(1, len(path) + 1)], "a node sees its ancestors and itself"
+        return torch.stack([self.logits(path) for path in here])[None]
+
+
+def draws(sampling: Sampling = Sampling()) -> Draws:  # noqa: B008
+    return Draws(sampling, torch.tensor([3]), torch.zeros(1, 32, dtype=torch.long), torch.tensor([5]))
+
+
+def expansion_by_hand(drafter: TableDrafter, levels: int, width: int, nodes: int) -> dict[tuple[int, ...], float]:
+    """The values of EAGLE-2's pool."""
+    pool: dict[tuple[int, ...], float] = {}
+    frontier: list[tuple[int, ...]] = [()]
+    for _ in range(levels):
+        added = {}
+        for path in frontier:
+            law = drafter.logits(path).log_softmax(-1)
+            for token in law.topk(width).indices.tolist():
+                added[(*path, token)] = pool.get(path, 0.0) + float(law[token])
+        pool |= added
+        frontier = sorted(added, key=lambda p: -added[p])[:width]
+    return pool
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.sampled_from([2, 1000]))
+def test_dynamic_trees_are_the_best_closed_set_of_the_pool(seed: int, levels: int, width: int, nodes: int, steps: int) -> None:
+    """With ties (2 steps) the values agree; without (1000) the nodes do."""
+    drafter = TableDrafter(seed, vocab=5, steps=steps)
+    tree, slots = grow_dynamic(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, levels, width, nodes)
+    found = paths_of(tree, 0)
+    pool = expansion_by_hand(drafter, levels, width, nodes)
+    if steps == 1000:
+        assert found == set(sorted(pool, key=lambda p: -pool[p])[:nodes])
+    assert len(found) == min(nodes, width + (levels - 1) * width**2 if levels > 1 else width)
+    tokens = tree.path_tokens[0].tolist()
+    for node, slot in enumerate(slots[0].tolist()):
+        path = tuple(t for t in tokens[node][1:] if t != NO_NODE)
+        assert slot == (drafter.asked.index(path) if node and path in drafter.asked else -1)
+        assert not node or len(path) == 1 or path[:-1] in drafter.asked, "what has children has been asked about"
+
+
+def test_a_chain_is_the_static_tree_of_its_shape() -> None:
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
+        for seed in range(5):
+            results = []
+            for static in (False, True):
+                drafter = TableDrafter(seed, vocab=7, steps=1000)
+                first, root = drafter.logits(())[None], torch.tensor([0])
+                if static:
+                    results.append(grow_static(first, root, draws(sampling), drafter, TreeShape.chain(3))[0])
+                else:
+                    results.append(grow_chain(first, root, draws(sampling), drafter, 3))
+            assert torch.equal(results[0].tokens, results[1].tokens)
+            if sampling.draws_from_law:
+                assert results[0].laws is not None and results[1].laws is not None
+                torch.testing.assert_close(results[0].laws[:, :3], results[1].laws[:, :3])
+
+
+def test_static_trees_hold_the_likeliest_children_of_each_node() -> None:
+    shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
+    drafter = TableDrafter(3, vocab=7, steps=1000)
+    tree, slots = grow_static(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, shape)
+    tokens = tree.tokens[0].tolist()
+    for node, children in enumerate(shape.children):
+        path = tuple(tokens[n] for n in shape.path_to(node)[1:])
+        best = drafter.logits(path).topk(len(children)).indices.tolist() if children else []
+        assert [tokens[child] for child in children] == best
+    assert slots[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
+
+
+def test_a_law_that_runs_out_of_tokens_leaves_nodes_missing() -> None:
+    sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
+    drafter = TableDrafter(3, vocab=7, steps=1000)
+    tree, _ = grow_static(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3,)))
+    assert (tree.tokens[0] == NO_NODE).sum() == 1 and tree.tokens[0, 3] == NO_NODE

@@ -1,0 +1,65 @@
+"""Keyed noise: a pure function, checked against big integers, with the law that it claims."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from draftsmith.inference import noise
+from hypothesis import given
+from hypothesis import strategies as st
+
+MASK = (1 << 64) - 1
+CPU = torch.device("cpu")
+
+
+def signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+@given(st.integers(0, MASK))
+def test_mixing_tensors_is_mixing_integers(value: int) -> None:
+    assert int(noise.mix(torch.tensor([signed(value)]))[0]) & MASK == noise.mix_int(value)
+
+
+def by_hand(key: int, stream: int, place: int, index: int) -> float:
+    golden = 0x9E3779B97F4A7C15
+    at = noise.mix_int(key ^ noise.mix_int(place * golden + stream))
+    bits = noise.mix_int(at ^ noise.mix_int(index * golden + golden))
+    return (bits >> 11) * 2.0**-53 + 2.0**-54
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.integers(0, 50), st.integers(0, 1 << 20), st.integers(0, 99))
+def test_uniforms_are_what_the_definition_says(seed: int, request: int, sample: int, place: int, index: int) -> None:
+    key = noise.row_keys(seed, [(request, sample)], CPU)
+    found = noise.uniform(key, noise.COIN, torch.tensor([place]), 100)[0, index]
+    assert float(found) == by_hand(int(key[0]) & MASK, noise.COIN, place, index)
+    gumbel = noise.gumbel(key, noise.COIN, torch.tensor([place]), 100)[0, index]
+    assert math.isclose(float(gumbel), -math.log(-math.log(float(found))), rel_tol=1e-9, abs_tol=1e-9)
+
+
+def test_uniforms_are_uniform_and_uncorrelated_between_keys_places_streams_and_ids() -> None:
+    keys = noise.row_keys(0, [(r, s) for r in range(4) for s in range(3)], CPU)
+    assert len(set(keys.tolist())) == 12
+    everything = torch.stack(
+        [noise.uniform(keys[:, None], s, torch.arange(50)[None], 400) for s in (1, 2, 3, 4)]
+    )  # [4, 12, 50, 400]
+    flat = everything.flatten()
+    assert flat.min() > 0 and flat.max() < 1
+    counts = torch.histc(flat, 100, 0, 1)
+    statistic = float(((counts - len(flat) / 100) ** 2 / (len(flat) / 100)).sum())
+    assert statistic < 99 + 5 * math.sqrt(2 * 99)
+    centred = everything - 0.5
+    for dim in range(4):
+        moved = centred.roll(1, dim)
+        correlation = float((centred * moved).mean()) * 12
+        assert abs(correlation) < 5 / math.sqrt(len(flat))
+
+
+def test_the_key_is_seed_request_and_sample_not_their_sum() -> None:
+    keys = [
+        int(noise.row_keys(seed, [(request, sample)], CPU))
+        for seed, request, sample in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0))
+    ]
+    assert len(set(keys)) == 4
+    assert noise.row_keys(3, [(1, 2), (7, 8)], CPU)[1] == noise.row_keys(3, [(7, 8)], CPU)[0]

@@ -1,0 +1,205 @@
+"""Drafters that need no training, and how drafters are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import Request, decode, generate, generate_one
+from draftsmith.inference.draft_lm import DraftLM, load_draft_lm
+from draftsmith.inference.early_exit import EarlyExit, first_layers
+from draftsmith.inference.lookahead import Lookahead
+from draftsmith.inference.ngram import NgramLookup
+from draftsmith.inference.proposer import Accepted, Prompts, load_proposer, parse_spec
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.suffix import SuffixAutomaton
+from draftsmith.inference.target import Target
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.architectures import architecture, near_copy
+from tests.conftest import tiny_target
+
+NONE: frozenset[int] = frozenset()
+
+
+def longest_earlier_suffix(text: list[int]) -> int:
+    """The definition: length of the longest end of the text that also ends somewhere before."""
+    return next((n for n in range(len(text) - 1, 0, -1) if any(text[i : i + n] == text[-n:] for i in range(len(text) - n))), 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_the_automaton_finds_the_longest_suffix_that_stood_before(text: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for end, token in enumerate(text, 1):
+        automaton.extend([token])
+        length, place = automaton.longest_match()
+        assert length == longest_earlier_suffix(text[:end])
+        if length:
+            assert text[place - length : place] == text[end - length : end] and place < end
+            assert not any(text[i : i + length] == text[end - length : end] for i in range(place - length)), "the first place"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 2), st.integers(2, 4))
+def test_ngram_lookup_is_the_latest_place_of_the_longest_ngram(text: list[int], shortest: int, longest: int) -> None:
+    index = NgramLookup(4, longest, shortest).new_index()
+    index.extend(text)
+    expected: list[int] = []
+    for n in range(longest, shortest - 1, -1):
+        places = [i + n for i in range(len(text) - n) if text[i : i + n] == text[-n:]]
+        if places:
+            expected = (text[places[-1] :] * 4)[:4]  # goes on with its own copy behind the end of the text
+            break
+    assert index.guess(4) == expected
+
+
+def test_a_text_that_repeats_is_drafted_from_itself() -> None:
+    """A target that loops: once the loop is in the text, lookups accept all their drafts."""
+    target = tiny_target(seed=5, dtype=torch.float64)
+    with torch.no_grad():  # the next token depends on the last one only, and soon returns
+        for layer in target.decoder.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    plain = generate_one(target, load_proposer("none", target, print), [5], 80, eos_ids=NONE)
+    assert len(set(plain.token_ids[40:])) < 20
+    for spec in ("ngram:length=6", "suffix:length=6", "lookahead"):
+        found = generate_one(target, load_proposer(spec, target, print), [5], 80, eos_ids=NONE)
+        assert found.token_ids == plain.token_ids
+        assert len(found.rounds) < 45, spec
+
+
+def test_lookups_draft_nothing_where_nothing_was_found() -> None:
+    target = tiny_target(seed=5)
+    found = generate_one(target, NgramLookup(shortest=3), [5, 6, 7, 8], 3)
+    assert found.rounds[0].drafted == 0 and found.rounds[0].accepted == 0
+
+
+def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
+    """Window of 3 columns, 2 rows, moved by what a round accepted; numbers small enough to check by eye."""
+    proposer = Lookahead(window=3, ngram=3, candidates=1)
+    #            root 1; row 0 = nodes 1 2 3 (chain), row 1 = nodes 4 5 6 (below 1 2 3); candidate = nodes 7 8
+    assert proposer.shape.parents == (-1, 0, 1, 2, 1, 2, 3, 0, 7)
+    empty = torch.zeros(1, 1, 1)
+    prompts = Prompts([[7, 8, 9]], torch.tensor([[7, 8]]), torch.tensor([2]), None, None)  # type: ignore[arg-type]
+    proposer.prefill(prompts)
+    row = proposer._rows[0]
+    row.rows = [[10, 11, 12], [21, 22, 23]]  # guesses for places 1 2 3 and 2 3 4 after the root
+    tree = proposer.propose(torch.tensor([9]), None)  # type: ignore[arg-type]
+    assert tree.tokens.tolist() == [[9, 10, 11, 12, 21, 22, 23, -1, -1]]
+    choices = [[0, 0, 0, 0, 32, 33, 34, 0, 0]]  # the target's answers below row 1: for places 3 4 5
+    accepted = Accepted([[50, 51]], [[0, 1]], empty, empty, torch.tensor([2]), None, choices)  # type: ignore[arg-type]
+    proposer.commit(accepted)
+    # Two tokens were decided, so places move by two: row 0 now guesses places 1 2 3, old row 1 guessed old 2 3 4 = new 0 1 2.
+    assert row.rows == [[22, 23, 23], [33, 34, 34]]
+    assert list(row._pool[10]) == [(21, 32)] and list(row._pool[12]) == [(23, 34)] and list(row._pool[9]) == [(50, 51)]
+    assert row.root == 51
+
+
+@pytest.mark.parametrize("settings_", [{}, {"width": 3, "nodes": 8}])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")])
+def test_a_draft_models_cache_holds_the_decided_text_after_every_round(settings_: dict, sampling: Sampling) -> None:
+    """Also right after a round that accepted everything, where a chain has not seen its last token."""
+    target = architecture("llama")
+    full = 0
+    for noise in (0.0, 0.05):
+        drafter = near_copy(target, noise)
+        proposer = DraftLM(drafter, target.vocab_size, length=3, **settings_)
+        checked = 0
+
+        def check(original, accepted, proposer=proposer, drafter=drafter) -> None:
+            nonlocal checked, full
+            original(accepted)
+            full += any(len(nodes) == 4 for nodes in accepted.nodes)
+            for row, (length, text) in enumerate(zip(proposer._cache.lengths, texts_of(accepted), strict=True)):
+                assert len(text) - 1 <= length <= len(text), "at most one token behind"
+                fresh = drafter.forward(torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64)))
+                assert fresh is not None
+                for ours, other in zip(proposer._cache.keys, cache.keys, strict=True):
+                    torch.testing.assert_close(ours[row, :, :length], other[0, :, :length], atol=1e-5, rtol=1e-5)
+                checked += 1
+
+        texts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+
+        def texts_of(accepted, texts=texts) -> list[list[int]]:
+            for row, nodes in enumerate(accepted.nodes):
+                texts[row] += accepted.ids[row, : len(nodes)].tolist()
+            return texts
+
+        original = proposer.commit
+        proposer.commit = lambda accepted, original=original: check(original, accepted)  # type: ignore[method-assign]
+        requests = [Request(list(text), i) for i, text in enumerate(texts)]
+        for steps in decode(target, proposer, requests, 13, sampling, NONE):
+            if len(steps) < 2 or any(reason for _, _, reason in steps):
+                break
+        assert checked >= 4
+    assert full, "rounds that accept everything must occur"
+
+
+def test_a_draft_model_with_a_larger_or_smaller_head_drafts_the_targets_tokens_only() -> None:
+    target = architecture("llama")
+    for size in (80, 140):
+        torch.manual_seed(1)
+        other = near_copy(target, 0.0)
+        other.model.resize_token_embeddings(size, mean_resizing=False)
+        found = generate(target, DraftLM(other, target.vocab_size), [[5, 6], [7]], 16, eos_ids=NONE)
+        plain = generate(target, load_proposer("none", target, print), [[5, 6], [7]], 16, eos_ids=NONE)
+        assert [g.token_ids for g in found] == [g.token_ids for g in plain]
+        assert sum(r.accepted for g in found for r in g.rounds) > 4
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(saved_tiny: Path, quickstart: Target) -> None:
+    with pytest.raises(UserError, match="has another tokenizer .* its token ids mean other text"):
+        load_draft_lm(str(saved_tiny), quickstart)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt-neox"])
+def test_early_exit_refuses_by_name_what_ignores_its_config(kind: str) -> None:
+    target = architecture(kind)
+    with pytest.raises(UserError, match=rf"{target.config.model_type}.*runs all its layers"):
+        EarlyExit(target, 1)
+    assert target.config.num_hidden_layers == 2
+
+
+def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target() -> None:
+    target = architecture("llama")
+    shallow = first_layers(target, 1)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        states = target.forward(ids, taps=(1,)).taps[0]
+        torch.testing.assert_close(shallow.forward(ids).last, target.decoder.norm(states))
+    assert target.num_layers == 2 and target.decoder.config.num_hidden_layers == 2 and shallow.num_layers == 1
+    assert all(a is b for a, b in zip(shallow.decoder.parameters(), target.decoder.parameters(), strict=True))
+    with pytest.raises(UserError, match="has 2 layers, 3 were asked for"):
+        EarlyExit(target, 3)
+    whole = EarlyExit(target, 2, length=3)
+    found = generate(target, whole, [[5, 6, 7], [8]], 13, eos_ids=NONE)
+    assert all(r.accepted == 3 for g in found for r in g.rounds), "all layers are the target itself"
+
+
+def test_specs() -> None:
+    assert parse_spec("ngram") == ("ngram", {})
+    assert parse_spec("runs/a:nodes=8,tree=best-first") == ("runs/a", {"nodes": 8, "tree": "best-first"})
+    assert parse_spec("C:/models/x=1/y") == ("C:/models/x=1/y", {})
+    with pytest.raises(UserError, match="'8' is not key=value"):
+        parse_spec("ngram:length=8,8")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ngram:size=8", "no setting .size.; there are: length, longest, shortest"),
+        ("ngram:length=0", "length must be a whole number of at least 1, not 0"),
+        ("ngram:longest=1,shortest=2", "must not be above longest"),
+        ("lookahead:ngram=1", "at least 2"),
+        ("early-exit:layers=two", "layers must be a whole number"),
+        ("early-exit:nodes=4", "give width above 1"),
+        ("no/such/folder", "no/such/folder"),
+    ],
+)
+def test_a_spec_that_makes_no_sense_is_one_clear_error(spec: str, message: str, tiny: Target) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_proposer(spec, tiny, print)
+    assert "\n" not in str(caught.value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,6 +155,8 @@ class _Batch:
         stop: Sequence[str],
     ) -> None:
         _check(target, requests, max_new_tokens)
+        if sampling.repetition_penalty is None:
+            sampling = replace(sampling, repetition_penalty=target.repetition_penalty)
         self.target, self.proposer, self.sampling, self.eos_ids = target, proposer, sampling, eos_ids
         self.rows = list(range(len(requests)))
         self.texts = [list(request.prompt_ids) for request in requests]

@@ -75,9 +75,7 @@ class DraftLM:
         self._before = self._before[torch.tensor(rows, device=self._before.device)]
 
 
-def load_draft_lm(
-    folder: str, target: Target, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None
-) -> DraftLM:
+def load_draft_lm(folder: str, target: Target, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None) -> DraftLM:
     """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the target's tokenizer."""
     model = load_target(TargetConfig(folder, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device)))
     ours, theirs = tokenizer_hash(target.tokenizer), tokenizer_hash(model.tokenizer)

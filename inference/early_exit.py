@@ -72,8 +72,7 @@ class EarlyExit:
 
 
 def first_layers(target: Target, layers: int) -> Target:
-    """`target` with only its first layers, sharing all weights. Raises `UserError` where the architecture does not follow its
-    config.
+    """`target` with only its first layers, sharing all weights. Raises `UserError` where the model does not follow its config.
 
     The decoder is copied shallowly with a config of its own, so nothing of the target changes. GPT-2 and GPT-NeoX run every layer
     they hold, whatever `num_hidden_layers` says; such targets are found by counting the layers that really run.
@@ -83,9 +82,13 @@ def first_layers(target: Target, layers: int) -> Target:
     shallow.decoder = copy.copy(target.decoder)
     shallow.decoder.config = shallow.config
     cache = TreeCache(1, 4, target.device)
-    with torch.inference_mode():
-        shallow.forward(torch.zeros(1, 2, dtype=torch.long, device=target.device), cache=cache)
-    if len(cache) != layers:
+    try:
+        with torch.inference_mode():
+            shallow.forward(torch.zeros(1, 2, dtype=torch.long, device=target.device), cache=cache)
+        ran = len(cache)
+    except IndexError:  # a layer past the last looked itself up in the shortened config
+        ran = target.num_layers
+    if ran != layers:
         raise UserError(
             f"early-exit cannot draft for {target.name} ({target.config.model_type}): this architecture runs all its layers "
             "whatever its config says; use ngram, suffix, lookahead or a small model"

@@ -142,6 +142,8 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
         module, cls = UNTRAINED[name]
         make = getattr(importlib.import_module(f".{module}", __package__), cls)
         arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
+    elif not Path(name).is_dir():
+        raise UserError(f"{name} is not a drafter: there is no such folder; give {SPELLING}")
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.head, warn)
         artifact.drafter.to(target.device, target.dtype)

@@ -39,8 +39,8 @@ class Sampling:
     """Keep the fewest tokens that hold this much probability."""
     min_p: float = 0.0
     """Keep tokens at least this likely, relative to the likeliest."""
-    repetition_penalty: float = 1.0
-    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not."""
+    repetition_penalty: float | None = None
+    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not. The target's own setting if not given."""
     seed: int = 0
     """With the request's id and sample index, the seed of all its noise."""
     rule: Rule = "auto"
@@ -57,7 +57,10 @@ class Sampling:
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
         demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
         demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
-        demand(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        demand(
+            self.repetition_penalty is None or self.repetition_penalty > 0,
+            f"repetition_penalty must be above 0, not {self.repetition_penalty}",
+        )
         demand(self.rule in get_args(Rule), f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}")
 
     @property
@@ -80,7 +83,8 @@ class Sampling:
     @cached_property
     def history_processor(self) -> Any | None:
         """What needs the text so far; `None` if nothing does."""
-        return RepetitionPenaltyLogitsProcessor(self.repetition_penalty) if self.repetition_penalty != 1 else None
+        penalty = self.repetition_penalty
+        return RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1) else None
 
     @cached_property
     def warpers(self) -> LogitsProcessorList:

@@ -28,9 +28,8 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 20  # positions of a target that names no limit
 PREFILL_CHUNK = 2048
 
-# What `generate` would apply from a target's generation_config and greedy decoding here does not, with the neutral values.
+# What `generate` would apply from a target's generation_config and decoding here does not, with the neutral values.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "bad_words_ids": (None,),
@@ -86,7 +85,10 @@ class Target:
         self._output = output
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if unknown := kinds - {"full_attention", "sliding_attention"}:
-            raise UserError(f"target {name} has layers of kind {', '.join(sorted(unknown))}, which cannot be rolled back here")
+            found = ", ".join(sorted(unknown))
+            raise UserError(
+                f"target {name} ({self.config.model_type}) has layers of kind {found}, which cannot be rolled back here"
+            )
         window = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
         self._sliding = "sliding_attention" in kinds or (not kinds and window)
         self._mixed = len(kinds) > 1
@@ -138,6 +140,11 @@ class Target:
         """What the target's generation_config asks of `generate` beyond plain decoding."""
         settings = {name: getattr(self.model.generation_config, name, None) for name in PROCESSORS}
         return {name: value for name, value in settings.items() if value not in PROCESSORS[name]}
+
+    @property
+    def repetition_penalty(self) -> float:
+        """The penalty that `generate` would apply of its own accord; 1 is none."""
+        return getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name)

@@ -18,10 +18,12 @@ from draftsmith.inference.tree import DraftTree, TreeShape
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -51,13 +53,32 @@ ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 64, "max_position_embeddings": 256, "rotary_pct": 0.25}),
     "gpt2": (GPT2Config, {"n_positions": 256}),
     "cohere": (CohereConfig, {**HEADS, "logit_scale": 0.5}),
+    "deepseek-v3": (
+        DeepseekV3Config,
+        {
+            **HEADS,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "gpt-oss": (GptOssConfig, {**HEADS, **MOE, "head_dim": 8, "sliding_window": WINDOW}),
     "mixtral": (MixtralConfig, {**HEADS, **MOE, "sliding_window": None}),
     "qwen2-moe": (
         Qwen2MoeConfig,
         {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     ),
 }
-NO_EARLY_EXIT = ("gpt-neox", "gpt2")
+NO_EARLY_EXIT = ("gpt-neox", "gpt2", "gpt-oss")
 
 
 def architecture(kind: str, seed: int = 0, dtype: torch.dtype | None = None) -> Target:

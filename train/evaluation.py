@@ -25,12 +25,15 @@ from ..inference.decode import generate_one
 from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau
 from ..inference.proposer import PlainDecoding, load_proposer
 from ..inference.replay import replay
+from ..inference.sampling import Sampling
 from ..inference.target import Target
 from .config import Evaluation
 from .data import TokenTable
 
 log = logging.getLogger(__name__)
 
+# A penalty of the target's own would weigh on drafts and target alike in decoding; replay knows nothing of it.
+SAMPLING = Sampling(repetition_penalty=1.0)
 PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
 
 
@@ -80,7 +83,7 @@ class HeldOut:
         self.loop_share = sum(loops) / len(loops)
 
     def _write(self, prompt: list[int]) -> HeldOutText:
-        plain = generate_one(self._target, PlainDecoding(), prompt, self._config.max_new_tokens)
+        plain = generate_one(self._target, PlainDecoding(), prompt, self._config.max_new_tokens, sampling=SAMPLING)
         ids = prompt + plain.token_ids
         with torch.no_grad():
             last = self._target.forward(torch.tensor([ids], device=self._target.device)).last[0].cpu()
@@ -117,7 +120,9 @@ class HeldOut:
         proposer = load_proposer(drafter_folder, self._target, log.warning)
         results: list[tuple[list[int], bool]] = []
         for text in tqdm(self.texts, desc="decoding held-out prompts", disable=None, leave=False):
-            generation = generate_one(self._target, proposer, text.ids[: text.start], self._config.max_new_tokens)
+            generation = generate_one(
+                self._target, proposer, text.ids[: text.start], self._config.max_new_tokens, sampling=SAMPLING
+            )
             results.append((kept_per_round(generation), generation.token_ids == text.ids[text.start :]))
         results = gather_object(results)
         kept = [rounds for rounds, _ in results]

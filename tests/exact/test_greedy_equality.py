@@ -45,7 +45,7 @@ def check(
     sampling: Sampling = Sampling(),  # noqa: B008
 ) -> dict[str, list[Generation]]:
     """Decode in ragged batches of 8, and the first `alone` prompts by themselves; compare with transformers."""
-    options = {} if sampling.repetition_penalty == 1 else {"repetition_penalty": sampling.repetition_penalty}
+    options = {} if sampling.repetition_penalty is None else {"repetition_penalty": sampling.repetition_penalty}
     expected = [reference(target, prompt, max_new_tokens, **options) for prompt in prompts]
     texts = {tuple(prompt): reply for prompt, reply in zip(prompts, expected, strict=True)}
     future = {f"{n}": FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}

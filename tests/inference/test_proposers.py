@@ -155,7 +155,7 @@ def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(saved_tin
         load_draft_lm(str(saved_tiny), quickstart)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt-neox"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "gpt-oss"])
 def test_early_exit_refuses_by_name_what_ignores_its_config(kind: str) -> None:
     target = architecture(kind)
     with pytest.raises(UserError, match=rf"{target.config.model_type}.*runs all its layers"):

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target, TargetConfig, load_target
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConfig, RwkvConfig
+
+from tests.architectures import architecture
+from tests.conftest import tiny_target
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -40,12 +47,23 @@ def test_what_generate_would_apply_and_decoding_here_does_not_is_said(
 ) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     assert target.processors == {}
-    target.model.generation_config.repetition_penalty = 1.3
+    target.model.generation_config.no_repeat_ngram_size = 3
     target.model.save_pretrained(tmp_path)
     target.tokenizer.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
         load_target(TargetConfig(str(tmp_path), device="cpu"))
-    assert "repetition_penalty=1.3" in caplog.text
+    assert "no_repeat_ngram_size=3" in caplog.text
+
+
+def test_the_targets_own_repetition_penalty_is_applied_as_generate_does() -> None:
+    target = architecture("llama")
+    without = generate_one(target, PlainDecoding(), [5, 6, 7], 24).token_ids
+    target.model.generation_config.repetition_penalty = 1.5
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    expected = target.model.generate(ids, **options)[0, 3:].tolist()
+    assert generate_one(target, PlainDecoding(), [5, 6, 7], 24).token_ids == expected != without
+    assert generate_one(target, PlainDecoding(), [5, 6, 7], 24, sampling=Sampling(repetition_penalty=1.0)).token_ids == without
 
 
 @pytest.mark.parametrize("content", ["", "version https://git-lfs.github.com/spec/v1"])
@@ -55,3 +73,46 @@ def test_weights_that_are_not_weights_are_a_clear_error(tmp_path: Path, saved_ti
     (folder / "model.safetensors").write_text(content)
     with pytest.raises(UserError, match="cannot load target"):
         load_target(TargetConfig(str(folder), device="cpu"))
+
+
+REFUSED = {
+    "mamba": lambda: MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "jamba": lambda: JambaConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2, mamba_d_state=4,
+    ),
+    "rwkv": lambda: RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "mpt": lambda: MptConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=4, max_seq_len=128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_targets_that_cannot_be_rolled_back_or_verified_as_trees_are_refused_by_name(kind: str) -> None:
+    """Recurrent state, hybrids, and position biases that ignore positions: found by trying, not from a list."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(REFUSED[kind](), dtype=torch.float32)
+    with pytest.raises(UserError, match=rf"target x \({kind}\)"):
+        Target(model, None, "x").check_tree()
+
+
+def test_layers_of_an_unknown_kind_are_refused() -> None:
+    target = tiny_target()
+    target.model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UserError, match=r"hybrid \(llama\) has layers of kind linear_attention"):
+        Target(target.model, target.tokenizer, "hybrid")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_are_checked_in_every_attention_and_precision(attention: str, dtype: torch.dtype) -> None:
+    for kind in ("llama", "gemma3", "gpt2"):
+        target = architecture(kind, dtype=dtype)
+        target.model.set_attn_implementation(attention)
+        target.check_tree()
+
+
+def test_a_mask_that_is_ignored_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    monkeypatch.setattr(target, "tree_mask", lambda *_: None)
+    with pytest.raises(UserError, match="nodes differ from their own paths"):
+        target.check_tree()

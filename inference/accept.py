@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .sampling import Draws
-from .tree import DraftTree, TreeTables
+from .tree import DraftTree, deepest
 from .verifiers import verifier_for
 
 # Typical acceptance's thresholds, the defaults of FasterDecoding/Medusa.
@@ -44,9 +44,10 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         return _by_law(tree, scores, draws)
     if not sampling.greedy and not sampling.lossless:
         return _typical(tree, scores, draws)
-    choices = draws.choices(scores, tables.depths)
+    choices = draws.choices(scores, tables.depths, tree.levels)
     node = match(tree, choices)
-    expected = None if sampling.greedy or sampling.coupled else expected_tokens(tree, scores)
+    known = sampling.greedy or sampling.coupled or tree.informed
+    expected = None if known else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
     return Verdict(node, choices.gather(1, node[:, None])[:, 0], rule, choices, expected)
 
@@ -62,12 +63,6 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
     right[:, 0] = True
     return deepest(right, tables)
-
-
-def deepest(right: Tensor, tables: TreeTables) -> Tensor:
-    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the first."""
-    reached = (right[:, None, :] | ~tables.ancestors).all(-1)
-    return torch.where(reached, tables.depths, -1).argmax(-1)
 
 
 def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
@@ -108,5 +103,5 @@ def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     right = token_chances(tree, scores) > bar.gather(1, tree.tables.parents.expand_as(tree.tokens))
     right[:, 0] = True
     node = deepest(right, tree.tables)
-    choices = draws.choices(scores, tree.tables.depths)
+    choices = draws.choices(scores, tree.tables.depths, tree.levels)
     return Verdict(node, choices.gather(1, node[:, None])[:, 0], "typical", choices)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..heads.errors import UserError
 from .decode import Generation, Request, decode, generate
@@ -21,13 +22,24 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
 
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+@runtime_checkable
+class Array(Protocol):
+    """A tensor, or an array of numpy."""
+
+    def tolist(self) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
 """The user's words, token ids, or a conversation as a list of messages."""
 
 
 @dataclass
 class Reply(Generation):
-    """A `Generation` with its text, which ends before an end token or a stop string."""
+    """A `Generation` with its text, which ends before an end token or a stop string.
+
+    As in transformers, a stop string may begin in the prompt; the part of it that was written then stays in the text.
+    """
 
     text: str = ""
 
@@ -63,8 +75,9 @@ class Decoder:
         """
         if batch_size < 1 or samples < 1:
             raise UserError("batch_size and samples must be at least 1")
-        one = _is_one(prompts)
-        everything: Sequence[Any] = [prompts] if one else prompts
+        given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
+        one = _is_one(given)
+        everything: Sequence[Any] = [given] if one else given
         requests = [
             Request(self.encode(prompt, raw), i, sample) for i, prompt in enumerate(everything) for sample in range(samples)
         ]
@@ -94,15 +107,20 @@ class Decoder:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt."""
-        if isinstance(prompt, str):
-            if not prompt.strip():
+        if isinstance(prompt, Mapping):
+            raise UserError("a prompt is words, token ids or a list of messages; of a tokenizer's output give the input_ids")
+        given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
+        if isinstance(given, str):
+            if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
             chat = bool(self.target.tokenizer.chat_template) and not raw
-            conversation = Conversation(messages=[{"role": "user", "content": prompt}]) if chat else Conversation(text=prompt)
-        elif prompt and isinstance(prompt[0], dict):
-            conversation = Conversation(messages=list(prompt))  # type: ignore[arg-type]
+            conversation = Conversation(messages=[{"role": "user", "content": given}]) if chat else Conversation(text=given)
+        elif given and isinstance(given[0], dict):
+            conversation = Conversation(messages=list(given))
+        elif all(isinstance(token, Integral) for token in given):
+            return [int(token) for token in given]
         else:
-            return list(prompt)  # type: ignore[arg-type]
+            raise UserError(f"a prompt is words, token ids or a list of messages, not {type(given).__name__} of something else")
         try:
             return prompt_ids(conversation, self.target.tokenizer, self.target.name)
         except RowError as error:
@@ -115,7 +133,9 @@ class Decoder:
 
 def _is_one(prompts: Any) -> bool:
     """Words, token ids and messages are one prompt; everything else is a list of prompts."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | dict))
+    if isinstance(prompts, str | Mapping):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], Integral | dict)
 
 
 def load(
@@ -142,6 +162,8 @@ def load(
     >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
     True
     """
+    if isinstance(target, Target | TargetConfig) and options:
+        raise UserError(f"{', '.join(options)}: a loaded target, or one with a config, takes no options")
     if not isinstance(target, Target):
         config = target if isinstance(target, TargetConfig) else TargetConfig(str(target), **options)
         target = load_target(config)

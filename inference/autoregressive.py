@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from .cache import TreeCache
-from .growth import Continue, Level, grow_chain, grow_dynamic, grow_static
+from .growth import Continue, Level, grow_chain, grow_dynamic, grow_sampled
 from .proposer import Accepted, positive
 from .sampling import Draws
 from .target import Target
@@ -31,8 +31,12 @@ class TreePlan:
         self.length, self.width = positive("length", length), positive("width", width)
         if nodes is not None and width == 1:
             raise UserError("nodes is about trees; give width above 1 too")
+        if nodes is not None and positive("nodes", nodes) < length:
+            raise UserError(f"a tree of {length} levels needs at least as many nodes, not {nodes}; give a smaller length")
         pool = width + (length - 1) * width * width
-        self.nodes = length if width == 1 else min(positive("nodes", nodes or 4 * length), pool)
+        self.nodes = length if width == 1 else min(nodes if nodes is not None else 4 * length, pool)
+        self.walked = 1 + width * (length - 1)
+        """Most nodes that the drafter itself runs in a round, the root included."""
         self.shape = TreeShape.chain(length) if width == 1 else self._fixed_shape()
 
     def _fixed_shape(self) -> TreeShape:
@@ -55,7 +59,7 @@ class TreePlan:
         if self.width == 1:
             return grow_chain(first, root, draws, go_on, self.length), first.new_zeros(0)
         if draws.sampling.draws_from_law:
-            return grow_static(first, root, draws, go_on, self.shape)
+            return grow_sampled(first, root, draws, go_on, self.shape)
         return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ..heads.errors import UserError
+from .device import send
 
 
 class TreeCache(Cache):
@@ -33,7 +34,8 @@ class TreeCache(Cache):
         self.limit = limit
         self.static = static
         self.device = torch.device(device)
-        self.lengths = [0] * batch
+        self._lengths = [0] * batch
+        self._lengths_there: Tensor | None = None
         self.staged = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -45,6 +47,15 @@ class TreeCache(Cache):
         return len(self.keys)
 
     @property
+    def lengths(self) -> list[int]:
+        """Committed positions of each row."""
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._lengths, self._lengths_there = lengths, None
+
+    @property
     def longest(self) -> int:
         return max(self.lengths)
 
@@ -54,7 +65,9 @@ class TreeCache(Cache):
 
     def starts(self) -> Tensor:
         """Lengths as a tensor `[B]`."""
-        return torch.tensor(self.lengths, device=self.device)
+        if self._lengths_there is None:
+            self._lengths_there = send(self._lengths, self.device)
+        return self._lengths_there
 
     def seen(self, count: int) -> int:
         """How many slots attention is given in a forward of `count` positions."""
@@ -86,7 +99,10 @@ class TreeCache(Cache):
 
     def _allocate(self, like: Tensor) -> Tensor:
         batch, heads, _, size = like.shape
-        return like.new_zeros(batch, heads, self.capacity, size)
+        buffer = like.new_zeros(batch, heads, self.capacity, size)
+        if self.static:
+            torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
+        return buffer
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -139,10 +155,13 @@ class TreeCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
-        index = torch.tensor(rows, device=self.device)
+        index = send(rows, self.device)
         self.lengths = [self.lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
             buffers[:] = [buffer.index_select(0, index) for buffer in buffers]
+            if self.static:
+                for buffer in buffers:
+                    torch._dynamo.mark_static_address(buffer)
 
     # What transformers asks of a cache. It asks only where nobody gave positions and a mask, which is a prompt's prefill.
 

@@ -30,8 +30,7 @@ class Clock:
         """End a round of `len(PARTS) + 1` marks; its seconds go into the `t_*_s` fields of `records`."""
         self._waiting.append((self._marks, records))
         self._marks = []
-        if not self._cuda:
-            self.settle()
+        self.settle()
 
     def settle(self, wait: bool = False) -> None:
         """Fill in the rounds whose events have happened; with `wait`, all rounds."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..heads.errors import UserError
 from .accept import Verdict, judge
 from .cache import TreeCache
 from .clock import Clock
+from .device import send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import GREEDY, Draws, Sampling
@@ -78,6 +79,11 @@ class Generation:
     ttft_s: float = 0.0
     decode_s: float = 0.0
 
+    @property
+    def lossless(self) -> bool:
+        """Whether every round was decided by a rule that keeps the target's law."""
+        return all(round_.rule != "typical" for round_ in self.rounds)
+
 
 def generate(
     target: Target,
@@ -126,19 +132,20 @@ def decode(
     sampling: Sampling = GREEDY,
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
-) -> Iterator[list[Step]]:
+) -> Generator[list[Step], None, None]:
     """Yield the target's own continuation of all prompts, round by round, as it is verified.
 
     A row ends at an end token or with the token that completes a stop string (both are yielded), after `max_new_tokens`, or where
     the target's positions end, and then leaves the batch. Raises `UserError` for an empty prompt and for one that leaves no room.
     """
     batch = _Batch(target, proposer, requests, max_new_tokens, sampling, target.eos_ids if eos_ids is None else eos_ids, stop)
-    steps = batch.start()
-    yield steps
-    while batch.rows:
-        steps = batch.round()
-        yield steps
-    batch.clock.settle(wait=True)
+    try:
+        yield batch.start()
+        while batch.rows:
+            yield batch.round()
+        batch.clock.settle(wait=True)
+    finally:
+        proposer.finish()
 
 
 class _Batch:
@@ -155,8 +162,7 @@ class _Batch:
         stop: Sequence[str],
     ) -> None:
         _check(target, requests, max_new_tokens)
-        if sampling.repetition_penalty is None:
-            sampling = replace(sampling, repetition_penalty=target.repetition_penalty)
+        sampling = sampling.resolved(target.repetition_penalty)
         self.target, self.proposer, self.sampling, self.eos_ids = target, proposer, sampling, eos_ids
         self.rows = list(range(len(requests)))
         self.texts = [list(request.prompt_ids) for request in requests]
@@ -172,7 +178,9 @@ class _Batch:
         beyond = self.proposer.max_drafted + 1  # undecided slots past the last position that can be kept
         static = self.target.compiled
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
-        return TreeCache(len(self.texts), capacity, self.target.device, self.target.max_positions + beyond, static)
+        if static:
+            capacity = 1 << (capacity - 1).bit_length()  # few capacities, so that few shapes are compiled
+        return TreeCache(len(self.texts), capacity, self.target.device, static=static)
 
     def start(self) -> list[Step]:
         """Prefill all prompts; the target's first token of each."""
@@ -256,7 +264,7 @@ class _Batch:
         if len(going) < len(self.rows):
             self.rows = [self.rows[row] for row in going]
             if going:
-                kept = torch.tensor(going, device=self.root.device)
+                kept = send(going, self.root.device)
                 self.root = self.root[kept]
                 self.draws.keep(kept)
                 self.cache.keep(going)
@@ -288,12 +296,14 @@ class _Batch:
 def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> None:
     if not requests:
         raise UserError("there is no prompt; give at least one")
-    if max_new_tokens < 1:
-        raise UserError("max_new_tokens must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
     for request in requests:
         length = len(request.prompt_ids)
         if not length:
             raise UserError("the prompt is empty; give at least one token")
+        if not all(isinstance(token, int) and 0 <= token < target.vocab_size for token in request.prompt_ids):
+            raise UserError(f"a prompt holds something that is no token id of {target.name} (0 to {target.vocab_size - 1})")
         if length >= target.max_positions:
             raise UserError(f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; shorten it")
 

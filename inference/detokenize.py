@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+CONTEXT = 32  # tokens that are decoded again, so that spaces and characters split over tokens come out as in the whole text
+
 
 class StreamedText:
     """Pieces of text that never have to be taken back.
@@ -15,22 +17,31 @@ class StreamedText:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
-        self._tokens: list[int] = []
+        self._window: list[int] = []  # the last tokens: decoding all of them every time would take quadratic time
+        self._known = ""  # what the window's first tokens decode to
+        self._text = ""
         self._shown = 0
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that has become final with `tokens`; with `last`, all that is left."""
-        self._tokens.extend(tokens)
-        text = self._tokenizer.decode(self._tokens)
-        end = len(text)
-        found = [place for stop in self._stops if (place := text.find(stop, max(self._shown - len(stop), 0))) >= 0]
+        self._window.extend(tokens)
+        decoded = self._tokenizer.decode(self._window)
+        if last or not decoded.endswith("\ufffd"):
+            self._text += decoded[len(self._known) :]
+            self._known = decoded
+            if len(self._window) > 2 * CONTEXT:
+                self._window = self._window[-CONTEXT:]
+                self._known = self._tokenizer.decode(self._window)
+        return self._show(last)
+
+    def _show(self, last: bool) -> str:
+        end = len(self._text)
+        found = [place for stop in self._stops if (place := self._text.find(stop, max(self._shown - len(stop), 0))) >= 0]
         if found:
             end = min(found)
         elif not last:
-            if text.endswith("\ufffd"):
-                return ""
-            end -= max((_overlap(text, stop) for stop in self._stops), default=0)
-        piece = text[self._shown : end]
+            end -= max((_overlap(self._text, stop) for stop in self._stops), default=0)
+        piece = self._text[self._shown : end]
         self._shown = max(self._shown, end)
         return piece
 

@@ -9,6 +9,7 @@ from ..heads.errors import UserError
 from ..heads.fingerprint import tokenizer_hash
 from .autoregressive import TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
 from .cache import TreeCache
+from .device import send
 from .proposer import Accepted, Prompts
 from .sampling import Draws
 from .target import Target, TargetConfig, load_target
@@ -29,7 +30,7 @@ class DraftLM:
         self._model, self._vocab_size = model, vocab_size
         self.plan = TreePlan(length, width, nodes)
         self.max_drafted = self.plan.nodes
-        self._cache: TreeCache
+        self._cache = TreeCache(0, 0)
         self._before: Tensor  # [B], the token before the root
         self._slots: Tensor
 
@@ -72,7 +73,10 @@ class DraftLM:
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
         self._text_lengths = [self._text_lengths[row] for row in rows]
-        self._before = self._before[torch.tensor(rows, device=self._before.device)]
+        self._before = self._before[send(rows, self._before.device)]
+
+    def finish(self) -> None:
+        self._cache = TreeCache(0, 0)
 
 
 def load_draft_lm(folder: str, target: Target, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None) -> DraftLM:

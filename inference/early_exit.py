@@ -38,13 +38,15 @@ class EarlyExit:
             raise UserError(f"early-exit: the target has {target.num_layers} layers, {layers} were asked for")
         self._first_layers = first_layers(target, layers)
         self.plan = TreePlan(length, width, nodes)
-        self.max_drafted = self.plan.nodes
-        self._cache: TreeCache
+        # Walking a wide tree may take more undecided slots of the target's cache than verifying its best nodes.
+        self.max_drafted = max(self.plan.nodes, self.plan.walked)
+        self._cache: TreeCache | None = None
 
     def prefill(self, prompts: Prompts) -> None:
         self._cache = prompts.cache
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        assert self._cache is not None, "prefill first"
         depths: tuple[int, ...] = (0,)
         logits = self._run(root[:, None], None, depth_row(depths, root.device), depth_row(depths, root.device))
 
@@ -62,6 +64,7 @@ class EarlyExit:
         return tree
 
     def _run(self, tokens: Tensor, visible: Tensor | None, depths: Tensor, slot_depths: Tensor) -> Tensor:
+        assert self._cache is not None
         hidden = self._first_layers.forward_tree(tokens, visible, depths, slot_depths, self._cache)
         self._cache.stage(tokens.shape[1])
         return self._first_layers.head(hidden.last)
@@ -69,6 +72,9 @@ class EarlyExit:
     def commit(self, accepted: Accepted) -> None: ...
 
     def keep(self, rows: list[int]) -> None: ...
+
+    def finish(self) -> None:
+        self._cache = None
 
 
 def first_layers(target: Target, layers: int) -> Target:

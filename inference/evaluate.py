@@ -72,12 +72,11 @@ def run(options: Options) -> None:
     show(report)
 
 
-def request_record(target: Target, prompt: Prompt, plain: Generation, found: Generation) -> dict[str, Any]:
+def request_record(target: Target, prompt: Prompt, plain: Generation, found: Generation, sampling: Sampling) -> dict[str, Any]:
     """One request, in the names of evaluation.md section 2."""
     rounds = found.rounds
-    equal = plain.token_ids == found.token_ids
-    index, gap = (None, None) if equal else divergence(target, plain, found)
-    greedy = all(r.rule in ("", "greedy") for r in rounds)
+    equal = plain.token_ids == found.token_ids if comparable(found) else None
+    index, gap = divergence(target, plain, found, sampling) if equal is False else (None, None)
     return {
         "id": prompt.id,
         "category": prompt.category,
@@ -96,7 +95,7 @@ def request_record(target: Target, prompt: Prompt, plain: Generation, found: Gen
         "finish_reason": found.finish_reason,
         "equal_to_ar": equal,
         "first_divergence": index,
-        "top2_gap": gap if greedy else None,
+        "top2_gap": gap,
         "verify_mode": rounds[0].rule if rounds else None,
     }
 
@@ -140,6 +139,7 @@ def _distinct_names(proposers: Sequence[Proposer]) -> list[str]:
 def make_report(target: Target, prompts: Sequence[Prompt], results: Results, options: Options) -> dict[str, Any]:
     """The numbers of every drafter, with what they were measured on."""
     plain = results["plain"]
+    sampling = options.sampling.resolved(target.repetition_penalty)
     drafters = {}
     size = options.batch_size
     for name, generations in results.items():
@@ -150,8 +150,11 @@ def make_report(target: Target, prompts: Sequence[Prompt], results: Results, opt
         summary["speedup"] = _ratio(seconds)
         summary["speedup_ci95"] = bootstrap(seconds, _ratio)
         summary["speedup_median"] = statistics.median(a / b for a, b in seconds if b)
-        summary["equal_to_ar"] = sum(a.token_ids == b.token_ids for a, b in pairs)
-        summary["per_request"] = [request_record(target, prompt, a, b) for prompt, (a, b) in zip(prompts, pairs, strict=True)]
+        same = [a.token_ids == b.token_ids for a, b in pairs if comparable(b)]
+        summary["equal_to_ar"] = sum(same) if same else None
+        summary["per_request"] = [
+            request_record(target, prompt, a, b, sampling) for prompt, (a, b) in zip(prompts, pairs, strict=True)
+        ]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
         drafters[name] = summary
     return {
@@ -161,8 +164,8 @@ def make_report(target: Target, prompts: Sequence[Prompt], results: Results, opt
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "lossless": options.sampling.lossless,
-        "sampling": asdict(options.sampling),
+        "lossless": sampling.lossless,
+        "sampling": asdict(sampling),
         "batch": size,
         "options": asdict(options),
         "definitions": DEFINITIONS,
@@ -181,7 +184,7 @@ DEFINITIONS = {
     "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; for fixed drafts at T > 0",
     "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare laws only",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
-    "equal_to_ar": "replies equal to plain decoding in the same loop, token for token",
+    "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null for rules that keep the law only",
     "first_divergence": "index of the first token that differs from plain decoding",
     "top2_gap": "the target's best logit minus its second best there: near-ties flip in low precision, others must not",
 }
@@ -193,16 +196,28 @@ def _ratio(seconds: Sequence[tuple[float, float]]) -> float:
 
 
 @torch.inference_mode()
-def divergence(target: Target, plain: Generation, other: Generation) -> tuple[int, float]:
+def divergence(target: Target, plain: Generation, other: Generation, sampling: Sampling) -> tuple[int, float | None]:
     """Index of the first token in which two replies differ, and by how much the target prefers its best token there.
+
+    The preference is in logits after a penalty, and known for greedy decoding only.
 
     In low precision near-ties flip, because a tree is verified in another batch shape; a large gap would be a bug.
     """
     both = zip(plain.token_ids, other.token_ids, strict=False)
     index = next((i for i, (a, b) in enumerate(both) if a != b), min(len(plain.token_ids), len(other.token_ids)))
-    ids = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
-    best = target.head(target.forward(ids).last[0, -1]).float().topk(2).values
+    if not sampling.greedy:
+        return index, None
+    ids: Any = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
+    scores = target.head(target.forward(ids).last[:, -1]).float()
+    if sampling.history_processor is not None:
+        scores = sampling.history_processor(ids, scores)
+    best = scores[0].topk(2).values
     return index, float(best[0] - best[1])
+
+
+def comparable(generation: Generation) -> bool:
+    """Whether plain decoding with the same noise must write the same text; rules that compare laws keep the law, not the text."""
+    return all(round_.rule in ("greedy", "gumbel", "match") for round_ in generation.rounds)
 
 
 def _histogram(values: list[int]) -> list[int]:
@@ -226,12 +241,12 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
             " ".join(f"{x:.2f}" for x in s["survival"]) or "-",
             f"{s['tokens_s']:.0f}",
             f"{s['speedup']:.2f}x",
-            "yes" if s["equal_to_ar"] == requests else f"{s['equal_to_ar']} of {requests}",
+            "-" if s["equal_to_ar"] is None else "yes" if s["equal_to_ar"] == requests else f"{s['equal_to_ar']} of {requests}",
         )
     console = console or Console()
     console.print(table)
     for name, s in drafters.items():
-        gaps = [r["top2_gap"] for r in s["per_request"] if not r["equal_to_ar"] and r["top2_gap"] is not None]
+        gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
         if gaps:
             console.print(f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart.")
     console.print(

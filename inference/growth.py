@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -190,14 +191,14 @@ def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
 def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int) -> DraftTree:
     """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the rule compares laws).
 
-    `grow_static` on a chain, with a tenth of its bookkeeping. Arguments as there.
+    Arguments as `grow_dynamic`.
     """
     logits, tokens, laws = first[:, None], [root[:, None]], []
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
         paths = torch.cat(tokens, dim=1)[:, None] if draws.sampling.history_processor is not None else None
         if draws.sampling.draws_from_law:
-            drawn, law = draws.sample(logits, [depth], 1, paths)
+            drawn, law = draws.sample(logits, depth, 1, paths)
             chosen = drawn[:, :, 0]
             laws.append(law)
         else:
@@ -209,44 +210,82 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
     return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(length), laws=laws_of_nodes)
 
 
-def grow_static(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
-    """Fill a fixed shape level by level: with draws and their laws if the rule compares laws, else with the likeliest tokens.
+@dataclass(frozen=True)
+class _SampledLevel:
+    """The nodes of one depth of a fixed shape that have children, and what filling those takes; on one device."""
 
-    Arguments and result as `grow_dynamic`. A shape fixed before anything is drawn is what keeps the comparing rules lossless.
+    nodes: tuple[int, ...]
+    at: Tensor
+    """[M]: the same nodes."""
+    depth: int
+    width: int
+    """Most children of any of them."""
+    paths: Tensor
+    """[M, depth + 1]: node ids from the root to each."""
+    children: Tensor
+    """[C]: their children,"""
+    source: Tensor
+    """[C]: where a child's token stands among `width` draws of each node,"""
+    parents: Tensor
+    """[C]: and its parent."""
+    above: Tensor
+    """[1, M]: place of each node's parent in the level before."""
+    visible: Tensor
+    """[1, M, T]: which of the nodes asked about so far each node sees."""
+
+
+@lru_cache(maxsize=64)
+def _sampled_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_SampledLevel, ...], Tensor]:
+    """The levels of `shape` below which something hangs, and each node's place `[1, N]` among those asked about (-1: none)."""
+    levels: list[_SampledLevel] = []
+    asked: list[int] = []
+    before = (NO_NODE,)
+    inner: tuple[int, ...] = (0,)
+    ancestors = shape.tables(device).ancestors
+    while any(shape.children[node] for node in inner):
+        width = max(len(shape.children[node]) for node in inner)
+        asked += [node for node in inner if node]
+        below = [(m, rank, child) for m, node in enumerate(inner) for rank, child in enumerate(shape.children[node])]
+        tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        levels.append(
+            _SampledLevel(
+                nodes=inner,
+                at=tensor(inner),
+                depth=shape.depths[inner[0]],
+                width=width,
+                paths=tensor([shape.path_to(node) for node in inner]),
+                children=tensor([child for _, _, child in below]),
+                source=tensor([m * width + rank for m, rank, _ in below]),
+                parents=tensor([inner[m] for m, _, _ in below]),
+                above=tensor([[before.index(shape.parents[node]) for node in inner]]),
+                visible=ancestors[:, tensor(inner)][:, :, tensor(asked)],
+            )
+        )
+        before, inner = inner, tuple(child for _, _, child in below if shape.children[child])
+    places = [asked.index(node) if node in asked else NO_NODE for node in range(shape.nodes)]
+    return tuple(levels), torch.tensor([places], device=device)
+
+
+def grow_sampled(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
+    """Fill a fixed shape level by level with draws without replacement, and keep their laws: for the rules that compare laws.
+
+    Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what keeps those rules lossless.
     """
-    batch, device = len(root), root.device
-    tables = shape.tables(device)
-    tokens = torch.full((batch, shape.nodes), NO_NODE, device=device)
+    batch = len(root)
+    levels, places = _sampled_levels(shape, root.device)
+    tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
-    seen, asked = [NO_NODE] * shape.nodes, 0
-    laws: Tensor | None = None
-    logits, level = first[:, None], [0]
-    while level:
-        width = max(len(shape.children[node]) for node in level)
-        at = torch.tensor(level, device=device)
-        depth = shape.depths[level[0]]
-        paths = tokens[:, tables.paths[0, at, : depth + 1]]
-        if draws.sampling.draws_from_law:
-            found, law = draws.sample(logits, level, width, paths)
-            laws = law.new_zeros(batch, shape.nodes, law.shape[-1]) if laws is None else laws
-            laws[:, at] = law
-        else:
-            found, _ = draws.rank(logits, depth, width, paths)
-        below = [(m, rank, child) for m, node in enumerate(level) for rank, child in enumerate(shape.children[node])]
-        for m, rank, child in below:
-            if rank < found.shape[-1]:
-                tokens[:, child] = found[:, m, rank]
-        inner = [(m, child) for m, _, child in below if shape.children[child]]
-        if not inner:
-            break
-        for _, child in inner:
-            seen[child], asked = asked, asked + 1
-        order = [node for node in range(shape.nodes) if seen[node] != NO_NODE]
-        order.sort(key=lambda node: seen[node])
-        parents_of_level = {node: place for place, node in enumerate(level)}
-        above = torch.tensor([parents_of_level[shape.parents[child]] for _, child in inner], device=device)
-        level = [child for _, child in inner]
-        at = torch.tensor(level, device=device)
-        visible = tables.ancestors[:, at][:, :, torch.tensor(order, device=device)].expand(batch, -1, -1)
-        logits = go_on(Level(tokens[:, at], above.expand(batch, -1), visible, depth + 1))
-    return DraftTree(tokens, shape, laws=laws), torch.tensor([seen], device=device).expand(batch, -1)
+    laws = first.new_zeros(batch, shape.nodes, first.shape[-1])
+    for level in levels:
+        logits = (
+            go_on(Level(tokens[:, level.at], level.above.expand(batch, -1), level.visible.expand(batch, -1, -1), level.depth))
+            if level.depth
+            else first[:, None]
+        )
+        drawn, law = draws.sample(logits, level.at, level.width, tokens[:, level.paths])
+        laws = laws.to(law.dtype)
+        laws[:, level.at] = law
+        padded = torch.nn.functional.pad(drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE).flatten(1)
+        there = tokens[:, level.parents] >= 0  # nothing hangs on a node that the law had no token for
+        tokens[:, level.children] = torch.where(there, padded[:, level.source], NO_NODE)
+    return DraftTree(tokens, shape, laws=laws), places.expand(batch, -1)

@@ -14,6 +14,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from .device import send
 from .proposer import Accepted, Prompts, positive
 from .sampling import Draws
 from .tree import NO_NODE, DraftTree, TreeShape
@@ -78,7 +79,7 @@ class Lookahead:
             tokens = [token for level in row.rows for token in level]
             found = [token for continuation in row.candidates() for token in continuation]
             filled.append(tokens + found + [NO_NODE] * (self._candidates * self._depth - len(found)))
-        return DraftTree(torch.cat([root[:, None], torch.tensor(filled, device=root.device)], dim=1), self.shape)
+        return DraftTree(torch.cat([root[:, None], send(filled, root.device)], dim=1), self.shape, informed=True)
 
     def commit(self, accepted: Accepted) -> None:
         assert accepted.choices is not None, "lookahead needs the target's choices, which this rule does not have"
@@ -103,3 +104,6 @@ class Lookahead:
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+
+    def finish(self) -> None:
+        self._rows = []

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .device import send
 from .proposer import Accepted, Prompts, positive
 from .sampling import Draws
 from .tree import NO_NODE, DraftTree, TreeShape
@@ -57,7 +58,7 @@ class LookupProposer:
         size = next(size for size in self._sizes if size >= longest)
         if size == 0:
             return DraftTree(root[:, None], TreeShape.chain(0))
-        padded = torch.tensor([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], device=root.device)
+        padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
         return DraftTree(torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size))
 
     def commit(self, accepted: Accepted) -> None:
@@ -66,3 +67,6 @@ class LookupProposer:
 
     def keep(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
+
+    def finish(self) -> None:
+        self._rows = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.medusa import MedusaHeads
+from .device import send
 from .growth import Ranks, best_first, grow, shape_of_ranks
 from .proposer import Accepted, Prompts, positive
 from .sampling import Draws
@@ -77,7 +78,9 @@ class MedusaProposer:
         self._state = accepted.hidden.last[rows, accepted.counts - 1]
 
     def keep(self, rows: list[int]) -> None:
-        self._state = self._state[torch.tensor(rows, device=self._state.device)]
+        self._state = self._state[send(rows, self._state.device)]
+
+    def finish(self) -> None: ...
 
 
 def make_proposer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,10 @@ class Proposer(Protocol):
         """Drop every batch row but `rows`: the others have finished."""
         ...
 
+    def finish(self) -> None:
+        """The batch has ended, or was given up: let go of its state."""
+        ...
+
 
 class PlainDecoding:
     """No drafts: the same loop becomes plain decoding, one token a round."""
@@ -105,6 +110,8 @@ class PlainDecoding:
     def commit(self, accepted: Accepted) -> None: ...
 
     def keep(self, rows: list[int]) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 # Proposers that need no training, by the name that a user gives: module and class.
@@ -131,7 +138,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UserError(f"drafter {spec!r}: {part!r} is not key=value")
         key = key.strip().replace("-", "_")
-        settings[key] = int(value) if value.strip().lstrip("-").isdigit() else value.strip()
+        settings[key] = int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else value.strip()
     return name, settings
 
 

@@ -5,9 +5,9 @@ Shapes: B batch, M nodes, V vocabulary, K children, C text capacity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -53,6 +53,9 @@ class Sampling:
             if not holds:
                 raise UserError(what)
 
+        for name, kind in (("temperature", Real), ("top_p", Real), ("min_p", Real), ("top_k", Integral), ("seed", Integral)):
+            value = getattr(self, name)
+            demand(isinstance(value, kind), f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}")
         demand(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
         demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
@@ -61,6 +64,8 @@ class Sampling:
             self.repetition_penalty is None or self.repetition_penalty > 0,
             f"repetition_penalty must be above 0, not {self.repetition_penalty}",
         )
+        truncates = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(self, name) != off]
+        demand(not (self.greedy and truncates), f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too")
         demand(self.rule in get_args(Rule), f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}")
 
     @property
@@ -69,7 +74,8 @@ class Sampling:
 
     @property
     def lossless(self) -> bool:
-        return self.rule != "lossy-typical"
+        """Whether the text has the target's law; greedy decoding has, whatever the rule."""
+        return self.greedy or self.rule != "lossy-typical"
 
     @property
     def draws_from_law(self) -> bool:
@@ -101,6 +107,10 @@ class Sampling:
                 found.append(MinPLogitsWarper(self.min_p))
         return LogitsProcessorList(found)
 
+    def resolved(self, own_penalty: float) -> Sampling:
+        """With the target's own repetition penalty, if none was given."""
+        return self if self.repetition_penalty is not None else replace(self, repetition_penalty=own_penalty)
+
 
 GREEDY = Sampling()
 
@@ -128,9 +138,10 @@ class Draws:
         self.lengths = self.lengths + counts
 
     def reserve(self, capacity: int) -> None:
-        if capacity > self._text.shape[1]:
-            more = self._text[:, :1].expand(-1, capacity - self._text.shape[1])
-            self._text = torch.cat([self._text, more], dim=1)
+        """Make room for texts of so many tokens, by doubling; nothing is kept if no processor reads it."""
+        missing = max(capacity, 2 * self._text.shape[1]) - self._text.shape[1]
+        if capacity > self._text.shape[1] and self.sampling.history_processor is not None:
+            self._text = torch.cat([self._text, self._text[:, :1].expand(-1, missing)], dim=1)
 
     def keep(self, rows: Tensor) -> None:
         self._keys, self._text, self.lengths = self._keys[rows], self._text[rows], self.lengths[rows]
@@ -155,18 +166,23 @@ class Draws:
             flat = sampling.history_processor(history, flat)
         return sampling.warpers(history, flat).view(batch, nodes, vocab)
 
-    def choices(self, scores: Tensor, depths: Tensor | int) -> Tensor:
+    def choices(self, scores: Tensor, depths: Tensor | int, levels: int | None = None) -> Tensor:
         """The target's token `[B, M]` after each node: argmax, at T > 0 with the noise of the position (Gumbel-max).
 
-        `depths` of the nodes `[1 | B, M]`, or one for all.
+        `depths` of the nodes `[1 | B, M]`, at most `levels`, or one for all.
         """
         if self.sampling.greedy:
             return scores.argmax(-1)
-        return (scores + self._position_noise(depths, scores)).argmax(-1)
+        if isinstance(depths, int):
+            return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
+        # Noise belongs to the position, so a few levels serve all nodes; a path cannot be longer than there are nodes.
+        by_depth = self._position_noise(0, levels + 1 if levels is not None else scores.shape[1], scores)
+        rows = torch.arange(len(scores), device=scores.device)[:, None]
+        return (scores + by_depth[rows, depths]).argmax(-1)
 
-    def _position_noise(self, depths: Tensor | int, like: Tensor) -> Tensor:
-        """`[B, M, V]` (M = 1 for one depth) noise of the position that a node of this depth chooses."""
-        places = self.lengths[:, None] + depths + 1
+    def _position_noise(self, depth: int, levels: int, like: Tensor) -> Tensor:
+        """`[B, levels, V]`: noise of the positions that nodes of depth `depth`, `depth` + 1, .. choose."""
+        places = self.lengths[:, None] + torch.arange(depth + 1, depth + 1 + levels, device=like.device)
         return noise.gumbel(self._keys[:, None], noise.COUPLED, places, like.shape[-1]).to(like.dtype)
 
     def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -178,20 +194,21 @@ class Draws:
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
-            scores = (scores + self._position_noise(depth, scores)) * self.sampling.temperature
+            scores = (scores + self._position_noise(depth, 1, scores)) * self.sampling.temperature
         best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 
-    def sample(self, logits: Tensor, nodes: Sequence[int], count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, nodes: Tensor | int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
         """`count` tokens `[B, M, count]` drawn without replacement, in the order of the draws, and the law `[B, M, V]`.
 
-        Fresh noise for every root and every node id in `nodes`, independent of what the verifier uses: the first `count` of
-        Gumbel-perturbed log-probabilities are such draws (Kool et al., arXiv 1903.06059). -1 where the law has run out of tokens.
+        Fresh noise for every root and every node id in `nodes` (`[M]`, or one), independent of what the verifier uses: the
+        first `count` of Gumbel-perturbed log-probabilities are such draws (Kool et al., arXiv 1903.06059). -1 where the law
+        has run out of tokens.
         """
         scores = self.scores(logits, paths)
         law = scores.softmax(-1)
         # Root and node together name the place; 1 << 20 nodes are more than any tree has.
-        places = self.lengths[:, None] * (1 << 20) + torch.tensor(list(nodes), device=logits.device)
+        places = self.lengths[:, None] * (1 << 20) + nodes
         noisy = scores + noise.gumbel(self._keys[:, None], noise.DRAFT, places, scores.shape[-1]).to(scores.dtype)
         best = noisy.topk(min(count, scores.shape[-1]))
         return torch.where(law.gather(-1, best.indices) > 0, best.indices, -1), law

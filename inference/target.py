@@ -189,7 +189,11 @@ class Target:
         parts = []
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
-            parts.append(self.forward(part, cache=cache, taps=taps))
+            end = start + part.shape[1]
+            positions = None
+            if end > self.max_positions:  # a draft model's own limit: what lies past it is drafted badly, not wrongly
+                positions = torch.arange(start, end, device=ids.device).clamp(max=self.max_positions - 1).expand(len(ids), -1)
+            parts.append(self.forward(part, positions, cache=cache, taps=taps))
             cache.commit([part.shape[1]] * len(ids))
         if len(parts) == 1:
             return parts[0]
@@ -239,7 +243,7 @@ class Target:
             before = torch.nn.functional.pad(tree, (cache.longest, 0))
             return torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest) if cache.static else before
         slots = torch.arange(width, device=visible.device)[None]
-        starts = torch.tensor(cache.lengths[:1], device=visible.device) if cache.uniform else cache.starts()
+        starts = cache.starts()[:1] if cache.uniform else cache.starts()
         beyond = slots - starts[:, None]  # [1 | B, width]: place among the undecided slots; negative: committed
         inside = beyond.clamp(0, undecided - 1)
         batch = max(len(inside), len(visible))
@@ -256,9 +260,13 @@ class Target:
         return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
 
     def compile(self) -> None:
-        """Compile the forward over trees (static caches only); on a CUDA device it is captured as a graph."""
+        """Compile the forward over trees (static caches only); on a CUDA device, for capture as a graph.
+
+        Capacities are rounded up to powers of two. A size of tree or batch that differs from the first is compiled once more, and
+        then for all sizes.
+        """
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
-        self._compiled = torch.compile(run_decoder, mode=mode, dynamic=False)
+        self._compiled = torch.compile(run_decoder, mode=mode)
 
     @property
     def compiled(self) -> bool:
@@ -387,6 +395,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} asked for, but this machine has no CUDA device; use cpu")
     return device

@@ -116,6 +116,12 @@ def tables_of(parents: Tensor, levels: int) -> TreeTables:
     return TreeTables(parents, depths, ancestors, paths)
 
 
+def deepest(right: Tensor, tables: TreeTables) -> Tensor:
+    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the first."""
+    reached = (right[:, None, :] | ~tables.ancestors).all(-1)
+    return torch.where(reached, tables.depths, -1).argmax(-1)
+
+
 @lru_cache(maxsize=256)
 def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
     return tables_of(torch.tensor([[max(p, 0) for p in shape.parents]], device=device), shape.levels)
@@ -134,6 +140,8 @@ class DraftTree:
     parents: Tensor | None = None
     levels: int = 0
     laws: Tensor | None = None
+    informed: bool = False
+    """Whether the drafts knew anything of the target's noise at their positions; then probabilities say nothing of acceptance."""
 
     def __post_init__(self) -> None:
         if self.shape is not None:

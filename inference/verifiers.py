@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from .tree import TreeShape
+from .tree import TreeShape, deepest
 
 TINY = 1e-12  # a residual with less mass than this is never reached; p stands in so that nothing divides by zero
 
@@ -44,11 +44,9 @@ def verifier_for(rule: str, shape: TreeShape) -> tuple[str, Verifier]:
     return ("block", block) if shape.is_chain else ("traversal", traversal)
 
 
-def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`(p - q)+` over the last axis, normalised, and its mass; p itself where nothing is left."""
-    rest = (p - q).clamp(min=0)
-    mass = rest.sum(-1, keepdim=True)
-    return torch.where(mass > TINY, rest / mass.clamp(min=TINY), p), mass[..., 0]
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """`(p - q)+` over the last axis, normalised; p itself where nothing is left."""
+    return residual_weighted(torch.ones_like(p[..., 0]), p, q)[0]
 
 
 def ratio(p: Tensor, q: Tensor) -> Tensor:
@@ -68,9 +66,14 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
 
 
+@lru_cache(maxsize=256)
+def node_index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(nodes, device=device)
+
+
 def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
     """The first node in `order` whose coin accepts, the root if none does."""
-    index = torch.tensor(order, device=coins.device)
+    index = node_index(order, coins.device)
     ordered = coins[:, index].clone()
     ordered[:, -1] = True  # the root stands last
     return index[ordered.int().argmax(-1)]
@@ -85,9 +88,7 @@ def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
         for child in below:
             chosen[:, child] = coins[:, child] & open_
             open_ = open_ & ~coins[:, child]
-    tables = shape.tables(coins.device)
-    reached = (chosen[:, None] | ~tables.ancestors).all(-1)
-    return torch.where(reached, tables.depths, -1).argmax(-1)
+    return deepest(chosen, shape.tables(coins.device))
 
 
 def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
@@ -96,7 +97,7 @@ def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
     laws, chances = p.clone(), torch.ones_like(p[..., 0])
     for i in range(1, shape.nodes):
         chances[:, i] = ratio(at(p[:, i - 1], tokens[:, i]), at(q[:, i - 1], tokens[:, i])).clamp(max=1)
-        laws[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])[0]
+        laws[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
     return Plan(chances, laws, partial(select_down, shape))
 
 
@@ -132,7 +133,7 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         for child in below:
             x = tokens[:, child]
             chances[:, child] = ratio(at(left, x), at(drawn, x)).clamp(max=1)
-            left = torch.where((x < 0)[:, None], left, residual(left, drawn)[0])
+            left = torch.where((x < 0)[:, None], left, residual(left, drawn))
             drawn = without(drawn, x)
         laws[:, node] = left
     return Plan(chances, laws, partial(select_down, shape))

@@ -158,3 +158,5 @@ class FromTheFuture:
 
     def keep(self, rows: list[int]) -> None:
         self._ahead = [self._ahead[row] for row in rows]
+
+    def finish(self) -> None: ...

@@ -7,8 +7,7 @@ noise.
 At every position of texts that the target wrote at the given temperature, with the laws p and q of target and drafter there: how
 likely is it that one of k children is accepted, by match (deterministic top-k of q), by recursive rejection (k draws from q
 without replacement), by match under shared noise (top-k of log q + noise)? The first is exact (the mass of p on the k tokens);
-for k = 1 the second is too (sum of min(p, q)); the others are the mean over `--draws` sets of draws, by the functions that the loop
-calls.
+the others are means over `--draws` sets of draws, by the functions that the loop calls.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def accepted(
     best = q_logits.topk(width).indices
     deterministic = p[:, 0].gather(1, best).sum(-1)
 
-    drawn, q = apart.sample(q_logits[:, None], [0], width, None)
+    drawn, q = apart.sample(q_logits[:, None], 0, width, None)
     shape = TreeShape.wide((width,))
     tokens = torch.cat([text, drawn[:, 0]], dim=1)
     laws = torch.cat([p, p.expand(-1, width, -1)], dim=1), torch.cat([q, q.expand(-1, width, -1)], dim=1)

@@ -27,7 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.architectures import FromTheFuture, architecture, near_copy, proposers
+from tests.architectures import NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
 from tests.conftest import ROOT
 from tests.trained import chat_prompts, story_prompts
 
@@ -69,33 +69,44 @@ def oracle(target: Target, prompt: list[int], limit: int, request: int, sample: 
 
 
 @lru_cache
-def tiny() -> tuple[Target, dict[str, Proposer]]:
-    target = architecture("llama")
-    return target, proposers(target, near_copy(target))
+def tiny(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
+    target = architecture(kind)
+    return target, proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
 
 
 @pytest.mark.parametrize("seeds", [(0, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))])
 def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int, int]) -> None:
-    """Each seed with three ragged prompts and all proposers, as a batch of three or one by one."""
-    target, drafters = tiny()
+    """Each seed with ragged prompts and all proposers: one by one, in a batch of three, in a batch of sixteen."""
+    check(seeds, "llama", 30)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "qwen2"])
+def test_windows_and_learned_positions(kind: str) -> None:
+    check((5, 13), kind, 10)
+
+
+def check(seeds: tuple[int, int], kind: str, least: int) -> None:
+    target, drafters = tiny(kind)
+    ended = 0
     accepted: dict[str, int] = dict.fromkeys(drafters, 0)
     for seed in range(*seeds):
         law = LAWS[seed % len(LAWS)]
         draw = random.Random(seed)
         requests = [
             Request([draw.randrange(3, target.vocab_size) for _ in range(draw.randrange(1, 14))], draw.randrange(1000), k)
-            for k in range(3)
+            for k in range((1, 3, 16)[seed // len(LAWS) % 3])
         ]
         expected = [oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, law) for r in requests]
         texts = {tuple(r.prompt_ids): reply for r, reply in zip(requests, expected, strict=True)}
         future = {n: FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}
         for name, proposer in {**drafters, **future}.items():
-            batches = [requests] if seed % 2 else [[r] for r in requests]
-            found = [g for batch in batches for g in generate(target, proposer, batch, LENGTH, Sampling(seed=seed, **law))]
+            found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **law))
             assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
             if name in accepted:
                 accepted[name] += sum(r.accepted for g in found for r in g.rounds)
-    assert all(accepted[name] > 30 for name in ("draft-lm chain", "draft-lm tree", "early-exit chain")), accepted
+            ended += sum(g.finish_reason == "eos" for g in found)
+    assert all(accepted[name] > least for name in ("draft-lm chain", "draft-lm tree", "medusa")), accepted
+    assert ended, "replies that end inside the batch must occur"
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.full)])

@@ -22,7 +22,8 @@ LENGTH = 3
 CHAIN = TreeShape.chain(2)
 TREE = TreeShape.wide((2, 2))
 UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))  # three levels below the first child, one below the second
-SHAPES = {"chain": CHAIN, "tree": TREE, "uneven": UNEVEN}
+WIDE = TreeShape((-1, 0, 0, 0, 1, 1, 3))  # wider than a truncated law has tokens: nodes are missing, and nodes below them
+SHAPES = {"chain": CHAIN, "tree": TREE, "uneven": UNEVEN, "wide": WIDE}
 
 
 class Laws:
@@ -191,16 +192,20 @@ LOSSLESS: list[tuple[str, Verifier]] = [
     ("tree", traversal),
     ("uneven", recursive),
     ("uneven", traversal),
+    ("wide", recursive),
+    ("wide", traversal),
 ]
 
 
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
-@pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (2, 4, 0)])
+@pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (3, 3, 1), (2, 4, 0)])
 def test_joint_law_is_the_targets(shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool) -> None:
     laws = Laws(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
     drafts = list(sampled_trees(SHAPES[shape], laws.q))
     assert sum(chance for chance, _ in drafts) == pytest.approx(1)
+    if shape == "wide" and top_k:
+        assert any(NO_NODE in tokens for _, tokens in drafts)
     assert error_of(enumerate_plan(SHAPES[shape], drafts, laws, verify), laws) < 1e-9
 
 
@@ -365,7 +370,7 @@ def block_with_the_token_level_residual(laws: Laws) -> tuple[Tensor, float]:
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = block(shape, tokens, p, q)
         plain = p.clone()
-        plain[:, :-1] = verifiers.residual(p[:, :-1], q[:, :-1])[0]
+        plain[:, :-1] = verifiers.residual(p[:, :-1], q[:, :-1])
         return Plan(plan.chances, plain, plan.select)
 
     return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)

@@ -189,7 +189,7 @@ def test_the_noise_of_draft_and_verifier_is_apart() -> None:
     keys = torch.tensor([5])
     lengths = torch.tensor([9])
     draws = Draws(Sampling(temperature=1.0, rule="rejection"), keys, torch.zeros(1, 16, dtype=torch.long), lengths)
-    drawn, _ = draws.sample(torch.zeros(1, 1, 50), [0], 50, None)
+    drawn, _ = draws.sample(torch.zeros(1, 1, 50), 0, 50, None)
     assert sorted(drawn[0, 0].tolist()) == list(range(50)), "without replacement"
     last = int(draws.last(torch.full((1, 50), 1 / 50)))
     choice = int(draws.choices(torch.zeros(1, 1, 50), 0))

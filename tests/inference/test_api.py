@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +35,8 @@ def test_prompts_of_every_kind(quickstart: Target) -> None:
         == decoder.generate([{"role": "user", "content": PROMPT}], 20).token_ids
     )
     assert decoder.encode(PROMPT, raw=True) == quickstart.tokenizer(PROMPT)["input_ids"] != ids
+    assert decoder.generate(torch.tensor(ids), 20).token_ids == one.token_ids
+    assert decoder.generate(torch.tensor([ids, ids]).numpy(), 20)[1].token_ids == one.token_ids
     several = decoder.generate([PROMPT, ids, "def f():"], 20)
     assert [r.token_ids for r in several[:2]] == [one.token_ids] * 2 and len(several) == 3
     assert one.text == quickstart.tokenizer.decode([t for t in one.token_ids if t not in quickstart.eos_ids])
@@ -80,6 +81,11 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
         (lambda: decoder.generate([]), "no prompt"),
         (lambda: decoder.generate(PROMPT, samples=0), "at least 1"),
         (lambda: decoder.generate(PROMPT, temperature=-1), "temperature"),
+        (lambda: decoder.generate(PROMPT, top_p=0.9), "means nothing at temperature 0"),
+        (lambda: decoder.generate(quickstart.tokenizer("hello")), "give the input_ids"),
+        (lambda: decoder.generate([[5, 10**6]]), "no token id"),
+        (lambda: load(quickstart, device="cuda"), "takes no options"),
+        (lambda: load(str(QUICKSTART), device="mps"), "not supported"),
         (lambda: load("no/such/target/folder"), "check the path"),
     ):
         with pytest.raises(UserError, match=message):
@@ -97,12 +103,23 @@ def test_decoding_imports_nothing_that_a_serving_machine_lacks(command) -> None:
     subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], check=True, cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
+def test_a_lossy_reply_says_so(quickstart: Target) -> None:
+    decoder = load(quickstart, "early-exit")
+    assert not decoder.generate(PROMPT, 20, temperature=1.0, rule="lossy-typical").lossless
+    assert decoder.generate(PROMPT, 20, temperature=1.0).lossless
+    assert decoder.generate(PROMPT, 20, rule="lossy-typical").lossless, "at T = 0 it is greedy decoding"
+
+
 @pytest.mark.full
-def test_a_compiled_target_writes_the_same_text(tmp_path: Path) -> None:
-    """Static shapes: one compilation for each size of tree, whatever the lengths."""
+def test_a_compiled_target_writes_the_same_text() -> None:
+    """Few compilations, whatever the lengths of prompts and the sizes of trees, and while a batch shrinks."""
     plain = load(str(QUICKSTART), device="cpu")
-    compiled = load(str(QUICKSTART), "ngram:length=2", device="cpu", compile=True)
     torch._dynamo.reset()
-    texts = [d.generate([PROMPT, "def f(x):"], 40, batch_size=1) for d in (plain, compiled)]
-    assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    torch._dynamo.utils.counters.clear()
+    compiled = load(str(QUICKSTART), "ngram:length=4", device="cpu", compile=True)
+    prompts = [PROMPT + " " + "x" * 4 * i for i in range(12)]
+    for batch in (1, 8):
+        texts = [d.generate(prompts, 24, batch_size=batch) for d in (plain, compiled)]
+        assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
+    assert len({len(r.token_ids) for r in texts[0]}) > 1, "rows must leave at different times"
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8

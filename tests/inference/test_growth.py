@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_static, shape_of_ranks
+from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_sampled, shape_of_ranks
 from draftsmith.inference.sampling import Draws, Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from hypothesis import given, settings
@@ -144,37 +144,44 @@ def test_dynamic_trees_are_the_best_closed_set_of_the_pool(seed: int, levels: in
         assert not node or len(path) == 1 or path[:-1] in drafter.asked, "what has children has been asked about"
 
 
-def test_a_chain_is_the_static_tree_of_its_shape() -> None:
-    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
-        for seed in range(5):
-            results = []
-            for static in (False, True):
-                drafter = TableDrafter(seed, vocab=7, steps=1000)
-                first, root = drafter.logits(())[None], torch.tensor([0])
-                if static:
-                    results.append(grow_static(first, root, draws(sampling), drafter, TreeShape.chain(3))[0])
-                else:
-                    results.append(grow_chain(first, root, draws(sampling), drafter, 3))
-            assert torch.equal(results[0].tokens, results[1].tokens)
-            if sampling.draws_from_law:
-                assert results[0].laws is not None and results[1].laws is not None
-                torch.testing.assert_close(results[0].laws[:, :3], results[1].laws[:, :3])
+REJECTION = Sampling(temperature=1.0, rule="rejection")
 
 
-def test_static_trees_hold_the_likeliest_children_of_each_node() -> None:
+def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
+    for seed in range(5):
+        one, other = TableDrafter(seed, vocab=7, steps=1000), TableDrafter(seed, vocab=7, steps=1000)
+        first, root = one.logits(())[None], torch.tensor([0])
+        chain = grow_chain(first, root, draws(REJECTION), one, 3)
+        tree, _ = grow_sampled(first, root, draws(REJECTION), other, TreeShape.chain(3))
+        assert torch.equal(chain.tokens, tree.tokens)
+        assert chain.laws is not None and tree.laws is not None
+        torch.testing.assert_close(chain.laws[:, :3], tree.laws[:, :3])
+
+
+def test_chains_follow_the_likeliest_token() -> None:
+    drafter = TableDrafter(2, vocab=7, steps=1000)
+    tokens = grow_chain(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, 3).tokens[0].tolist()
+    for depth in range(1, 4):
+        assert tokens[depth] == int(drafter.logits(tuple(tokens[1:depth])).argmax())
+
+
+def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
     shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, slots = grow_static(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, shape)
+    tree, places = grow_sampled(drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape)
     tokens = tree.tokens[0].tolist()
+    assert tree.laws is not None
     for node, children in enumerate(shape.children):
         path = tuple(tokens[n] for n in shape.path_to(node)[1:])
-        best = drafter.logits(path).topk(len(children)).indices.tolist() if children else []
-        assert [tokens[child] for child in children] == best
-    assert slots[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
+        if children:
+            torch.testing.assert_close(tree.laws[0, node], drafter.logits(path).softmax(-1))
+            assert len({tokens[child] for child in children}) == len(children)
+    assert places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
+    assert [tuple(tokens[n] for n in shape.path_to(node)[1:]) for node in (1, 2, 3)] == drafter.asked
 
 
-def test_a_law_that_runs_out_of_tokens_leaves_nodes_missing() -> None:
+def test_where_a_law_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
     sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, _ = grow_static(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3,)))
-    assert (tree.tokens[0] == NO_NODE).sum() == 1 and tree.tokens[0, 3] == NO_NODE
+    tree, _ = grow_sampled(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3, 1)))
+    assert (tree.tokens[0] == NO_NODE).int().tolist() == [0, 0, 0, 1, 0, 0, 1]

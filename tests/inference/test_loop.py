@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.draft_lm import DraftLM
+from draftsmith.inference.early_exit import EarlyExit
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import PlainDecoding, Proposer
 from draftsmith.inference.sampling import Sampling
@@ -57,6 +59,9 @@ def test_decoding_stops_where_the_positions_end(left: int) -> None:
     for proposer in (oracle(target, prompt, expected), *proposers(target, target).values()):
         found = generate_one(target, proposer, prompt, 100, eos_ids=NONE)
         assert found.token_ids == expected and found.finish_reason == "context"
+    for narrow in (EarlyExit(target, 1, length=4, width=4, nodes=4), DraftLM(target, target.vocab_size, 4, 4, 4)):
+        for rule in ("coupled", "rejection"):
+            assert generate_one(target, narrow, prompt, 100, sampling=Sampling(rule=rule), eos_ids=NONE).token_ids == expected
     batch = generate(target, DraftLM(target, target.vocab_size), [prompt, [5, 6]], 100, eos_ids=NONE)
     assert [len(g.token_ids) for g in batch] == [left, 14]
 
@@ -138,11 +143,15 @@ def test_at_most_one_synchronisation_a_round(sampling: Sampling, monkeypatch: py
 
 
 def test_what_is_asked_for_must_make_sense(tiny: Target) -> None:
-    for prompts, limit, message in (([], 5, "no prompt"), ([[]], 5, "empty"), ([[5]], 0, "at least 1")):
+    for prompts, limit, message in (
+        ([], 5, "no prompt"), ([[]], 5, "empty"), ([[5]], 0, "at least 1"), ([[5]], 4.5, "whole number"),
+        ([[5, 10**6]], 5, "no token id"), ([[5, -3]], 5, "no token id"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=message):
-            generate(tiny, PlainDecoding(), prompts, limit)
+            generate(tiny, PlainDecoding(), prompts, limit)  # type: ignore[arg-type]
     for settings in (
         {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"rule": "exact"},
+        {"temperature": "0.7"}, {"top_k": 5.0, "temperature": 1.0}, {"top_k": 5}, {"top_p": 0.9}, {"seed": 0.5},
     ):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(settings))):
             Sampling(**settings)  # type: ignore[arg-type]
@@ -163,7 +172,7 @@ def test_every_round_leaves_a_whole_record() -> None:
                 assert round_.rule in rules
                 parts = [round_.t_draft_s, round_.t_verify_s, round_.t_accept_s, round_.t_kv_s]
                 assert min(parts) > 0 and sum(parts) <= round_.t_round_s
-                assert (round_.expected is not None) == (round_.rule == "match")
+                assert (round_.expected is not None) == (round_.rule == "match" and name != "lookahead")
                 assert (round_.overlap is not None) == (round_.rule in ("block", "traversal"))
                 assert round_.overlap is None or all(0 <= x <= 1 + 1e-6 for x in round_.overlap)
             seconds = split([r for g in found for r in g.rounds])
@@ -171,14 +180,36 @@ def test_every_round_leaves_a_whole_record() -> None:
             assert all(g.ttft_s > 0 and g.decode_s > 0 for g in found)
 
 
-def test_expected_tokens_have_the_mean_of_counted_ones() -> None:
-    """Heads under the rejection rule are a match, where the free metric is exact."""
+@pytest.mark.parametrize("name", ["medusa", "medusa best-first", "ngram", "suffix"])
+def test_expected_tokens_have_the_mean_of_counted_ones(name: str) -> None:
+    """Drafts that know nothing of the noise are a match under the rejection rule, where the free metric is exact."""
     target, drafters = everything()
-    requests = [Request(PROMPTS[0], 0, k) for k in range(200)]
-    found = generate(target, drafters["medusa"], requests, 8, Sampling(temperature=1.0, rule="rejection"), NONE)
-    rounds = [r for g in found for r in g.rounds]
+    requests = [Request(PROMPTS[0] * 2, 0, k) for k in range(200)]
+    found = generate(target, drafters[name], requests, 8, Sampling(temperature=0.3, rule="rejection"), NONE)
+    rounds = [r for g in found for r in g.rounds if r.drafted]
     expected = torch.tensor([r.expected for r in rounds])
     counted = torch.tensor([r.accepted + 1.0 for r in rounds])
     error = float((counted - expected).std()) / len(rounds) ** 0.5
     assert abs(float((counted - expected).mean())) < 4 * error
-    assert float(expected.var()) < float(counted.var())
+    assert len(rounds) > 20 and float(expected.var()) < float(counted.var())
+
+
+def test_lookahead_knows_the_noise_and_claims_no_expectation() -> None:
+    target, drafters = everything()
+    found = generate(target, drafters["lookahead"], PROMPTS, 8, Sampling(temperature=0.3, rule="rejection"), NONE)
+    assert all(r.rule == "match" and r.expected is None for g in found for r in g.rounds)
+
+
+def test_nothing_of_a_batch_is_kept_when_it_ends_or_is_given_up() -> None:
+    target, _ = everything()
+    for name, proposer in proposers(target, near_copy(target)).items():
+        for give_up in (False, True):
+            steps = decode(target, proposer, [Request(PROMPTS[0])], 12, Sampling(), NONE)
+            next(steps)
+            next(steps)
+            if give_up:
+                steps.close()
+            else:
+                list(steps)
+            caches = [value for value in vars(proposer).values() if isinstance(value, TreeCache)]
+            assert not any(len(cache) for cache in caches), name

@@ -26,7 +26,7 @@ def by_hand(key: int, stream: int, place: int, index: int) -> float:
     golden = 0x9E3779B97F4A7C15
     at = noise.mix_int(key ^ noise.mix_int(place * golden + stream))
     bits = noise.mix_int(at ^ noise.mix_int(index * golden + golden))
-    return (bits >> 11) * 2.0**-53 + 2.0**-54
+    return (bits >> 12) * 2.0**-52 + 2.0**-53
 
 
 @given(st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.integers(0, 50), st.integers(0, 1 << 20), st.integers(0, 99))

@@ -150,6 +150,17 @@ def test_a_draft_model_with_a_larger_or_smaller_head_drafts_the_targets_tokens_o
         assert sum(r.accepted for g in found for r in g.rounds) > 4
 
 
+def test_a_draft_model_with_fewer_positions_than_the_text_drafts_badly_and_not_wrongly() -> None:
+    target, drafter = architecture("gpt2"), architecture("gpt2")
+    drafter.model.config.max_position_embeddings = drafter.config.n_positions = 16
+    drafter.model.transformer.wpe = torch.nn.Embedding.from_pretrained(drafter.model.transformer.wpe.weight[:16])
+    prompts = [list(range(3, 23)), [5, 6, 7]]
+    for settings_ in ({}, {"width": 2}):
+        found = generate(target, DraftLM(drafter, target.vocab_size, **settings_), prompts, 30, eos_ids=NONE)
+        plain = generate(target, load_proposer("none", target, print), prompts, 30, eos_ids=NONE)
+        assert [g.token_ids for g in found] == [g.token_ids for g in plain]
+
+
 def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(saved_tiny: Path, quickstart: Target) -> None:
     with pytest.raises(UserError, match="has another tokenizer .* its token ids mean other text"):
         load_draft_lm(str(saved_tiny), quickstart)
@@ -196,6 +207,9 @@ def test_specs() -> None:
         ("lookahead:ngram=1", "at least 2"),
         ("early-exit:layers=two", "layers must be a whole number"),
         ("early-exit:nodes=4", "give width above 1"),
+        ("early-exit:width=2,nodes=0", "nodes must be a whole number of at least 1, not 0"),
+        ("early-exit:width=2,nodes=3", "a tree of 4 levels needs at least as many nodes"),
+        ("ngram:length=--5", "length must be a whole number"),
         ("no/such/folder", "no/such/folder"),
     ],
 )

@@ -162,7 +162,10 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
     known = [p for p in inspect.signature(make).parameters if p not in ("self", "target", "artifact", "folder", "name")]
     if unknown := sorted(settings.keys() - set(known)):
         raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
-    return make(*arguments, **settings)
+    proposer = make(*arguments, **settings)
+    if settings:
+        proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
+    return proposer
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

@@ -93,22 +93,37 @@ def theirs(target: Target, limit: int, **options: Any) -> Callable[[list[int]], 
     return decode
 
 
-def make_arms(target: Target, arguments: argparse.Namespace) -> list[Arm]:
+def assisted(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Options of `generate` for assisted generation on equal terms: constant draft length, no confidence threshold."""
+    helper = load_target(TargetConfig(arguments.draft_lm, dtype=arguments.dtype, device=arguments.device)).model
+    settings = helper.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = arguments.draft_length, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    return {"assistant_model": helper}
+
+
+def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[int]]) -> list[Arm]:
     limit = arguments.max_new_tokens
     arms = [Arm("plain (ours)", ours(target, PlainDecoding(), limit)), Arm("target.generate", theirs(target, limit))]
     if arguments.draft_lm:
-        helper = load_target(TargetConfig(arguments.draft_lm, dtype=arguments.dtype, device=arguments.device)).model
-        settings = helper.generation_config
-        settings.num_assistant_tokens = arguments.draft_length
-        settings.num_assistant_tokens_schedule = "constant"
-        settings.assistant_confidence_threshold = 0.0
-        arms.append(Arm(f"assisted (transformers), {arguments.draft_length}", theirs(target, limit, assistant_model=helper)))
+        options = assisted(target, arguments)
+        arm = Arm(f"assisted (transformers), {arguments.draft_length}", theirs(target, limit, **options))
+        arm.rounds = count_rounds(target, prompts, limit, options)
         spec = f"{arguments.draft_lm}:length={arguments.draft_length}"
-        arms.append(Arm(f"draft-lm, {arguments.draft_length}", ours(target, load_proposer(spec, target, print), limit)))
+        arms += [arm, Arm(f"draft-lm, {arguments.draft_length}", ours(target, load_proposer(spec, target, print), limit))]
     for spec in arguments.drafter:
-        proposer = load_proposer(spec, target, print)
-        arms.append(Arm(spec.rstrip("/").split("/")[-1], ours(target, proposer, limit)))
+        arms.append(Arm(spec.rstrip("/").split("/")[-1], ours(target, load_proposer(spec, target, print), limit)))
     return arms
+
+
+def count_rounds(target: Target, prompts: list[list[int]], limit: int, options: dict[str, Any]) -> int:
+    """transformers' rounds over all prompts, in runs of their own, since the streamer costs time."""
+    rounds = 0
+    for prompt in prompts:
+        counter = CountPuts()
+        theirs(target, limit, **options, streamer=counter)(prompt)
+        rounds += counter.puts - 1
+    return rounds
 
 
 def measure(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
@@ -121,20 +136,6 @@ def measure(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
                 turns[arm.name].append(arm.decode(prompt))
         for arm in arms:
             arm.runs.append(sorted(turns[arm.name], key=lambda run: run.seconds)[repeats // 2])
-
-
-def assisted_rounds(target: Target, prompts: list[list[int]], arguments: argparse.Namespace, arm: Arm) -> None:
-    """Count transformers' rounds in a run of its own, since the streamer costs time."""
-    rounds = 0
-    helper = load_target(TargetConfig(arguments.draft_lm, dtype=arguments.dtype, device=arguments.device)).model
-    settings = helper.generation_config
-    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = arguments.draft_length, "constant"
-    settings.assistant_confidence_threshold = 0.0
-    for prompt in prompts:
-        counter = CountPuts()
-        theirs(target, arguments.max_new_tokens, assistant_model=helper, streamer=counter)(prompt)
-        rounds += counter.puts - 1
-    arm.rounds = rounds
 
 
 def summarise(arm: Arm, base: Arm) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
 
 
 def show(summaries: dict[str, dict[str, Any]], costs: dict[int, float], count: int) -> None:
-    console = Console()
+    console = Console(width=150)
     table = Table()
     for column in (
         "way",
@@ -236,10 +237,8 @@ def main() -> None:
     if arguments.compile:
         target.compile()
     prompts = [p.token_ids for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)]
-    arms = make_arms(target, arguments)
+    arms = make_arms(target, arguments, prompts)
     measure(arms, prompts, arguments.repeats)
-    if arguments.draft_lm:
-        assisted_rounds(target, prompts, arguments, arms[2])
     summaries = {arm.name: summarise(arm, arms[0]) for arm in arms}
     costs = verify_cost(target, arguments.context, 20 * arguments.repeats)
     show(summaries, costs, len(prompts))

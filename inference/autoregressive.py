@@ -12,19 +12,22 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from .cache import TreeCache
-from .growth import Continue, Level, grow_chain, grow_dynamic, grow_sampled
+from .growth import Continue, Level, grow, grow_chain, grow_dynamic, grow_sampled, shape_of_ranks
 from .proposer import Accepted, positive
 from .sampling import Draws
 from .target import Target
-from .tree import NO_NODE, DraftTree, TreeShape
+from .tree import DraftTree, TreeShape
+
+# How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be chosen before anything is known:
+# measured on the quickstart target at T = 0.7 and 1 (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.
+SAMPLED_ACCEPTANCE = (0.67, 0.115, 0.045, 0.035, 0.015, 0.012, 0.01, 0.01)
 
 
 class TreePlan:
     """How far and how wide to draft: a chain of `length`, or a tree.
 
     `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is surest (EAGLE-2), except under a
-    rule that compares laws, which needs its shape fixed beforehand: there every node of the first levels has `width` children as
-    long as `nodes` suffice, and chains go on below.
+    rule that compares laws, which needs its shape fixed beforehand: there it is the shape of greatest expected acceptance.
     """
 
     def __init__(self, length: int, width: int, nodes: int | None) -> None:
@@ -37,22 +40,8 @@ class TreePlan:
         self.nodes = length if width == 1 else min(nodes if nodes is not None else 4 * length, pool)
         self.walked = 1 + width * (length - 1)
         """Most nodes that the drafter itself runs in a round, the root included."""
-        self.shape = TreeShape.chain(length) if width == 1 else self._fixed_shape()
-
-    def _fixed_shape(self) -> TreeShape:
-        """Breadth first; the first sibling of each family goes on, so that `length` levels are reached with few nodes."""
-        parents, level = [NO_NODE], [0]
-        for depth in range(self.length):
-            below: list[int] = []
-            reserve = self.length - depth - 1  # nodes for the first chain to reach the bottom
-            for node in level:
-                for rank in range(self.width):
-                    first = node == level[0] and rank == 0
-                    if first or len(parents) - 1 < self.nodes - reserve:
-                        parents.append(node)
-                        below.append(len(parents) - 1)
-            level = below
-        return TreeShape(tuple(parents))
+        ranks = grow([SAMPLED_ACCEPTANCE[:width]] * length, self.nodes)
+        self.shape = TreeShape.chain(length) if width == 1 else shape_of_ranks(ranks)
 
     def draft(self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, Tensor]:
         """As `grow_dynamic`; the places of a chain's nodes, which go without saying, are left empty."""

@@ -196,8 +196,7 @@ class _Batch:
         self.draws = Draws(self.sampling, keys, text, ends - 1)  # the last prompt token is the root of the first choice
         before = ids[rows, ends - 1][:, None]
         logits = target.head(hidden.last[rows, ends - 1])[:, None]
-        zero = torch.zeros(1, 1, dtype=torch.long, device=device)
-        self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), zero)[:, 0]
+        self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), 0)[:, 0]
         self.draws.extend(before, torch.ones_like(ends))
         first = self.root.tolist()
         self.proposer.prefill(Prompts([[*t, f] for t, f in zip(self.texts, first, strict=True)], ids, ends, hidden, self.cache))
@@ -221,10 +220,9 @@ class _Batch:
         clock.mark()
         counts = zip(decided.drafted, decided.nodes, strict=True)
         records = [Round([], n, len(nodes) - 1, decided.rule, len(self.rows)) for n, nodes in counts]
-        for record, expected in zip(records, decided.expected or [], strict=False):
-            record.expected = expected
-        for record, overlap in zip(records, decided.overlap or [], strict=False):
-            record.overlap = overlap
+        for row, record in enumerate(records):
+            record.expected = decided.expected[row] if decided.expected is not None else None
+            record.overlap = decided.overlap[row] if decided.overlap is not None else None
         steps = self._take(decided.tokens, records)
         for record in records:
             record.t_round_s = time.perf_counter() - started

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..heads.errors import UserError
 from .decode import Generation, Request, decode, generate
@@ -21,6 +22,7 @@ from .target import Target, TargetConfig, load_target
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -34,7 +36,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
 """The user's words, token ids, or a conversation as a list of messages."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Reply(Generation):
     """A `Generation` with its text, which ends before an end token or a stop string.
 
@@ -47,6 +49,9 @@ class Reply(Generation):
     def tau(self) -> float:
         """Tokens kept per round, the target's own included; NaN if there was no round."""
         return tau([kept_per_round(self)])
+
+    def __repr__(self) -> str:
+        return f"Reply({self.text!r}, {len(self.token_ids)} tokens, {len(self.rounds)} rounds, {self.finish_reason})"
 
 
 class Decoder:
@@ -73,8 +78,13 @@ class Decoder:
         temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a prompt belongs to its place in the list
         and the number of the sample, so its text is the same in any batch. Raises `UserError`.
         """
-        if batch_size < 1 or samples < 1:
-            raise UserError("batch_size and samples must be at least 1")
+        for name, value in (("samples", samples), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
+        law = _known(Sampling, sampling)
+        if samples > 1 and law.greedy:
+            raise UserError("samples are all the same at temperature 0; give a temperature too")
+        stops = _stops(stop)
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
         one = _is_one(given)
         everything: Sequence[Any] = [given] if one else given
@@ -83,12 +93,11 @@ class Decoder:
         ]
         if not requests:
             raise UserError("there is no prompt; give at least one")
-        stops = [stop] if isinstance(stop, str) else list(stop)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         replies: list[Reply] = []
         for start in range(0, len(requests), batch_size):
             part = requests[start : start + batch_size]
-            for found in generate(self.target, self.proposer, part, max_new_tokens, Sampling(**sampling), eos, stops):
+            for found in generate(self.target, self.proposer, part, max_new_tokens, law, eos, stops):
                 replies.append(Reply(**vars(found), text=self._text(found, stops)))
         return replies[0] if one and samples == 1 else replies
 
@@ -96,10 +105,10 @@ class Decoder:
         self, prompt: Prompt, max_new_tokens: int = 128, *, stop: str | Sequence[str] = (), raw: bool = False, **sampling: Any
     ) -> Iterator[str]:
         """Yield the text of one reply as it is decided, a piece a round at most."""
-        stops = [stop] if isinstance(stop, str) else list(stop)
+        stops = _stops(stop)
         text = StreamedText(self.target.tokenizer, stops)
         request = Request(self.encode(prompt, raw))
-        for steps in decode(self.target, self.proposer, [request], max_new_tokens, Sampling(**sampling), None, stops):
+        for steps in decode(self.target, self.proposer, [request], max_new_tokens, _known(Sampling, sampling), None, stops):
             for _, step, reason in steps:
                 tokens = [token for token in step.tokens if token not in self.target.eos_ids]
                 if piece := text.add(tokens, last=reason is not None):
@@ -107,15 +116,20 @@ class Decoder:
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids of a prompt."""
-        if isinstance(prompt, Mapping):
-            raise UserError("a prompt is words, token ids or a list of messages; of a tokenizer's output give the input_ids")
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
+        if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+            what = type(given).__name__
+            raise UserError(
+                f"a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list of messages, not {what}"
+            )
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
             chat = bool(self.target.tokenizer.chat_template) and not raw
             conversation = Conversation(messages=[{"role": "user", "content": given}]) if chat else Conversation(text=given)
         elif given and isinstance(given[0], dict):
+            if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in given):
+                raise UserError("every message of a conversation must be an object with a role")
             conversation = Conversation(messages=list(given))
         elif all(isinstance(token, Integral) for token in given):
             return [int(token) for token in given]
@@ -133,9 +147,28 @@ class Decoder:
 
 def _is_one(prompts: Any) -> bool:
     """Words, token ids and messages are one prompt; everything else is a list of prompts."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], Integral | dict)
+
+
+def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
+    """`make(**settings)`; `UserError` for a setting that it does not have."""
+    names = [f.name for f in fields(make)]  # type: ignore[arg-type]
+    for name in settings:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+            raise UserError(f"unknown option {name!r}; {meant}")
+    return make(**settings)
+
+
+def _stops(stop: Any) -> list[str]:
+    if isinstance(stop, str):
+        return [stop]
+    if not isinstance(stop, Sequence | set | frozenset):
+        raise UserError(f"stop must be a text or a list of texts, not {stop!r}")
+    return list(stop)
 
 
 def load(
@@ -165,9 +198,11 @@ def load(
     if isinstance(target, Target | TargetConfig) and options:
         raise UserError(f"{', '.join(options)}: a loaded target, or one with a config, takes no options")
     if not isinstance(target, Target):
-        config = target if isinstance(target, TargetConfig) else TargetConfig(str(target), **options)
+        config = target if isinstance(target, TargetConfig) else _known(TargetConfig, {"path": str(target), **options})
         target = load_target(config)
     if compile:
         target.compile()
+    if drafter is None:
+        raise UserError("a drafter must be named; 'none' decodes plainly")
     proposer = load_proposer(drafter, target, log.warning) if isinstance(drafter, str | Path) else drafter
     return Decoder(target, proposer)

@@ -35,7 +35,9 @@ class TreePlan:
         if nodes is not None and width == 1:
             raise UserError("nodes is about trees; give width above 1 too")
         if nodes is not None and positive("nodes", nodes) < length:
-            raise UserError(f"a tree of {length} levels needs at least as many nodes, not {nodes}; give a smaller length")
+            raise UserError(
+                f"a tree of {length} levels needs at least as many nodes, not {nodes}; give more nodes or a smaller length"
+            )
         pool = width + (length - 1) * width * width
         self.nodes = length if width == 1 else min(nodes if nodes is not None else 4 * length, pool)
         self.walked = 1 + width * (length - 1)

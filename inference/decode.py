@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -119,6 +120,9 @@ def generate_one(
     return generate(target, proposer, [request], max_new_tokens, **options)[0]
 
 
+_AT_WORK: WeakSet[Proposer] = WeakSet()
+"""Drafters with a batch: their state belongs to it, so a second one at the same time is refused."""
+
 Step = tuple[int, Round, str | None]
 """Place of a request in the call, what was decided for it, and why it has ended (None: it goes on)."""
 
@@ -138,13 +142,19 @@ def decode(
     A row ends at an end token or with the token that completes a stop string (both are yielded), after `max_new_tokens`, or where
     the target's positions end, and then leaves the batch. Raises `UserError` for an empty prompt and for one that leaves no room.
     """
+    if not all(isinstance(text, str) and text for text in stop):
+        raise UserError("a stop string must be a text of at least one character")
+    if proposer in _AT_WORK:
+        raise UserError("this drafter is at work on another batch; end or close that one first, or load a second drafter")
     batch = _Batch(target, proposer, requests, max_new_tokens, sampling, target.eos_ids if eos_ids is None else eos_ids, stop)
+    _AT_WORK.add(proposer)
     try:
         yield batch.start()
         while batch.rows:
             yield batch.round()
         batch.clock.settle(wait=True)
     finally:
+        _AT_WORK.discard(proposer)
         proposer.finish()
 
 
@@ -180,7 +190,7 @@ class _Batch:
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
         if static:
             capacity = 1 << (capacity - 1).bit_length()  # few capacities, so that few shapes are compiled
-        return TreeCache(len(self.texts), capacity, self.target.device, static=static)
+        return TreeCache(len(self.texts), capacity, self.target.device, self.target.max_positions + beyond, static)
 
     def start(self) -> list[Step]:
         """Prefill all prompts; the target's first token of each."""

@@ -27,7 +27,7 @@ class DraftLM:
         self, model: Target, vocab_size: int, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None
     ) -> None:
         self.name = "draft-lm"
-        self._model, self._vocab_size = model, vocab_size
+        self.model, self._vocab_size = model, vocab_size
         self.plan = TreePlan(length, width, nodes)
         self.max_drafted = self.plan.nodes
         self._cache = TreeCache(0, 0)
@@ -36,17 +36,17 @@ class DraftLM:
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        longest = self._model.max_positions
-        self._cache = TreeCache(batch, min(2 * length + 64, longest) + self.max_drafted, self._model.device)
-        self._model.prefill(prompts.ids.clamp(max=self._model.vocab_size - 1), self._cache)  # its vocabulary may be smaller
+        longest = self.model.max_positions
+        self._cache = TreeCache(batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device)
+        self.model.prefill(prompts.ids.clamp(max=self.model.vocab_size - 1), self._cache)  # its vocabulary may be smaller
         self._cache.lengths = [len(tokens) - 1 for tokens in prompts.tokens]
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._behind = False  # whether some row's cache ends before the token before the root
         self._text_lengths = list(self._cache.lengths)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        first = fit_vocabulary(self._model.head(self._catch_up(root)), self._vocab_size)
-        go_on = TreeRunner(self._model, self._cache, self._vocab_size)
+        first = fit_vocabulary(self.model.head(self._catch_up(root)), self._vocab_size)
+        go_on = TreeRunner(self.model, self._cache, self._vocab_size)
         tree, self._slots = self.plan.draft(first, root, draws, go_on)
         return tree
 
@@ -60,7 +60,7 @@ class DraftLM:
         self._cache.lengths = [length + 1 - count for length in self._text_lengths]
         depths = depth_row(tuple(range(count)), root.device)
         causal = None if count == 1 else torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
-        hidden = self._model.forward_tree(tokens, causal, depths, depths, self._cache)
+        hidden = self.model.forward_tree(tokens, causal, depths, depths, self._cache)
         self._cache.commit([count] * len(self._text_lengths))
         return hidden.last[:, -1]
 

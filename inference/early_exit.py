@@ -34,8 +34,6 @@ class EarlyExit:
         self, target: Target, layers: int | None = None, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None
     ) -> None:
         layers = positive("layers", layers if layers is not None else max(target.num_layers // 2, 1))
-        if layers > target.num_layers:
-            raise UserError(f"early-exit: the target has {target.num_layers} layers, {layers} were asked for")
         self._first_layers = first_layers(target, layers)
         self.plan = TreePlan(length, width, nodes)
         # Walking a wide tree may take more undecided slots of the target's cache than verifying its best nodes.
@@ -83,6 +81,8 @@ def first_layers(target: Target, layers: int) -> Target:
     The decoder is copied shallowly with a config of its own, so nothing of the target changes. GPT-2 and GPT-NeoX run every layer
     they hold, whatever `num_hidden_layers` says; such targets are found by counting the layers that really run.
     """
+    if layers > target.num_layers:
+        raise UserError(f"early-exit: the target has {target.num_layers} layers, {layers} were asked for")
     shallow = copy.copy(target)
     shallow.config = _shortened(target.config, layers)
     shallow.decoder = copy.copy(target.decoder)

@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .decode import Generation, Request, generate
 from .metrics import alpha, batch_seconds, bootstrap, kept_per_round, mean, split, summarise, tau
-from .proposer import PlainDecoding, Proposer, load_proposer
+from .proposer import PlainDecoding, Proposer, check_spec, load_proposer
 from .rows import Prompt, read_prompts
 from .sampling import Sampling
 from .target import Target, TargetConfig, load_target
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 1
+SHOWN = 4  # positions whose acceptance the table shows; the JSON holds all
 
 
 @dataclass
@@ -59,10 +61,11 @@ class Options:
 
 
 def run(options: Options) -> None:
+    check(options)
     target = load_target(options.target)
     proposers: list[Proposer] = [PlainDecoding()]
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
-    proposers += [load_proposer(spec, target, warn) for spec in options.drafter]
+    proposers += [load_proposer(spec, target, warn) for spec in options.drafter if spec != "none"]
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
     results = compare(target, proposers, prompts, options)
     report = make_report(target, prompts, results, options)
@@ -70,6 +73,20 @@ def run(options: Options) -> None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
     show(report)
+
+
+def check(options: Options) -> None:
+    """What can be known to be wrong before a large target loads, or hours are spent. Raises `UserError`."""
+    for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if not Path(options.prompts).is_file():
+        raise UserError(f"cannot read {options.prompts}: there is no such file; check the path")
+    for spec in options.drafter:
+        check_spec(spec)
+    if options.json is not None and Path(options.json).is_dir():
+        raise UserError(f"cannot write {options.json}: it is a folder; name a file")
 
 
 def request_record(target: Target, prompt: Prompt, plain: Generation, found: Generation, sampling: Sampling) -> dict[str, Any]:
@@ -105,8 +122,6 @@ Results = dict[str, list[Generation]]
 
 def compare(target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], options: Options) -> Results:
     """Decode every prompt with every proposer, taking turns; of `repeats` runs the one of median decode time is kept."""
-    if options.repeats < 1 or options.batch_size < 1:
-        raise UserError("repeats and batch-size must be at least 1")
     names = _distinct_names(proposers)
     requests = [Request(prompt.token_ids, i) for i, prompt in enumerate(prompts)]
     for proposer in proposers:  # warm up
@@ -229,16 +244,18 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     drafters = report["drafters"]
     requests = drafters["plain"]["requests"]
     law = f"T = {report['sampling']['temperature']:g}" + ("" if report["lossless"] else ", LOSSY typical acceptance")
-    title = f"{report['target']['name']}  |  {requests} held-out prompts, {law}, batch {report['batch']}, {report['dtype']}"
-    table = Table(title=title)
-    for column in ("drafter", "tau (95%)", "acceptance by position", "tokens/s", "speed-up", "text identical"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
+    prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
+    table = Table(title=f"{report['target']['name']}\n{prompts}, {law}, batch {report['batch']}, {report['dtype']}")
+    table.add_column("drafter", overflow="fold")
+    for column in ("tau", "95%", f"accepted at 1-{SHOWN}", "tokens/s", "speed-up", "identical"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, s in drafters.items():
         low, high = s["tau_ci95"]
         table.add_row(
             name,
-            f"{s['tau_incl_bonus']:.2f} ({low:.2f}-{high:.2f})",
-            " ".join(f"{x:.2f}" for x in s["survival"]) or "-",
+            f"{s['tau_incl_bonus']:.2f}",
+            f"{low:.2f}-{high:.2f}" if s["mean_n_draft"] else "-",
+            " ".join(f"{x:.2f}".removeprefix("0") for x in s["survival"][:SHOWN]) or "-",
             f"{s['tokens_s']:.0f}",
             f"{s['speedup']:.2f}x",
             "-" if s["equal_to_ar"] is None else "yes" if s["equal_to_ar"] == requests else f"{s['equal_to_ar']} of {requests}",

@@ -93,7 +93,7 @@ def make_proposer(
     if not table:
         raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
     count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
-    positive("nodes", count, least=0)
+    positive("nodes", count)
     if tree not in ("calibrated", "best-first"):
         raise UserError(f"drafter {name}: tree must be calibrated or best-first, not {tree!r}")
     return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name)

@@ -6,6 +6,7 @@ size.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
@@ -71,7 +72,7 @@ class Proposer(Protocol):
     taps: tuple[int, ...]
     """Which hidden states of the target `prefill` and `commit` want to see."""
     max_drafted: int
-    """Most nodes, without the root, that `propose` may return."""
+    """Most nodes, without the root, that `propose` may return, or put into the target's cache while it drafts."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
@@ -122,6 +123,7 @@ UNTRAINED = {
     "lookahead": ("lookahead", "Lookahead"),
     "early-exit": ("early_exit", "EarlyExit"),
 }
+MOST = 1024  # drafted nodes, and whatever they are made of
 SPELLING = (
     "a drafter's folder, a small model's folder, or one of " + ", ".join(UNTRAINED) + "; settings follow a colon: ngram:length=8"
 )
@@ -142,15 +144,23 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
+def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
+    """`parse_spec`, and that the name is a drafter's as far as one can see without a target. Raises `UserError`."""
+    name, settings = parse_spec(str(spec))
+    if name not in UNTRAINED and not Path(name).is_dir():
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
+        meant = f"did you mean {near[0]}? Give" if near else "give"
+        raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
+    return name, settings
+
+
 def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None]) -> Proposer:
     """The drafter that `spec` names (see `SPELLING`), ready to work on `target`. Raises `UserError`."""
-    name, settings = parse_spec(str(spec))
+    name, settings = check_spec(spec)
     if name in UNTRAINED:
         module, cls = UNTRAINED[name]
         make = getattr(importlib.import_module(f".{module}", __package__), cls)
         arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
-    elif not Path(name).is_dir():
-        raise UserError(f"{name} is not a drafter: there is no such folder; give {SPELLING}")
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.head, warn)
         artifact.drafter.to(target.device, target.dtype)
@@ -161,7 +171,7 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
         arguments = (name, target)
     known = [p for p in inspect.signature(make).parameters if p not in ("self", "target", "artifact", "folder", "name")]
     if unknown := sorted(settings.keys() - set(known)):
-        raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'none'}")
+        raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'no settings'}")
     proposer = make(*arguments, **settings)
     if settings:
         proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
@@ -169,7 +179,9 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """`value` as a setting that must be a whole number of at least `least`. Raises `UserError`."""
+    """`value` as a setting that must be a whole number between `least` and `MOST`. Raises `UserError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value > MOST:
+        raise UserError(f"{name} can be {MOST} at most, not {value}: every drafted token is verified")
     return value

@@ -53,8 +53,17 @@ class Sampling:
             if not holds:
                 raise UserError(what)
 
-        for name, kind in (("temperature", Real), ("top_p", Real), ("min_p", Real), ("top_k", Integral), ("seed", Integral)):
+        for name, kind in (
+            ("temperature", Real),
+            ("top_p", Real),
+            ("min_p", Real),
+            ("top_k", Integral),
+            ("seed", Integral),
+            ("repetition_penalty", Real),
+        ):
             value = getattr(self, name)
+            if name == "repetition_penalty" and value is None:
+                continue
             demand(isinstance(value, kind), f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}")
         demand(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")

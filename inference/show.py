@@ -13,7 +13,7 @@ from .api import Decoder
 from .decode import Generation, Request, Round, decode
 from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
-from .proposer import load_proposer
+from .proposer import check_spec, load_proposer
 from .sampling import GREEDY, Sampling
 from .target import TargetConfig, load_target
 
@@ -39,7 +39,7 @@ class Options:
     sampling: Sampling = field(default_factory=Sampling)
     """Greedy if not given."""
     stop: list[str] = field(default_factory=list)
-    """Text that ends the reply; may be given several times."""
+    """Text that ends the reply, as it is (a line break in bash: $'\\n'); may be given several times."""
     color: bool | None = None
     """Colour accepted drafts; only on a terminal if not given."""
     raw: bool = False
@@ -47,7 +47,11 @@ class Options:
 
 
 def run(options: Options) -> None:
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    check_spec(options.drafter)
+    try:
+        text = sys.stdin.buffer.read().decode() if options.prompt == "-" else options.prompt
+    except UnicodeDecodeError as error:
+        raise UserError("standard input is not UTF-8 text") from error
     if not text.strip():
         raise UserError("the prompt is empty; give --prompt some words")
     target = load_target(options.target)
@@ -59,7 +63,9 @@ def run(options: Options) -> None:
     rounds = len(generation.rounds)
     lossy = "" if options.sampling.lossless else " (LOSSY: typical acceptance does not keep the target's law)"
     summary = f": tau {tau([kept_per_round(generation)]):.2f}" if rounds else ""
-    print(f"{len(generation.token_ids)} tokens in {rounds} rounds{summary}{lossy}", file=sys.stderr)
+    why = {"length": f" (cut at {options.max_new_tokens})", "context": " (the target's positions are full)"}
+    ended = why.get(generation.finish_reason, "")
+    print(f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{lossy}", file=sys.stderr)
 
 
 def stream(

@@ -402,7 +402,9 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
+def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    if isinstance(name, torch.dtype):
+        return name
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if name not in ("float32", "bfloat16", "float16", "float64"):

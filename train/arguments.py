@@ -101,10 +101,12 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     """The command line as jsonargparse wants it.
 
-    Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is `--sampling.temperature X`; `--flag`
+    Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is
+    `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag`
     and `--no-flag` set a switch; an option that takes a list may be given several times.
     """
     result: list[str] = []
+    given: set[str] = set()
     for i, argument in enumerate(argv):
         if not argument.startswith("--"):
             result.append(argument)
@@ -112,8 +114,9 @@ def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
-        if name not in types and f"sampling.{name}" in types:
-            name = f"sampling.{name}"
+        for group in ("sampling", "target"):
+            if name not in types and f"{group}.{name}" in types:
+                name = f"{group}.{name}"
         if name == "target" and types.get("target") is TargetConfig:
             name = "target.path"
         if bare and types.get(name) in SWITCHES:
@@ -122,6 +125,9 @@ def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
             name, equals, value = name.removeprefix("no_"), "=", "false"
         elif types.get(name) == list[str]:
             name += "+"
+        elif name in given and name != "config":
+            fail(f"--{name.replace('_', '-')} is given twice; it takes one value")
+        given.add(name)
         result.append(f"--{name}{equals}{value}")
     return result
 

@@ -8,11 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from transformers.utils import logging as transformers_logging
-
-from ..heads.errors import UserError
-from ..heads.files import write_failure
-from .arguments import fail, is_main_rank, parse
+# Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
 VERBS = {
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
@@ -25,10 +21,19 @@ METHODS = ("medusa",)
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the console script."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return
+    from .arguments import fail, parse
+
     words = 2 if argv[0] == "data" and len(argv) > 1 else 1
     verb = " ".join(argv[:words])
     if verb not in VERBS:
@@ -41,6 +46,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def train_main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
+    from .arguments import fail, is_main_rank, parse
+
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
@@ -74,6 +81,12 @@ def leave() -> None:
 
 def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     """Run `work`; what a user can mend ends in one line and exit code 2, an interrupt in 130."""
+    from transformers.utils import logging as transformers_logging
+
+    from ..heads.errors import UserError
+    from ..heads.files import write_failure
+    from .arguments import fail, is_main_rank
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.draft_lm import load_draft_lm
 from draftsmith.inference.early_exit import first_layers
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.rows import read_prompts
@@ -87,7 +90,10 @@ def main() -> None:
     target = load_target(TargetConfig(arguments.target))
     if (arguments.draft_lm is None) == (arguments.early_exit is None):
         parser.error("give one of --draft-lm and --early-exit")
-    drafter = load_target(TargetConfig(arguments.draft_lm)) if arguments.draft_lm else first_layers(target, arguments.early_exit)
+    if arguments.draft_lm:
+        drafter = load_draft_lm(arguments.draft_lm, target).model
+    else:
+        drafter = first_layers(target, arguments.early_exit)
     prompts = [p.token_ids for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)]
     rows: list[dict[str, Any]] = []
     for temperature in tqdm((0.3, 0.7, 1.0), desc="temperatures", disable=None, leave=False):
@@ -122,4 +128,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

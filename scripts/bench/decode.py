@@ -6,7 +6,8 @@
 
 Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the draft model (constant draft
 length, confidence threshold 0), our loop with the same draft model and length, and every `--drafter`. Greedy, batch 1. Times are
-medians of `--repeats` turns; the split is of our loop's rounds. "loop" is all of a round but draft and target forwards.
+medians of `--repeats` turns; the split is of our loop's rounds. "loop" is all of a round but draft and target forwards. tau:
+tokens a round; of transformers' rounds the first includes the prefill, of ours none does.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Generation, generate_one
 from draftsmith.inference.metrics import kept_per_round, split, tau
@@ -179,7 +182,7 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
 
 
 def show(summaries: dict[str, dict[str, Any]], costs: dict[int, float], count: int) -> None:
-    console = Console(width=150)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     table = Table()
     for column in (
         "way",
@@ -252,4 +255,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

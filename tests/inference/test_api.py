@@ -44,7 +44,7 @@ def test_prompts_of_every_kind(quickstart: Target) -> None:
 
 def test_samples_batches_and_seeds(quickstart: Target) -> None:
     decoder = load(quickstart, "suffix")
-    options = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
+    options: dict = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
     found = decoder.generate([PROMPT, "def f():"], **options)
     assert len(found) == 6 and len({tuple(r.token_ids) for r in found}) > 3
     assert [r.token_ids for r in found] == [r.token_ids for r in decoder.generate([PROMPT, "def f():"], batch_size=2, **options)]
@@ -82,14 +82,46 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
         (lambda: decoder.generate(PROMPT, samples=0), "at least 1"),
         (lambda: decoder.generate(PROMPT, temperature=-1), "temperature"),
         (lambda: decoder.generate(PROMPT, top_p=0.9), "means nothing at temperature 0"),
-        (lambda: decoder.generate(quickstart.tokenizer("hello")), "give the input_ids"),
+        (lambda: decoder.generate(quickstart.tokenizer("hello")), "the input_ids"),
         (lambda: decoder.generate([[5, 10**6]]), "no token id"),
+        (lambda: decoder.generate(PROMPT, samples=3), "all the same at temperature 0"),
+        (lambda: decoder.generate(PROMPT, samples="4"), "whole number"),  # type: ignore[arg-type]
+        (lambda: decoder.generate(PROMPT, temprature=0.7), "did you mean temperature"),
+        (lambda: decoder.generate(PROMPT, repetition_penalty="a"), "must be a number"),
+        (lambda: decoder.generate(PROMPT, stop=""), "at least one character"),
+        (lambda: decoder.generate(PROMPT, stop=5), "a text or a list of texts"),  # type: ignore[arg-type]
+        (lambda: decoder.generate(b"def"), "not bytes"),
+        (lambda: decoder.generate(None), "not NoneType"),  # type: ignore[arg-type]
+        (lambda: decoder.generate(torch.tensor([0.5])), "not list of something else"),
+        (lambda: decoder.generate([{"content": "x"}]), "object with a role"),
+        (lambda: load(quickstart, None), "must be named"),  # type: ignore[arg-type]
+        (lambda: load(str(QUICKSTART), dtyp="float32"), "did you mean dtype"),
         (lambda: load(quickstart, device="cuda"), "takes no options"),
         (lambda: load(str(QUICKSTART), device="mps"), "not supported"),
         (lambda: load("no/such/target/folder"), "check the path"),
     ):
         with pytest.raises(UserError, match=message):
             call()
+
+
+def test_a_drafter_works_on_one_batch_at_a_time(quickstart: Target) -> None:
+    """A second one is refused; one that was given up is no hindrance."""
+    for drafter in ("ngram", "early-exit"):
+        decoder = load(quickstart, drafter)
+        whole = decoder.generate(PROMPT, 24).text
+        pieces = decoder.stream(PROMPT, 24)
+        first = next(pieces)
+        with pytest.raises(UserError, match="at work on another batch"):
+            decoder.generate(PROMPT, 24)
+        assert first + "".join(pieces) == whole
+        pieces = decoder.stream(PROMPT, 24)
+        next(pieces)
+        del pieces
+        assert decoder.generate(PROMPT, 24).text == whole
+
+
+def test_a_dtype_may_be_torchs_own() -> None:
+    assert load(str(QUICKSTART), device="cpu", dtype=torch.bfloat16).target.dtype == torch.bfloat16
 
 
 def test_decoding_imports_nothing_that_a_serving_machine_lacks(command) -> None:

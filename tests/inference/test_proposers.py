@@ -211,6 +211,9 @@ def test_specs() -> None:
         ("early-exit:width=2,nodes=3", "a tree of 4 levels needs at least as many nodes"),
         ("ngram:length=--5", "length must be a whole number"),
         ("no/such/folder", "no/such/folder"),
+        ("sufix", "did you mean suffix"),
+        ("ngram:length=100000", "1024 at most"),
+        ("none:length=4", "there are: no settings"),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_one_clear_error(spec: str, message: str, tiny: Target) -> None:

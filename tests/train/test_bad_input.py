@@ -139,9 +139,13 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
         ("--drafter", "ngram:size=3", "drafter ngram has no setting 'size'; there are: length, longest, shortest"),
         ("--drafter", "lookahed", "lookahed"),
         ("--batch-size", "0", "at least 1"),
+        ("--limit", "-1", "--limit must be at least 1, not -1"),
+        ("--max-new-tokens", "0", "--max-new-tokens must be at least 1"),
     ):
         expect(quick(capsys, "evaluate", *base, "--prompts", good, option, value), message)
     expect(quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram:length"), "ngram:length")
+    expect(quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram", "--drafter", "suffix"), "given twice")
+    expect(quick(capsys, "generate", *base, "--prompt", "x", "--stop", ""), "at least one character")
     expect(quick(capsys, "evaluate", *base, "--prompts", good, "--json", tmp_path, "--max-new-tokens", "4"), "cannot write")
     expect(quick(capsys, "data", "regenerate", *base, "--data", good, "--out", good), "another file")
     expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")

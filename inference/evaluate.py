@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -30,7 +31,7 @@ from .target import Target, TargetConfig, load_target
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 1
-SHOWN = 4  # positions whose acceptance the table shows; the JSON holds all
+SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
 
 
 @dataclass
@@ -245,9 +246,13 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     requests = drafters["plain"]["requests"]
     law = f"T = {report['sampling']['temperature']:g}" + ("" if report["lossless"] else ", LOSSY typical acceptance")
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
-    table = Table(title=f"{report['target']['name']}\n{prompts}, {law}, batch {report['batch']}, {report['dtype']}")
-    table.add_column("drafter", overflow="fold")
-    for column in ("tau", "95%", f"accepted at 1-{SHOWN}", "tokens/s", "speed-up", "identical"):
+    table = Table(
+        title=f"{report['target']['name']}\n{prompts}, {law}, batch {report['batch']}, {report['dtype']}",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    table.add_column("drafter", overflow="fold", min_width=20)
+    for column in ("tau", "95%", f"accepted 1-{SHOWN}", "tok/s", "speed-up", "identical"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, s in drafters.items():
         low, high = s["tau_ci95"]

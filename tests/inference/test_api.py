@@ -92,7 +92,7 @@ def test_mistakes_are_user_errors(quickstart: Target) -> None:
         (lambda: decoder.generate(PROMPT, stop=5), "a text or a list of texts"),  # type: ignore[arg-type]
         (lambda: decoder.generate(b"def"), "not bytes"),
         (lambda: decoder.generate(None), "not NoneType"),  # type: ignore[arg-type]
-        (lambda: decoder.generate(torch.tensor([0.5])), "not list of something else"),
+        (lambda: decoder.generate(torch.tensor([0.5])), "not float"),
         (lambda: decoder.generate([{"content": "x"}]), "object with a role"),
         (lambda: load(quickstart, None), "must be named"),  # type: ignore[arg-type]
         (lambda: load(str(QUICKSTART), dtyp="float32"), "did you mean dtype"),

@@ -250,8 +250,9 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         title=f"{report['target']['name']}\n{prompts}, {law}, batch {report['batch']}, {report['dtype']}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("drafter", overflow="fold", min_width=20)
+    table.add_column("drafter", overflow="fold", min_width=18)
     for column in ("tau", "95%", f"accepted 1-{SHOWN}", "tok/s", "speed-up", "identical"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, s in drafters.items():

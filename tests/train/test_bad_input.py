@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,8 +215,6 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Pat
 
 
 def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path) -> None:
-    import signal
-
     config = make_config(
         tmp_path, saved_tiny, max_steps=100_000, evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4}
     )
@@ -250,3 +250,17 @@ def test_a_nan_in_the_target_is_found_before_training(tmp_path: Path, command: C
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     expect(command(*TRAIN, make_config(tmp_path, tmp_path / "target")), "logits")
+
+
+@pytest.mark.parametrize("seconds", [0.7, 1.4])
+def test_an_interrupt_is_answered_while_the_imports_still_run(saved_tiny: Path, seconds: float) -> None:
+    command = [sys.executable, "-c", "from draftsmith.train.cli import main; main()"]
+    process = subprocess.Popen(
+        [*command, "generate", "--target", str(saved_tiny), "--prompt", "x"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "interrupted; nothing was written\n", errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Clock:
             self._waiting[-1][0][-1].synchronize()
         while self._waiting and (not self._cuda or self._waiting[0][0][-1].query()):
             marks, records = self._waiting.pop(0)
-            for part, first, second in zip(PARTS, marks, marks[1:], strict=False):
+            for part, (first, second) in zip(PARTS, pairwise(marks), strict=True):
                 seconds = first.elapsed_time(second) / 1000 if self._cuda else second - first
                 for record in records:
                     setattr(record, f"t_{part}_s", seconds)

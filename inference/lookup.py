@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ def copy_from(text: list[int], place: int, length: int) -> list[int]:
     return copied
 
 
-class LookupProposer:
+class LookupProposer(ABC):
     """A chain looked up for each row. It costs no forward, and where nothing is found the round is plain decoding."""
 
     name: str
@@ -44,8 +45,9 @@ class LookupProposer:
         self._sizes = sorted({0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)})
         self._rows: list[Index] = []
 
+    @abstractmethod
     def new_index(self) -> Index:
-        raise NotImplementedError
+        """An empty text of one request."""
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .clock import PARTS
@@ -30,8 +31,7 @@ def survival(accepted: Sequence[int], levels: int) -> list[float]:
 
 def conditional(survived: Sequence[float]) -> list[float]:
     """`c_d = s_d / s_(d-1)`: acceptance at depth d given that depth d - 1 was accepted."""
-    before = [1.0, *survived]
-    return [s / b if b > 0 else float("nan") for s, b in zip(survived, before, strict=False)]
+    return [s / b if b > 0 else float("nan") for b, s in pairwise([1.0, *survived])]
 
 
 def bootstrap(requests: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int = 0) -> tuple[float, float]:

@@ -1,21 +1,36 @@
 """Losses between a drafter's law q and the target's law p, per position, and their sums over many positions in bounded memory.
 
-Laws come as log-probabilities, so that one softmax serves a loss and its metrics. Shapes: R rows (positions), V vocabulary.
-Gradients with respect to logits z are listed in reference/objectives.md section 2.
+Laws come as log-probabilities over the drafter's vocabulary, so that one softmax serves a loss and its metrics. `log_p` may be a
+slice of the target's law that sums to less than one (a draft vocabulary): overlaps take it as it is, since that is what decoding
+accepts; losses of the KL family renormalise it, since a drafter cannot put mass elsewhere. Gradients with respect to the logits z
+of q are those of reference/objectives.md section 2; p is a constant. Shapes: R rows (positions), V vocabulary; p may have 1 in
+place of a row axis of q, one teacher for several drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+Divergence = Literal["kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"]
+NEEDS_LABELS = ("ce", "ce-l1")
+SMALLEST_OVERLAP = 1e-5
+HYBRID_ETA = 3.0
+TOP_K = 10
+CE_SHARE = 0.1
 
 
 def log_law(logits: Tensor) -> Tensor:
-    """log softmax in fp32: bf16 logits lose the tail."""
-    return torch.log_softmax(logits.float(), dim=-1)
+    """log softmax in fp32 at least: bf16 logits lose the tail."""
+    return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+
+
+def renormalised(log_p: Tensor) -> Tensor:
+    """`log_p` with its mass made one."""
+    return log_p - log_p.logsumexp(-1, keepdim=True)
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:
@@ -24,8 +39,37 @@ def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL(p || q) `[R]`. d/dz = q - p. Its minimum is zero, unlike that of soft cross-entropy."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    """KL(p || q) `[R]`. d/dz = q - p. Soft cross-entropy with p's entropy taken off, so that its minimum is zero."""
+    log_p = renormalised(log_p)
+    p = log_p.exp()
+    return (p * log_p).nan_to_num(0.0).sum(-1) - _dot(log_q, p)
+
+
+def _dot(log_q: Tensor, p: Tensor) -> Tensor:
+    """sum_v p log q `[R]`; a token that q excludes altogether would make it infinite, and p then has to exclude it too."""
+    if p.dim() > 1 and p.shape[-2] == 1 and log_q.shape[-2] > 1:
+        return (log_q @ p.transpose(-1, -2))[..., 0]  # one teacher for several rows: no [R, V] product is made
+    return (p * log_q).sum(-1)
+
+
+def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """KL(q || p) `[R]`: seeks modes. d/dz = q (log(q / p) - KL)."""
+    return (log_q.exp() * (log_q - renormalised(log_p))).sum(-1)
+
+
+def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, `[R]` (generalised JSD of GKD, arXiv 2306.13649).
+
+    d/dz = (1 - beta) q (log(q / m) - KL(q || m)). At beta = 1/2 it is at most log 2.
+    """
+    log_p = renormalised(log_p)
+    p, q = log_p.exp(), log_q.exp()
+    log_m = torch.logaddexp(log_p + _log(beta), log_q + _log(1 - beta))
+    return beta * (p * (log_p - log_m)).sum(-1) + (1 - beta) * (q * (log_q - log_m)).sum(-1)
+
+
+def _log(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float64).log())
 
 
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -33,20 +77,114 @@ def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
     return torch.minimum(log_q, log_p).exp().sum(-1)
 
 
-def sum_in_chunks(
-    function: Callable[..., tuple[Tensor, ...]], rows: tuple[Tensor, ...], rows_per_chunk: int
-) -> tuple[Tensor, ...]:
-    """Sum over all rows of what `function(*rows)` sums over some, holding the logits of one chunk at a time.
+def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """1 - alpha `[R]`. d/dz = -q (1[q < p] - s), s = sum of q where q < p. Exactly what is paid for; stalls from a cold start."""
+    return 1 - overlap(log_q, log_p)
 
-    `function` takes slices of `rows` (tensors of equal first dimension) and returns sums. Its inside is recomputed in the
-    backward pass, so memory is one `[rows_per_chunk, V]` instead of `[R, V]` (objectives 10). With no rows it runs once on
+
+def lk_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
+    """-log alpha `[R]` (arXiv 2602.23881): TV's gradient over alpha. For a point mass p it is the cross-entropy."""
+    return -overlap(log_q, log_p).clamp(min=SMALLEST_OVERLAP).log()
+
+
+def lk_hybrid(log_q: Tensor, log_p: Tensor, eta: float = HYBRID_ETA) -> Tensor:
+    """l KL + (1 - l) TV with l = exp(-eta alpha), alpha held constant, for each row (arXiv 2602.23881)."""
+    alpha = overlap(log_q, log_p)
+    share = torch.exp(-eta * alpha.detach())
+    return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
+
+
+def top_k_kl(log_q: Tensor, log_p: Tensor, k: int = TOP_K) -> Tensor:
+    """KL of both laws restricted to the target's k best tokens and renormalised, `[R]`. What q leaks elsewhere is unpunished.
+
+    d/dz = q' - p' on those tokens, q' and p' being the restricted laws (objectives.md section 2).
+    """
+    best = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
+    there = best.indices.expand(*log_q.shape[:-1], -1)
+    p, q = renormalised(best.values), renormalised(log_q.gather(-1, there))
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def ce_and_l1(log_q: Tensor, log_p: Tensor, labels: Tensor, ce_share: float = CE_SHARE) -> Tensor:
+    """0.1 CE + 0.9 sum |p - q| `[R]` (DSpark, arXiv 2607.05147). The second part is twice TV where p is whole."""
+    return ce_share * cross_entropy(log_q, labels) + (1 - ce_share) * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def divergence(name: Divergence, log_q: Tensor, log_p: Tensor, labels: Tensor) -> Tensor:
+    """The loss of that name `[R]`; `labels` `[R]` (columns of q) are read by those of `NEEDS_LABELS` only."""
+    if name == "ce":
+        return cross_entropy(log_q, labels)
+    if name == "ce-l1":
+        return ce_and_l1(log_q, log_p, labels)
+    return _SOFT[name](log_q, log_p)
+
+
+_SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": forward_kl,
+    "reverse-kl": reverse_kl,
+    "jsd": jensen_shannon,
+    "tv": total_variation,
+    "lk-alpha": lk_alpha,
+    "lk-hybrid": lk_hybrid,
+    "top-k-kl": top_k_kl,
+}
+assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
+
+
+def sum_in_chunks(
+    function: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor,
+    rows: tuple[Tensor, ...],
+    parameters: Sequence[Tensor],
+    rows_per_chunk: int,
+) -> tuple[Tensor, ...]:
+    """Sum a loss over all rows while the logits of one chunk exist at a time.
+
+    `function(hidden, *rows)` takes slices of `hidden` and `rows` (equal first dimension) and gives the slice's loss (a sum), then
+    any tables `[rows, ..]`, which are collected and carry no gradient. Gradients reach `hidden` and `parameters`, which must be
+    all that `function` has to train. They are made chunk by chunk in the forward pass, right where the logits are, so nothing is
+    kept and nothing is computed twice (objectives 10.1); the backward pass scales them. With no rows `function` runs once on
     empty slices, so that every parameter still takes part.
     """
-    count = rows[0].shape[0]
-    totals: tuple[Tensor, ...] | None = None
-    for start in range(0, max(count, 1), rows_per_chunk):
-        part = [row[start : start + rows_per_chunk] for row in rows]
-        sums: tuple[Tensor, ...] = checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False)
-        totals = sums if totals is None else tuple(a + b for a, b in zip(totals, sums, strict=True))
-    assert totals is not None
-    return totals
+    if torch.is_grad_enabled():
+        return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
+    starts = range(0, max(hidden.shape[0], 1), rows_per_chunk)
+    parts = [function(*(x[start : start + rows_per_chunk] for x in (hidden, *rows))) for start in starts]
+    losses, *tables = zip(*parts, strict=True)
+    return (torch.stack(losses).sum(), *(torch.cat(table) for table in tables))
+
+
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, rows: Any, rows_per_chunk: int, hidden: Tensor, *parameters: Tensor) -> Any:
+        learning = [i for i, p in enumerate(parameters) if p.requires_grad]
+        sums = [torch.zeros_like(parameters[i]) for i in learning]
+        to_hidden = torch.zeros_like(hidden)
+        total, tables = None, []
+        for start in range(0, max(hidden.shape[0], 1), rows_per_chunk):
+            part = slice(start, start + rows_per_chunk)
+            with torch.enable_grad():
+                inputs = hidden[part].detach().requires_grad_()
+                loss, *found = function(inputs, *(row[part] for row in rows))
+                wanted = [inputs, *(parameters[i] for i in learning)]
+                grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
+            total = loss.detach() if total is None else total + loss.detach()
+            tables.append([table.detach() for table in found])
+            if grads[0] is not None:
+                to_hidden[part] = grads[0]
+            for into, grad in zip(sums, grads[1:], strict=True):
+                if grad is not None:
+                    into += grad
+        ctx.learning, ctx.count = learning, len(parameters)
+        ctx.save_for_backward(to_hidden, *sums)
+        joined = [torch.cat(parts) for parts in zip(*tables, strict=True)]
+        ctx.mark_non_differentiable(*joined)
+        return (total, *joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
+        to_hidden, *sums = ctx.saved_tensors
+        to_parameters: list[Tensor | None] = [None] * ctx.count
+        for i, total in zip(ctx.learning, sums, strict=True):
+            to_parameters[i] = total * grad
+        return None, None, None, to_hidden * grad, *to_parameters

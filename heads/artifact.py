@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .ends import TargetEnds
 from .errors import UserError
 from .files import read_json, whole_directory, write_json
 from .fingerprint import Fingerprint
@@ -37,7 +38,8 @@ class DrafterModule(Protocol):
     taps: tuple[int, ...]
 
     def serving_state(self) -> dict[str, Tensor]: ...
-    def serving_config(self, target_name: str) -> dict[str, Any]: ...
+    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]: ...
+    def check(self) -> None: ...
 
 
 @dataclass
@@ -54,11 +56,13 @@ class Artifact:
         return self.drafter.method
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the directory whole or not at all; tensors are cast to `dtype`."""
+        """Write the directory whole or not at all; floating tensors are cast to `dtype`."""
         drafter: DrafterModule = self.drafter
-        tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.serving_state().items()}
+        tensors = {
+            name: t.detach().to("cpu", stored_as(t, dtype)).contiguous().clone() for name, t in drafter.serving_state().items()
+        }
         with whole_directory(directory) as aside:
-            write_json(aside / "config.json", drafter.serving_config(self.fingerprint.name))
+            write_json(aside / "config.json", drafter.serving_config(self.fingerprint.name, str(dtype).removeprefix("torch.")))
             write_json(aside / OWN_FILE, self._own_facts(dtype))
             save_file(tensors, aside / drafter.weights_file, metadata={"format": "pt"})
 
@@ -78,7 +82,7 @@ class Artifact:
         cls,
         directory: str | Path,
         target: Fingerprint,
-        target_head: Callable[[Tensor], Tensor] | None = None,
+        ends: TargetEnds | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> Artifact:
         """Read a directory and check it against the target that it is to be used with.
@@ -104,12 +108,13 @@ class Artifact:
             warn(message)
         config_path = directory / "config.json"
         try:
-            drafter = drafter_class(method).from_serving_config(read_json(config_path), target_head)
+            drafter = drafter_class(method).from_serving_config(read_json(config_path), ends)
         except (KeyError, TypeError) as error:
             raise UserError(f"{config_path} lacks or garbles a field ({error}); save the drafter again") from error
         if list(drafter.taps) != own["taps"]:
             raise UserError(f"{directory}: {OWN_FILE} says taps {own['taps']}, config.json says {list(drafter.taps)}")
         fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
+        drafter.check()
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
 
@@ -119,6 +124,11 @@ def drafter_class(method: str) -> Any:
     if not method.isidentifier() or importlib.util.find_spec(f".{method}", __package__) is None:
         raise UserError(f"unknown drafting method {method!r}; this version may be too old for that drafter")
     return importlib.import_module(f".{method}", __package__).Drafter
+
+
+def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Vocabulary maps keep their own type; everything else is stored as `dtype`."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 @torch.no_grad()
@@ -133,8 +143,8 @@ def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     for name in expected.keys() & stored.keys():
         if stored[name].shape != expected[name].shape:
             problems.append(f"{name} has shape {list(stored[name].shape)}, expected {list(expected[name].shape)}")
-        elif stored[name].dtype != dtype:
-            problems.append(f"{name} is {stored[name].dtype}, expected {dtype}")
+        elif stored[name].dtype != stored_as(expected[name], dtype):
+            problems.append(f"{name} is {stored[name].dtype}, expected {stored_as(expected[name], dtype)}")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"{path} does not fit its config: {'; '.join(sorted(problems)[:3])}{more}")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .ends import TargetEnds
 from .errors import UserError
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
@@ -119,7 +120,10 @@ class MedusaHeads(nn.Module):
             state[f"{h}.{self.config.num_layers}.weight"] = output.weight
         return state
 
-    def serving_config(self, target_name: str) -> dict[str, Any]:
+    def check(self) -> None:
+        """Nothing can be wrong with heads of the right shapes."""
+
+    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
         """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no other `num_*` keys."""
         return {
             "medusa_num_heads": self.config.num_heads,
@@ -132,10 +136,10 @@ class MedusaHeads(nn.Module):
         }
 
     @classmethod
-    def from_serving_config(cls, config: dict[str, Any], target_head: Callable[[Tensor], Tensor] | None = None) -> MedusaHeads:
+    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> MedusaHeads:
         """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
         shape = MedusaConfig(config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"])
-        return cls(shape, config["hidden_size"], config["vocab_size"], target_head)
+        return cls(shape, config["hidden_size"], config["vocab_size"], ends.head if ends is not None else None)
 
 
 Drafter = MedusaHeads

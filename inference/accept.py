@@ -39,7 +39,7 @@ class Verdict:
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its nodes."""
     sampling, tables = draws.sampling, tree.tables
-    scores = draws.scores(logits, tree.path_tokens)
+    scores = draws.scores(logits, tree.path_tokens if sampling.history_processor is not None else None)
     if sampling.draws_from_law and tree.laws is not None:
         return _by_law(tree, scores, draws)
     if not sampling.greedy and not sampling.lossless:

@@ -173,3 +173,15 @@ class TreeCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+
+def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
+    """`[1 | B, N, width]` bool: which slots N positions see: all committed ones, and of the T undecided ones what `visible`
+    `[1 | B, N, T]` says."""
+    starts = cache.starts()[:1] if cache.uniform else cache.starts()
+    beyond = torch.arange(width, device=visible.device)[None] - starts[:, None]  # place among the undecided; negative: committed
+    undecided = visible.shape[-1]
+    batch = max(len(beyond), len(visible))
+    index = beyond.clamp(0, undecided - 1)[:, None].expand(batch, visible.shape[1], width)
+    see = visible.expand(batch, -1, -1).gather(2, index)
+    return (beyond < 0)[:, None] | (see & (beyond < undecided)[:, None])

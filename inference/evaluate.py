@@ -192,6 +192,7 @@ def make_report(target: Target, prompts: Sequence[Prompt], results: Results, opt
 DEFINITIONS = {
     "tau_incl_bonus": "tokens kept per round, the target's own included, the prefill's excluded, pooled over requests",
     "tau_ci95": "95% bootstrap interval over prompts, 1000 resamples",
+    "tau_by_position": "tau of the rounds whose root stands below that position",
     "survival": "share of rounds that accepted at least d drafts",
     "cond_accept": "survival at d over survival at d - 1",
     "tokens_s": "tokens of all rounds / their wall time, prefill excluded",

@@ -214,9 +214,8 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
 class _SampledLevel:
     """The nodes of one depth of a fixed shape that have children, and what filling those takes; on one device."""
 
-    nodes: tuple[int, ...]
     at: Tensor
-    """[M]: the same nodes."""
+    """[M]: node ids."""
     depth: int
     width: int
     """Most children of any of them."""
@@ -249,7 +248,6 @@ def _sampled_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_Samp
         tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
         levels.append(
             _SampledLevel(
-                nodes=inner,
                 at=tensor(inner),
                 depth=shape.depths[inner[0]],
                 width=width,

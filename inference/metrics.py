@@ -24,6 +24,25 @@ def tau(kept: Sequence[Sequence[int]]) -> float:
     return sum(map(sum, kept)) / rounds if rounds else float("nan")
 
 
+BUCKETS = (256, 1024, 4096, 16384, 65536)
+
+
+def tau_by_position(requests: Sequence[tuple[int, Sequence[int]]]) -> dict[str, float]:
+    """Tau of the rounds whose root lies at positions below 256, 1024, ..: drafters fade past the lengths that they were
+    trained on.
+
+    Of each request the prompt's length, which is where its first root stands, and the tokens kept in each round.
+    """
+    found: dict[str, list[int]] = {}
+    for root, kept in requests:
+        for count in kept:
+            below = next((edge for edge in BUCKETS if root < edge), None)
+            found.setdefault(f"<{below}" if below else f">={BUCKETS[-1]}", []).append(count)
+            root += count
+    order = [*(f"<{edge}" for edge in BUCKETS), f">={BUCKETS[-1]}"]
+    return {name: sum(found[name]) / len(found[name]) for name in order if name in found}
+
+
 def survival(accepted: Sequence[int], levels: int) -> list[float]:
     """`s_d`, d = 1 .. levels: share of rounds that accepted at least d drafts."""
     return [sum(a >= d for a in accepted) / len(accepted) if accepted else float("nan") for d in range(1, levels + 1)]
@@ -95,6 +114,7 @@ def summarise(generations: Sequence[Generation], batch_size: int = 1) -> dict[st
         "tokens": sum(len(g.token_ids) for g in generations),
         "tau_incl_bonus": tau(kept),
         "tau_ci95": [low, high],
+        "tau_by_position": tau_by_position([(len(g.prompt_ids), k) for g, k in zip(generations, kept, strict=True)]),
         "tau_untruncated": sum(a + 1 for a in accepted) / len(rounds) if rounds else float("nan"),
         "survival": survived,
         "cond_accept": conditional(survived),

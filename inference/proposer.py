@@ -162,7 +162,7 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
         make = getattr(importlib.import_module(f".{module}", __package__), cls)
         arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
-        artifact = Artifact.load(name, target.fingerprint(), target.head, warn)
+        artifact = Artifact.load(name, target.fingerprint(), target.ends, warn)
         artifact.drafter.to(target.device, target.dtype)
         make = importlib.import_module(f".{artifact.method}", __package__).make_proposer
         arguments = (artifact,)

@@ -8,6 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
+from .accept import match
+from .cache import TreeCache
+from .proposer import Accepted, Prompts, Proposer
+from .sampling import GREEDY, Draws
+from .target import Hidden
+
 
 def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     """Tokens kept in each round when decoding writes positions `start + 1 .. end - 1` of a text.
@@ -22,3 +31,45 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
         kept.append(min(accepted[root] + 1, end - 1 - root))
         root += accepted[root] + 1
     return kept
+
+
+@torch.inference_mode()
+def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
+    """Tokens kept in each round when `proposer` drafts greedily along a known text, its features standing in for the target.
+
+    `ids` `[S]` and `hidden` `[S, H]` of them; the reply begins at `start`. For drafters that read features only, trees that
+    follow their confidence included: the target itself is not needed, so stored features can score a drafter.
+    """
+    end, root = len(ids), start
+    text = [*ids.tolist(), *[UNKNOWN] * (proposer.max_drafted + 2)]
+    part = lambda a, b: Hidden(hidden.last[None, a:b], tuple(tap[None, a:b] for tap in hidden.taps))  # noqa: E731
+    length = torch.tensor([start], device=ids.device)
+    draws = Draws(GREEDY, torch.zeros_like(length), ids[None], length)
+    proposer.prefill(Prompts([text[: start + 1]], ids[None, :start], length, part(0, start), TreeCache(0, 0)))
+    kept = []
+    while root < end - 1:
+        tree = proposer.propose(ids[root : root + 1], draws)
+        coming = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
+        node = int(match(tree, coming[tree.tables.depths]))
+        path = [n for n in tree.tables.paths[0, node].tolist() if n >= 0]
+        kept.append(min(len(path), end - 1 - root))
+        past = root + len(path)
+        count = torch.tensor([len(path)], device=ids.device)
+        if past < end:
+            proposer.commit(
+                Accepted(
+                    [text[root + 1 : past + 1]],
+                    [path],
+                    torch.tensor([path], device=ids.device),
+                    ids[None, root:past],
+                    count,
+                    part(root, past),
+                )
+            )
+            draws.extend(ids[None, root:past], count)
+        root = past
+    proposer.finish()
+    return kept
+
+
+UNKNOWN = -2  # what stands past the end of a text: equal to no token and to no missing node

@@ -136,6 +136,7 @@ class Draws:
         self._keys = keys  # [B]
         self._text = text  # [B, C]: prompt and accepted tokens; at and after `lengths`, a token that the row holds anyway
         self.lengths = lengths  # [B], the root's position
+        self._noise: Tensor | None = None  # [B, levels, V], of the positions after this round's roots
 
     def extend(self, ids: Tensor, counts: Tensor) -> None:
         """Append `counts` `[B]` of `ids` `[B, A]` to the texts; roots move on by as many."""
@@ -144,7 +145,7 @@ class Draws:
             inside = columns < counts[:, None]
             filler = self._text[:, :1].expand_as(ids)
             self._text.scatter_(1, self.lengths[:, None] + columns, torch.where(inside, ids, filler))
-        self.lengths = self.lengths + counts
+        self.lengths, self._noise = self.lengths + counts, None
 
     def reserve(self, capacity: int) -> None:
         """Make room for texts of so many tokens, by doubling; nothing is kept if no processor reads it."""
@@ -154,6 +155,7 @@ class Draws:
 
     def keep(self, rows: Tensor) -> None:
         self._keys, self._text, self.lengths = self._keys[rows], self._text[rows], self.lengths[rows]
+        self._noise = None
 
     def scores(self, logits: Tensor, paths: Tensor | None) -> Tensor:
         """Processed log-scores `[B, M, V]` after nodes whose tokens, from the root on, are `paths` `[B, M, d]` (-1 = none).
@@ -190,9 +192,17 @@ class Draws:
         return (scores + by_depth[rows, depths]).argmax(-1)
 
     def _position_noise(self, depth: int, levels: int, like: Tensor) -> Tensor:
-        """`[B, levels, V]`: noise of the positions that nodes of depth `depth`, `depth` + 1, .. choose."""
-        places = self.lengths[:, None] + torch.arange(depth + 1, depth + 1 + levels, device=like.device)
-        return noise.gumbel(self._keys[:, None], noise.COUPLED, places, like.shape[-1]).to(like.dtype)
+        """`[B, levels, V]`: noise of the positions that nodes of depth `depth`, `depth` + 1, .. choose.
+
+        Drafting and verifying a round ask for the same noise, so it is made once.
+        """
+        there = 0 if self._noise is None else self._noise.shape[1]
+        if depth + levels > there:
+            places = self.lengths[:, None] + torch.arange(there + 1, depth + levels + 1, device=like.device)
+            more = noise.gumbel(self._keys[:, None], noise.COUPLED, places, like.shape[-1])
+            self._noise = more if self._noise is None else torch.cat([self._noise, more], dim=1)
+        assert self._noise is not None
+        return self._noise[:, depth : depth + levels].to(like.dtype)
 
     def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
         """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by the drafter's `logits`.

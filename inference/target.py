@@ -17,10 +17,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
-from .cache import TreeCache
+from .cache import TreeCache, visible_slots
 from .tree import TreeShape
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,27 @@ class Target:
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name)
 
+    @property
+    def ends(self) -> TargetEnds:
+        """What drafters borrow."""
+        return TargetEnds(self.embed, self.head)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids `[...]` -> embeddings `[..., H]`."""
+        return self.model.get_input_embeddings()(ids)
+
+    @torch.no_grad()
+    def final_norm_weight(self) -> Tensor | None:
+        """`w` `[H]`, if the final norm is x / rms(x) * w: found by trying it on numbers, for it has many names."""
+        for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+            norm = getattr(self.decoder, name, None)
+            weight = getattr(norm, "weight", None)
+            if norm is not None and weight is not None and weight.shape == (self.hidden_size,):
+                x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
+                plain = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
+                return weight if torch.allclose(norm(x).float(), plain, rtol=2e-2, atol=1e-2) else None
+        return None
+
     def head(self, last: Tensor) -> Tensor:
         """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
         logits = self._output(last.to(self._output.weight.dtype))
@@ -242,17 +264,15 @@ class Target:
             tree = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, lowest)[:, None]
             before = torch.nn.functional.pad(tree, (cache.longest, 0))
             return torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest) if cache.static else before
-        slots = torch.arange(width, device=visible.device)[None]
-        starts = cache.starts()[:1] if cache.uniform else cache.starts()
-        beyond = slots - starts[:, None]  # [1 | B, width]: place among the undecided slots; negative: committed
-        inside = beyond.clamp(0, undecided - 1)
-        batch = max(len(inside), len(visible))
-        index = inside[:, None].expand(batch, count, width)
-        see = visible.expand(batch, -1, -1).gather(2, index)
-        see = (beyond < 0)[:, None] | (see & (beyond < undecided)[:, None])
+        see = visible_slots(visible, cache, width)
         full = torch.zeros(see.shape, dtype=self.dtype, device=see.device).masked_fill_(~see, lowest)[:, None]
         if not self._sliding:
             return full
+        starts = cache.starts()[:1] if cache.uniform else cache.starts()
+        slots = torch.arange(width, device=visible.device)[None]
+        beyond = slots - starts[:, None]
+        inside = beyond.clamp(0, undecided - 1)
+        batch = len(see)
         depths = slot_depths.expand(batch, -1).gather(1, inside.expand(batch, -1))
         keys = torch.where(beyond < 0, slots, starts[:, None] + depths)
         near = positions[..., None] - keys[:, None] < self.config.sliding_window

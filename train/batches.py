@@ -29,6 +29,14 @@ class Batch:
     """[B, S]; number of the document within the row, PADDING at the end."""
     mask: Tensor
     """[B, S] bool; true where the target wrote."""
+    numbers: tuple[int, ...] = ()
+    """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
+
+    def document_lengths(self) -> Tensor:
+        """`[B, S]`: length of the document that each position belongs to."""
+        places = self.documents + 1
+        counts = torch.zeros(len(places), places.shape[1] + 1, dtype=torch.long).scatter_add_(1, places, torch.ones_like(places))
+        return counts.gather(1, places)
 
     def reply_run(self, first: int, last: int) -> Tensor:
         """`[B, S]` bool: position t is true iff t + first .. t + last are all reply tokens of t's own document.
@@ -94,7 +102,16 @@ class Batches:
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
         """What `rank` sees in the given accumulation of `step` (all 0-based)."""
         first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
-        return collate([self._pack_at(first + i) for i in range(self._rows)])
+        numbers = range(first, first + self._rows)
+        return collate([self._pack_at(number) for number in numbers], tuple(numbers))
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """How often each token `[V]` is written by the target in an epoch."""
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for document in self._documents:
+            ids, written = self._table.document(document)
+            counts += torch.from_numpy(np.bincount(ids[written], minlength=vocab_size))
+        return counts
 
     def _pack_at(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         epoch, place = divmod(index, self.packs)
@@ -103,7 +120,7 @@ class Batches:
         return [self._table.document(self._documents[i]) for i in self._packs[self._order[place]]]
 
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> Batch:
+def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], numbers: tuple[int, ...] | None = None) -> Batch:
     """Lay the documents (ids, mask) of each row end to end and pad to the longest row."""
     width = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), width)
@@ -117,4 +134,6 @@ def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]]) -> Batch:
             positions[r, span], documents[r, span] = np.arange(len(document)), number
             at += len(document)
         positions[r, at:] = np.arange(width - at)
-    return Batch(*(torch.from_numpy(array) for array in (ids, positions, documents, mask)))
+    as_tensor = torch.from_numpy
+    places = tuple(range(len(rows))) if numbers is None else numbers
+    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), places)

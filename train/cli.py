@@ -16,7 +16,7 @@ VERBS = {
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
 }
-METHODS = ("medusa",)
+METHODS = ("medusa", "eagle")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -112,5 +112,5 @@ def _usage() -> str:
     return (
         "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
         f"commands (each has --help):\n{verbs}\n\n"
-        "training is launched, not called:\n  accelerate launch -m draftsmith.train medusa --config FILE"
+        "training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD --config FILE  ({', '.join(METHODS)})"
     )

@@ -163,7 +163,9 @@ class RunConfig:
     precision: Literal["no", "bf16"] = "no"
     """bf16: autocast with fp32 master weights."""
     init_from: str | None = None
-    """Start from the weights of this drafter."""
+    """Start from the weights of this drafter; its shape, taps, vocabulary and norms are kept."""
+    retarget: bool = False
+    """Allow `init_from` a drafter of another target of the same shape, such as the base of a fine-tune."""
     seed: int = 0
     log_every: int = 10
     """Steps between log lines."""

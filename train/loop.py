@@ -24,9 +24,8 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 from tqdm import tqdm
 
-from ..heads.artifact import OWN_FILE, Artifact, fill
+from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
-from ..heads.files import read_json
 from ..inference.target import Target, check_there, load_target, resolve_device
 from . import data as data_module
 from .batches import Batch, Batches
@@ -34,7 +33,7 @@ from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .evaluation import HeldOut, evaluate
 from .features import FeatureSource, LiveTarget
-from .objective import Objective, Sums, TrainingModule, add_sums
+from .objectives import Objective, Sums, TrainingModule, acceptance_lengths, add_sums
 from .provenance import provenance
 from .schedule import make_optimizer, rate_at
 
@@ -85,7 +84,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
                 f"{run.output} was trained with {state.rows_per_step} rows a step, now there are {batches.rows_per_step}; use as "
                 "many ranks as before, or change accumulation to match"
             )
-    held_out = HeldOut(target, tables.held_out, run.evaluation, accelerator)
+    held_out = HeldOut(target, tables.held_out, run.evaluation, accelerator, method, trainer.drafter.taps)
     if accelerator.is_main_process:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "config.yaml").write_text(config_yaml)
@@ -135,10 +134,11 @@ class Trainer:
     ) -> None:
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
-        self.objective: Objective = method.make_objective(run, target)
-        self.drafter: Any = method.make_drafter(run, target)
-        if run.init_from is not None:
-            warm_start(self.drafter, run.init_from, target)
+        before = drafter_before(run, target, method) if run.init_from is not None else None
+        self.drafter: Any = method.make_drafter(run, target, lambda: batches.token_counts(target.vocab_size), before)
+        if before is not None:
+            warm_start(self.drafter, before, run.init_from or "")
+        self.objective: Objective = method.make_objective(run, target, self.drafter)
         self.source: FeatureSource = LiveTarget(target, self.objective.taps)
         module = TrainingModule(self.drafter, self.objective)
         self.optimizer: Any
@@ -209,7 +209,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
             stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or last
             clock = time.monotonic()
         elif saving:
-            save(trainer, folder, state, held_out.calibrate_and_estimate(trainer.drafter)[0], config_yaml)
+            save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
             clock = time.monotonic()
     progress.close()
     if accelerator.is_main_process:
@@ -237,10 +237,12 @@ def evaluate_and_save(
         state.best_tau, state.best_step = measured.tau, state.step
     save(trainer, folder, state, calibration, config_yaml)
     metrics = {
-        "tau_estimated": estimate.tau, "tau_rows": estimate.tau_rows, "tau_measured": measured.tau,
+        "tau_training": estimate.tau_training, "tau_rows": estimate.tau_rows, "tau_walked": estimate.tau_walked,
+        "tau_estimated": estimate.tau, "tau_measured": measured.tau,
         "tau_measured_low": measured.interval[0], "tau_measured_high": measured.interval[1],
         "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
+        **{f"tau@{bucket}": value for bucket, value in measured.by_position.items()},
     }  # fmt: skip
     _log(state.step, trainer.total_steps, metrics, trainer.accelerator, progress, folder.path)
     return out_of_patience(trainer.run, state)
@@ -260,13 +262,26 @@ def save(trainer: Trainer, folder: RunFolder, state: TrainerState, calibration: 
         folder.prune(trainer.run.checkpoints.keep, state.best_step)
 
 
-def warm_start(drafter: Any, folder: str, target: Target) -> None:
-    """Fill `drafter` with the weights of the artifact in `folder`, which must have its shape and target."""
-    loaded = Artifact.load(folder, target.fingerprint(), target.head, log.warning)
-    if loaded.method != drafter.method:
-        raise UserError(f"init_from {folder} is a {loaded.method} drafter; this run trains {drafter.method}")
-    dtype = getattr(torch, read_json(Path(folder) / "draftsmith.json")["dtype"])
-    fill(drafter.serving_state(), Path(folder) / drafter.weights_file, dtype)
+def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
+    """The drafter to start from, which must be of this method and, unless the run says `retarget`, of this very target."""
+    differences: list[str] = []
+    loaded = Artifact.load(run.init_from, target.fingerprint(), target.ends, differences.append)
+    if loaded.method != (name := method.__name__.rpartition(".")[2]):
+        raise UserError(f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains {name}")
+    if differences and not run.retarget:
+        raise UserError(f"{'; '.join(differences)}; give --retarget to train it for this target")
+    for line in differences:
+        log.warning("%s; training it for this target", line)
+    return loaded
+
+
+def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
+    """Fill `drafter` with the weights of another of the same shape."""
+    try:
+        drafter.load_state_dict(before.drafter.state_dict())
+    except RuntimeError as error:
+        reason = [line.strip() for line in str(error).splitlines()][1]
+        raise UserError(f"init_from {folder} has another shape than this run's heads: {reason}") from error
 
 
 def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
@@ -276,14 +291,16 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
     if accelerator.num_processes > 1:
         table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
         table[0, 1] /= accelerator.num_processes  # each rank holds its share of one global loss
-    return {name: total / count if count else float("nan") for name, (total, count) in zip(names, table.tolist(), strict=True)}
+    found = {name: total / count if count else float("nan") for name, (total, count) in zip(names, table.tolist(), strict=True)}
+    return found | acceptance_lengths(found)
 
 
 def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelerator, progress: tqdm, folder: Path) -> None:
     if accelerator.is_main_process:
         with (folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
-        text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        shown = {name: value for name, value in metrics.items() if "@" not in name or name.endswith("@1")}  # the file has all
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         progress.write(f"step {step}/{total}  {text}")
     if accelerator.trackers:
         accelerator.log(metrics, step=step)

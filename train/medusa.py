@@ -8,29 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..distill.divergences import cross_entropy, forward_kl, log_law, overlap, sum_in_chunks
+from ..distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.medusa import MedusaConfig, MedusaHeads
-from ..inference.target import Target
+from ..inference.medusa import accepted_by_root, calibrate
+from ..inference.medusa import teacher_forced as teacher_forced_by_last
+from ..inference.target import Hidden, Target
 from .batches import Batch
 from .config import RunConfig
 from .features import Features
-from .objective import Sums
+from .objectives import Sums, depth_metrics, static_decay
+
+__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced"]
 
 EXAMPLE = "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml --optim.lr 3e-4"
+REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default
 
 
 @dataclass
 class MedusaLoss:
     """What the heads are told."""
 
-    loss: Literal["kl", "ce"] = "kl"
-    """kl: the target's distribution; ce: the tokens of the text."""
+    loss: Divergence = "kl"
+    """Between a head's law and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid, ce (the text's tokens), top-k-kl,
+    ce-l1."""
     head_decay: float = 0.8
     """Weight of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024
@@ -49,14 +55,14 @@ class Run(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
-def make_drafter(run: Run, target: Target) -> MedusaHeads:
+def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], before: Artifact | None) -> MedusaHeads:
     """Untrained heads: each starts as the target's own head, so it guesses the next token's token."""
     drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
     drafter.start_from(target.head_weight.float())
     return drafter
 
 
-def make_objective(run: Run, target: Target) -> MedusaObjective:
+def make_objective(run: Run, target: Target, drafter: MedusaHeads) -> MedusaObjective:
     return MedusaObjective(run.objective, run.heads.num_heads, target.head)
 
 
@@ -67,8 +73,7 @@ class MedusaObjective:
 
     def __init__(self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]) -> None:
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
-        raw = [config.head_decay**i for i in range(num_heads)]
-        self.head_weights = [weight / sum(raw) for weight in raw]
+        self.head_weights = static_decay(num_heads, config.head_decay)
 
     def weights(self, batch: Batch) -> dict[str, float]:
         return {f"head{i}": float(batch.reply_run(1, 2 + i).sum()) for i in range(self._num_heads)}
@@ -77,38 +82,45 @@ class MedusaObjective:
         batch, last = features.batch, features.last.flatten(0, 1)
         valid = torch.stack([batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)], dim=-1)
         rows = valid[:, 0].nonzero()[:, 0]  # on the CPU; the rows of deeper heads are among those of the first
-        losses, right, alpha = sum_in_chunks(
-            lambda rows, valid: self._sums(drafter, last, batch.ids.flatten(), rows, valid),
-            (rows, valid[rows]),
+        valid = valid[rows]
+        device_valid = valid.to(last.device, non_blocking=True)
+        factors = device_valid * last.new_tensor(
+            [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)], dtype=torch.float32
+        )
+        dtype = next(drafter.parameters()).dtype
+        loss, losses, right, alpha = sum_in_chunks(
+            lambda *parts: self._table(drafter, last, batch.ids.flatten(), *parts),
+            last[rows.to(last.device)].to(dtype),
+            (rows, factors),
+            list(drafter.parameters()),
             self._config.rows_per_chunk,
         )
-        factors = [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)]
-        loss = (losses * losses.new_tensor(factors)).sum()
-        sums: Sums = {}
-        for i, count in enumerate(valid.sum(0)):
-            for name, values in (("loss", losses), ("top1", right), ("alpha", alpha)):
-                sums[f"{name}@{i + 1}"] = (values[i].detach(), count)
-        return loss, sums
+        return loss, depth_metrics(losses, right, alpha, device_valid)
 
-    def _sums(self, drafter: MedusaHeads, last: Tensor, ids: Tensor, rows: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """Each `[M]`, over the rows that are valid for the head: loss, rows whose best token is the target's, overlap.
+    def _table(
+        self, drafter: MedusaHeads, last: Tensor, ids: Tensor, hidden: Tensor, rows: Tensor, factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The loss, and `[R, M]` each: losses, whether the best token is the target's, overlap.
 
-        `last` is `[positions, H]` on the device; `ids` `[positions]`, `rows` `[R]` and `valid` `[R, M]` are on the CPU, so that
-        finding the distinct teachers waits for nothing. A position teaches up to M heads; its law is made once.
+        `last` is `[positions, H]` on the device; `ids` `[positions]` and `rows` `[R]` are on the CPU, so that finding the
+        distinct teachers waits for nothing. A position teaches up to M heads; its law is made once.
         """
         ahead = (rows[:, None] + torch.arange(1, self._num_heads + 1)).clamp(max=ids.shape[0] - 1)  # teacher i at t + 1 + i
         labels = ids[(ahead + 1).clamp(max=ids.shape[0] - 1)].to(last.device, non_blocking=True)
-        positions, teacher = ahead.unique(return_inverse=True)
-        device_rows, positions, teacher, valid = (t.to(last.device, non_blocking=True) for t in (rows, positions, teacher, valid))
+        positions, teacher = (t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True))
         with torch.no_grad():
             log_laws = log_law(self._target_head(last[positions]))
-        hidden = last[device_rows].to(next(drafter.parameters()).dtype)
-        sums = []
+        tables = []
         for i in range(self._num_heads):
             log_q, log_p = log_law(drafter.logits(hidden, i)), log_laws[teacher[:, i]]
-            losses = forward_kl(log_q, log_p) if self._config.loss == "kl" else cross_entropy(log_q, labels[:, i])
+            losses = divergence(self._config.loss, log_q, log_p, labels[:, i])
             with torch.no_grad():
                 right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-                alpha = overlap(log_q, log_p)
-            sums.append(torch.stack([(values * valid[:, i]).sum() for values in (losses, right, alpha)]))
-        return tuple(torch.stack(sums, dim=-1))
+                tables.append((losses, right, overlap(log_q, log_p)))
+        losses, right, alpha = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
+        return (losses * factors).sum(), losses, right, alpha
+
+
+def teacher_forced(heads: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
+    """As in `inference/medusa.py`, of all features."""
+    return teacher_forced_by_last(heads, hidden.last, ids)

@@ -25,7 +25,7 @@ def test_names_on_disk_are_the_original_ones() -> None:
         **{f"{h}.{layer}.linear.bias": (8,) for h in range(2) for layer in range(2)},
         **{f"{h}.2.weight": (16, 8) for h in range(2)},
     }
-    config = heads.serving_config("base")
+    config = heads.serving_config("base", "float32")
     assert "architectures" not in config and config["medusa_fc_bias"] is True
     assert [k for k in config if "num" in k] == ["medusa_num_heads", "medusa_num_layers"]
 

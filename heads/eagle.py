@@ -1,0 +1,415 @@
+"""EAGLE: one decoder layer that continues the target's features (EAGLE-1 arXiv 2401.15077, EAGLE-3 arXiv 2503.01840).
+
+A row at position t pairs the target's feature of t with the token at t + 1, and predicts the token at t + 2. Drafting further
+recycles the layer's own output as the feature of the next row (drafter-recipes 0.3). What the rows attend to is the caller's:
+training and decoding run the same code below with different `attend`.
+
+Shapes: B batch, N rows, H hidden size, Ht the target's, K taps, G heads, D head size, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from .ends import TargetEnds
+from .errors import UserError
+from .rotary import Rotary, rotate
+from .vocabulary import kept_ids, offsets
+
+WEIGHTS_FILE = "model.safetensors"
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [B, N, G, D], keys, values [B, N, Gkv, D]) -> [B, N, G * D]."""
+
+
+@dataclass
+class EagleConfig:
+    """What is chosen of an EAGLE drafter; head layout, rotary positions, norm epsilon and activation are the target's own."""
+
+    version: Literal[1, 3] = 3
+    """3: fused taps, own norms and head, trained on its own states. 1: the last feature, the target's head (arXiv 2401.15077)."""
+    taps: list[int] | None = None
+    """Version 3: hidden states that are fused, ascending; 2, L/2, L-3 if not given, for targets of 7 layers or more."""
+    draft_vocab_size: int | None = None
+    """Version 3: tokens that can be drafted, the most frequent of the training replies; all of them if not given."""
+    norm_taps: bool = False
+    """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
+    norm_output: bool = False
+    """EAGLE-3.1: recycle the state after the final norm instead of before it. Not for llama.cpp."""
+    num_layers: int = 1
+    """Decoder layers; engines load one."""
+    qk_norm: bool = False
+    """Norms on queries and keys, as in Qwen3; vLLM only."""
+    hidden_size: int | None = None
+    """Version 3: another width than the target's, with an embedding of its own."""
+    intermediate_size: int | None = None
+    """Width of the MLP; the target's if not given."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise UserError("heads.num_layers must be at least 1")
+        if self.version == 1:
+            for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
+                if getattr(self, name):
+                    raise UserError(f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature and uses its head")
+
+
+@dataclass(frozen=True)
+class EagleShape:
+    """All sizes of a drafter: what its `config.json` says."""
+
+    version: int
+    taps: tuple[int, ...]
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_positions: int
+    norm_eps: float
+    activation: str
+    rope: dict[str, Any] = field(hash=False)
+    norm_taps: bool = False
+    norm_output: bool = False
+    qk_norm: bool = False
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """2, L/2, L-3, which every engine assumes; they collide below 7 layers."""
+    if num_layers < 7:
+        raise UserError(f"the target has {num_layers} layers, too few for default taps; give heads.taps, such as [1, 3, 4] of 5")
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer without its first norm and projection. Matrices that share an input are kept as one."""
+
+    def __init__(self, shape: EagleShape, inputs: int) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        self.qkv = nn.Linear(inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=False)
+        self.output = nn.Linear(self.heads * self.size, hidden, bias=False)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        self.post_attention_norm = RMSNorm(hidden, shape.norm_eps)
+        self.act = ACT2FN[shape.activation]
+        self.q_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
+
+    def forward(self, index: int, residual: Tensor, qkv: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """`residual` `[B, N, H]` and projected `qkv` -> the layer's output `[B, N, H]`, not normed."""
+        parts = qkv.unflatten(-1, (-1, self.size))
+        turning, values = parts.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = turning.split([self.heads, self.kv_heads], dim=2)
+            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2)
+        queries, keys = rotate(turning, rotary).split([self.heads, self.kv_heads], dim=2)
+        middle = residual + self.output(attend(index, queries, keys, values))
+        gate, up = self.gate_up(self.post_attention_norm(middle)).chunk(2, dim=-1)
+        return middle + self.down(self.act(gate) * up)
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Views of the weights under their names on disk."""
+        q, kv = self.heads * self.size, self.kv_heads * self.size
+        queries, keys, values = self.qkv.weight.split([q, kv, kv])
+        gate, up = self.gate_up.weight.chunk(2)
+        named = {
+            "self_attn.q_proj": queries,
+            "self_attn.k_proj": keys,
+            "self_attn.v_proj": values,
+            "self_attn.o_proj": self.output.weight,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": self.down.weight,
+            "post_attention_layernorm": self.post_attention_norm.weight,
+        }
+        if self.q_norm is not None and self.k_norm is not None:
+            named |= {"self_attn.q_norm": self.q_norm.weight, "self_attn.k_norm": self.k_norm.weight}
+        return {f"{name}.weight": weight for name, weight in named.items()}
+
+
+class EagleDrafter(nn.Module):
+    """The layer with what stands before and behind it. `ends` are the target's embedding and head, borrowed, not owned."""
+
+    method = "eagle"
+    weights_file = WEIGHTS_FILE
+
+    def __init__(self, shape: EagleShape, ends: TargetEnds) -> None:
+        super().__init__()
+        self.shape, self.taps, self._ends = shape, shape.taps, ends
+        hidden, wide = shape.hidden_size, shape.target_hidden_size
+        third = shape.version == 3
+        self.fc = nn.Linear(len(shape.taps) * wide if third else 2 * hidden, hidden, bias=False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden) for i in range(shape.num_layers)
+        )
+        self.input_norms = nn.ModuleList(  # EAGLE-1 has none on its first layer
+            RMSNorm(hidden, shape.norm_eps) for _ in range(shape.num_layers if third else shape.num_layers - 1)
+        )
+        self.tap_norms = nn.ModuleList(RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps)
+        if third:
+            self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
+            self.norm = RMSNorm(hidden, shape.norm_eps)
+            self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        reduced = shape.draft_vocab_size < shape.vocab_size
+        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None)
+        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None)
+        self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
+
+    @torch.no_grad()
+    def start_from(self, head_weight: Tensor, norm_weight: Tensor | None, ids: Tensor | None) -> None:
+        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the tokens kept, None: all."""
+        if ids is not None:
+            assert self.d2t is not None and self.t2d is not None, "a full vocabulary keeps every token"
+            self.d2t.copy_(offsets(ids))
+            self.t2d.zero_()[ids] = True
+        if self.shape.version == 3 and head_weight.shape[1] == self.shape.hidden_size:
+            self.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
+            if norm_weight is not None:
+                self.norm.weight.copy_(norm_weight)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Target ids `[Vd]` of the draft vocabulary; None: all."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check(self) -> None:
+        """Demand a sound vocabulary map."""
+        if self.d2t is not None:
+            kept_ids(self.d2t, self.shape.vocab_size)
+
+    def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
+        """The target's features `[B, N, Ht]` -> the state `[B, N, H]` that a row starts with."""
+        dtype = self.fc.weight.dtype
+        if self.shape.version == 1:
+            return last.to(dtype)
+        parts = [tap.to(dtype) for tap in taps]
+        if self.shape.norm_taps:
+            parts = [norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)]
+        return self.fc(torch.cat(parts, dim=-1))
+
+    def token_part(self, ids: Tensor) -> Tensor:
+        """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for every unrolled step."""
+        embedded = (self.embedding if self.embedding is not None else self._ends.embed)(ids).to(self.fc.weight.dtype)
+        hidden = self.shape.hidden_size
+        if self.shape.version == 1:
+            return functional.linear(embedded, self.fc.weight[:, :hidden])
+        return functional.linear(self.input_norms[0](embedded), self._first.qkv.weight[:, :hidden])
+
+    @property
+    def _first(self) -> DecoderLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, DecoderLayer)
+        return layer
+
+    def advance(self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gave) -> the layers' output `[B, N, H]`."""
+        hidden = self.shape.hidden_size
+        if self.shape.version == 1:
+            state = token_part + functional.linear(state, self.fc.weight[:, hidden:])
+            qkv = self._first.qkv(state)
+        else:
+            qkv = token_part + functional.linear(self.hidden_norm(state), self._first.qkv.weight[:, hidden:])
+        state = self._first(0, state, qkv, rotary, attend)
+        for i, layer in enumerate(self.layers[1:], 1):
+            assert isinstance(layer, DecoderLayer)
+            norm = self.input_norms[i - self.shape.num_layers]
+            state = layer(i, state, layer.qkv(norm(state)), rotary, attend)
+        return state
+
+    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The layers' output -> what the head takes, and the state to recycle (both `[B, N, H]`)."""
+        if self.shape.version == 1:
+            return output, output
+        normed = self.norm(output)
+        return normed, normed if self.shape.norm_output else output
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[..., H]` from `read` -> logits `[..., Vd]`."""
+        return self._ends.head(normed) if self.shape.version == 1 else self.lm_head(normed)
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        """What `logits` has to train."""
+        return [] if self.shape.version == 1 else [self.lm_head.weight]
+
+    # What is on disk: reference/checkpoint-formats.md sections 5 and 6.
+
+    def serving_state(self) -> dict[str, Tensor]:
+        """This module's tensors under their names on disk (views, so that loading can fill them)."""
+        third, single = self.shape.version == 3, self.shape.num_layers == 1
+        state: dict[str, Tensor] = {"fc.weight": self.fc.weight}
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            prefix = "midlayer." if third and single else f"layers.{i}."
+            state |= {prefix + name: weight for name, weight in layer.matrices().items()}
+            if third or i:
+                norm = self.input_norms[i - self.shape.num_layers]
+                assert isinstance(norm, RMSNorm)
+                state[prefix + "input_layernorm.weight"] = norm.weight
+            if third and i == 0:
+                state[prefix + "hidden_norm.weight"] = self.hidden_norm.weight
+        for i, norm in enumerate(self.tap_norms):
+            assert isinstance(norm, RMSNorm)
+            state[f"fc_norm.{i}.weight"] = norm.weight
+        if third:
+            state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
+        if self.embedding is not None:
+            state["embed_tokens.weight"] = self.embedding.weight
+        if self.d2t is not None and self.t2d is not None:
+            state |= {"d2t": self.d2t, "t2d": self.t2d}
+        return state
+
+    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+        """`config.json` beside the tensors. Every flag is written out: readers' defaults differ. No key is null."""
+        shape = self.shape
+        config: dict[str, Any] = {
+            "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
+            "model_type": "llama",
+            "dtype": dtype,
+            "num_hidden_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": shape.num_heads,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden_act": shape.activation,
+            "rms_norm_eps": shape.norm_eps,
+            "vocab_size": shape.vocab_size,
+            "max_position_embeddings": shape.max_positions,
+            "rope_theta": shape.rope["rope_theta"],
+            "rope_parameters": shape.rope,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bias": False,
+            "base_model_name_or_path": target_name,
+        }
+        if shape.version == 3:
+            config |= {
+                "draft_vocab_size": shape.draft_vocab_size,
+                "norm_before_residual": False,
+                "norm_before_fc": False,
+                "fc_norm": shape.norm_taps,
+                "norm_output": shape.norm_output,
+                "num_aux_hidden_states": len(shape.taps),
+                "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+                "eagle_config": {  # SGLang counts layers from 0, without the embeddings
+                    "use_aux_hidden_state": True,
+                    "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
+                },
+            }
+            if shape.target_hidden_size != shape.hidden_size:
+                config["target_hidden_size"] = shape.target_hidden_size
+        return config
+
+    @classmethod
+    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> EagleDrafter:
+        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
+        if ends is None:
+            raise UserError("an EAGLE drafter needs the target's embedding and head; load it together with its target")
+        version, qk_norm = VERSIONS[config["architectures"][0]]
+        third = version == 3
+        shape = EagleShape(
+            version=version,
+            taps=tuple(config["eagle_aux_hidden_state_layer_ids"]) if third else (),
+            hidden_size=config["hidden_size"],
+            target_hidden_size=config.get("target_hidden_size", config["hidden_size"]),
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            vocab_size=config["vocab_size"],
+            draft_vocab_size=config["draft_vocab_size"] if third else config["vocab_size"],
+            max_positions=config["max_position_embeddings"],
+            norm_eps=config["rms_norm_eps"],
+            activation=config["hidden_act"],
+            rope=config["rope_parameters"],
+            norm_taps=third and config["fc_norm"],
+            norm_output=third and config["norm_output"],
+            qk_norm=qk_norm,
+        )
+        return cls(shape, ends)
+
+
+ARCHITECTURES = {
+    (3, False): "LlamaForCausalLMEagle3",
+    (3, True): "Eagle3Qwen3ForCausalLM",
+    (1, False): "EagleLlamaForCausalLM",
+    (1, True): "EagleQwen3ForCausalLM",
+}
+VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
+
+
+def shape_for(config: EagleConfig, target: Any) -> EagleShape:
+    """The drafter that `config` asks for, in the layout of a target's transformers config. Raises `UserError`."""
+    hidden = target.hidden_size
+    heads = target.num_attention_heads
+    taps = tuple(config.taps) if config.taps else (default_taps(target.num_hidden_layers) if config.version == 3 else ())
+    if sorted(set(taps)) != list(taps) or any(not 0 <= tap < target.num_hidden_layers for tap in taps):
+        raise UserError(f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {target.num_hidden_layers - 1}")
+    return EagleShape(
+        version=config.version,
+        taps=taps,
+        hidden_size=config.hidden_size or hidden,
+        target_hidden_size=hidden,
+        intermediate_size=config.intermediate_size or _first_of(target, "intermediate_size", "n_inner") or 4 * hidden,
+        num_layers=config.num_layers,
+        num_heads=heads,
+        num_kv_heads=_first_of(target, "num_key_value_heads") or heads,
+        head_dim=_first_of(target, "head_dim") or hidden // heads,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
+        max_positions=_first_of(target, "max_position_embeddings") or 1 << 20,
+        norm_eps=_first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
+        activation=_first_of(target, "hidden_act", "hidden_activation", "activation_function") or "silu",
+        rope=rope_of(target),
+        norm_taps=config.norm_taps,
+        norm_output=config.norm_output,
+        qk_norm=config.qk_norm,
+    )
+
+
+def rope_of(target: Any) -> dict[str, Any]:
+    """A target's rotary parameters; those of its full-attention layers where they differ, base 10000 where it has none."""
+    found = getattr(target, "rope_parameters", None) or {}
+    found = found.get("full_attention") or found
+    return {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in found.items() if v is not None}
+
+
+def _first_of(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def config_of(shape: EagleShape) -> dict[str, Any]:
+    """The part of a shape that a user chose, by the names of `EagleConfig`."""
+    chosen = {name: value for name, value in asdict(shape).items() if name in EagleConfig.__dataclass_fields__}
+    return chosen | {"taps": list(shape.taps)}
+
+
+Drafter = EagleDrafter

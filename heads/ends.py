@@ -1,0 +1,18 @@
+"""What a drafter may borrow of its target instead of owning it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The frozen target's two ends. They are not parameters of a drafter and are not stored with it."""
+
+    embed: Callable[[Tensor], Tensor]
+    """Token ids `[...]` -> embeddings `[..., Ht]`."""
+    head: Callable[[Tensor], Tensor]
+    """`[..., Ht]` after the final norm -> the target's logits `[..., V]`."""

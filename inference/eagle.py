@@ -1,0 +1,169 @@
+"""EAGLE at work: trees or chains by recycling the layer's own states, over a cache that only ever holds the target's features.
+
+Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1; a drafted node of depth d is a
+row at one position after its parent's, fed with its parent's own output (EAGLE-2's dynamic tree, arXiv 2406.16858).
+
+Shapes: B batch, S positions, N nodes of one forward, A accepted nodes with the root, H hidden size, G heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..heads.artifact import Artifact
+from ..heads.eagle import EagleDrafter
+from ..heads.vocabulary import to_target
+from .autoregressive import TreePlan, depth_row
+from .cache import TreeCache, visible_slots
+from .growth import Level
+from .proposer import Accepted, Prompts
+from .sampling import Draws
+from .target import PREFILL_CHUNK
+from .tree import DraftTree
+
+DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
+RANKS = 10  # places among the best that `calibrate` counts
+
+
+class EagleProposer:
+    """`length`, `width` and `nodes` as in `TreePlan`."""
+
+    def __init__(
+        self,
+        drafter: EagleDrafter,
+        length: int = DEFAULT_LENGTH,
+        width: int = DEFAULT_WIDTH,
+        nodes: int | None = None,
+        name: str = "eagle",
+    ) -> None:
+        self.name, self.taps = name, drafter.taps
+        self.plan = TreePlan(length, width, nodes)
+        self.max_drafted = self.plan.nodes
+        self._drafter = drafter
+        self._device = drafter.fc.weight.device
+        self._kept = drafter.kept
+        self._cache = TreeCache(0, 0)
+        self._new: tuple[Tensor, Tensor, Tensor] | None = None  # fused features [B, A, H], their tokens [B, A], counts [B]
+        self._counts: list[int] = []
+
+    def prefill(self, prompts: Prompts) -> None:
+        batch, length = prompts.ids.shape
+        self._cache = TreeCache(batch, 2 * length + 64 + self.max_drafted, self._device)
+        self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
+        self._new = (self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last), prompts.ids, prompts.lengths)
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        state = self._catch_up(root)
+        before = state[:, None]
+        depths: tuple[int, ...] = ()
+
+        def go_on(level: Level) -> Tensor:
+            nonlocal before, depths
+            parents = level.above[..., None].expand(-1, -1, before.shape[-1])
+            here = (level.depth - 1,) * level.tokens.shape[1]
+            depths += here
+            normed, before = self._run(level.tokens, before.gather(1, parents), level.visible, here, len(depths))
+            self._cache.stage(len(here))
+            return self._logits(normed)
+
+        tree, _ = self.plan.draft(self._first, root, draws, go_on)
+        self._cache.staged = 0  # accepted drafts come again, with the target's features
+        return tree
+
+    def _catch_up(self, root: Tensor) -> Tensor:
+        """Run the rows that the last round decided; the last one's state `[B, H]` is where drafting starts."""
+        assert self._new is not None, "prefill first"
+        features, ids, counts = self._new
+        width = features.shape[1]
+        at = (counts - 1)[:, None]
+        tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])  # row p takes the token of p + 1
+        normed, states = [], []
+        for start in range(0, width, PREFILL_CHUNK):
+            part = slice(start, min(start + PREFILL_CHUNK, width))
+            count = part.stop - part.start
+            causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
+            found = self._run(tokens[:, part], features[:, part], causal, tuple(range(count)), count)
+            self._cache.commit([count] * len(root))
+            normed.append(found[0])
+            states.append(found[1])
+        self._cache.lengths = [length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)]
+        self._new = None
+        rows = torch.arange(len(root), device=root.device)
+        self._first = self._logits(torch.cat(normed, dim=1)[rows, at[:, 0]])
+        return torch.cat(states, dim=1)[rows, at[:, 0]]
+
+    def _run(
+        self, tokens: Tensor, state: Tensor, visible: Tensor | None, depths: tuple[int, ...], slots: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rows `[B, N]` behind the committed ones, `depths` after them, of `slots` undecided ones that `visible` is about."""
+        cache, drafter = self._cache, self._drafter
+        count = tokens.shape[1]
+        cache.open(count, masked=True)
+        see = None
+        if count > 1 or not cache.uniform:
+            if visible is None:  # a chain sees all of itself so far
+                visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
+            see = visible_slots(visible, cache, cache.seen(count))[:, None]
+        positions = depth_row(depths, tokens.device) + cache.starts()[:, None]
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+            keys, values = cache.update(keys, values, layer)
+            found = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=see, enable_gqa=keys.shape[1] < queries.shape[1]
+            )
+            return found.transpose(1, 2).flatten(2)
+
+        part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
+        return drafter.read(drafter.advance(part, state, drafter.rotary(positions), attend))
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        return to_target(self._drafter.logits(normed), self._kept, self._drafter.shape.vocab_size)
+
+    def commit(self, accepted: Accepted) -> None:
+        self._counts = [len(nodes) for nodes in accepted.nodes]
+        self._new = (self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last), accepted.ids, accepted.counts)
+
+    def keep(self, rows: list[int]) -> None:
+        self._cache.keep(rows)
+        self._counts = [self._counts[row] for row in rows]
+        if self._new is not None:
+            index = torch.tensor(rows, device=self._device)
+            features, ids, counts = (part[index] for part in self._new)
+            width = max(self._counts)
+            self._new = (features[:, :width], ids[:, :width], counts)
+
+    def finish(self) -> None:
+        self._cache, self._new = TreeCache(0, 0), None
+
+
+def make_proposer(
+    artifact: Artifact, name: str | None = None, length: int | None = None, width: int | None = None, nodes: int | None = None
+) -> EagleProposer:
+    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
+    chain.
+
+    What is not given is as it was evaluated in training.
+    """
+    known = artifact.calibration
+    width = known.get("width", DEFAULT_WIDTH) if width is None else width
+    length = known.get("length", DEFAULT_LENGTH) if length is None else length
+    assert width is not None and length is not None, "a calibration holds numbers"
+    if nodes is None and width != 1:
+        nodes = max(known.get("tree_nodes", DEFAULT_NODES), length)
+    return EagleProposer(artifact.drafter, length, width, nodes, name or f"eagle{artifact.drafter.shape.version}")
+
+
+def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    """How often the rank-r token at each depth is right on the texts' own paths (ranks `[S, K]`, start of the reply), and the
+    size of tree that this was trained to draft."""
+    depths = texts[0][0].shape[1]
+    rows = torch.cat([ranks[start : max(len(ranks) - depths, start)] for ranks, start in texts])
+    accuracy = [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(RANKS)] for d in range(depths)]
+    length = min(DEFAULT_LENGTH, tree_nodes)
+    return {"rank_accuracy": accuracy, "roots": len(rows), "tree_nodes": tree_nodes, "length": length, "width": DEFAULT_WIDTH}

@@ -1,0 +1,313 @@
+"""How an EAGLE drafter learns: unrolled over its own states (EAGLE-3), or one step towards the target's next feature (EAGLE-1).
+
+Index table (drafter-recipes 0.3): step k at row t reads its own state of step k - 1 (step 0: the target's features of t) and the
+token x[t+1+k]; its label is x[t+2+k], its teacher p[t+1+k], its weight R(t+1 .. t+2+k).
+
+Shapes: B packed rows, S positions, K steps, J teacher positions, H hidden size, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
+from ..heads.artifact import Artifact
+from ..heads.eagle import EagleConfig, EagleDrafter, config_of, shape_for
+from ..heads.errors import UserError
+from ..heads.vocabulary import most_frequent
+from ..inference.eagle import RANKS, calibrate
+from ..inference.target import Hidden, Target
+from .batches import Batch
+from .config import RunConfig
+from .features import Features
+from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
+from .unroll import Backend, unroll
+
+__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced"]
+
+EXAMPLE = "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --optim.lr 3e-4"
+REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
+NOISE_LENGTH = 512
+
+
+@dataclass
+class EagleLoss:
+    """What the drafter is told."""
+
+    loss: Divergence = "kl"
+    """Between the drafter's law and the target's, or the text's tokens (ce)."""
+    steps: int | None = None
+    """Unrolled steps: 7 for version 3, 1 for version 1."""
+    weighting: Literal["decay", "survival", "d-pace"] = "decay"
+    """Weights of the steps: decay^k over their sum; what each would earn in accepted drafts by its overlap (with lk-alpha this is
+    end-to-end TV); or the same by the smoothed probability of the label (D-PACE, for ce)."""
+    decay: float = 0.8
+    smoothing: float = 0.5
+    """D-PACE's: 0 weighs by the probabilities themselves, 1 not at all."""
+    out_of_vocabulary: Literal["drop", "keep"] = "drop"
+    """What a position teaches whose best token cannot be drafted: nothing, or the law over the tokens that can. Metrics count it
+    as a miss either way."""
+    feature_weight: float | None = None
+    """Weight of SmoothL1 towards the target's next feature: 1 for version 1, 0 for version 3."""
+    token_weight: float | None = None
+    """Weight of the loss above: 0.1 for version 1, 1 for version 3."""
+    noise: float | None = None
+    """Features get uniform noise of this size * 512 / document length: 0.1 for version 1, 0 for version 3."""
+    attention: Backend = "auto"
+    """How the unrolled attention runs: sdpa, flex (GPU), plain (a reference that holds every score), or whichever fits."""
+    recompute: bool = False
+    """Keep only the states between steps and compute the rest again in the backward pass: less memory, a third more time."""
+    rows_per_chunk: int = 128
+    """Teacher positions whose logits exist at one time, each for all steps."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
+            raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
+        if not (0 < self.decay <= 1 and 0 <= self.smoothing <= 1):
+            raise UserError("objective.decay must lie in (0, 1], objective.smoothing in [0, 1]")
+        if any(value is not None and value < 0 for value in (self.feature_weight, self.token_weight, self.noise)):
+            raise UserError("objective.feature_weight, token_weight and noise must not be negative")
+
+    def resolved(self, version: int) -> EagleLoss:
+        """With the defaults of an EAGLE version filled in."""
+        defaults = (
+            {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
+            if version == 1
+            else {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
+        )
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
+
+
+@dataclass
+class Run(RunConfig):
+    """Train an EAGLE drafter for a frozen target."""
+
+    heads: EagleConfig = field(default_factory=EagleConfig)
+    objective: EagleLoss = field(default_factory=EagleLoss)
+
+
+def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], before: Artifact | None) -> EagleDrafter:
+    """An untrained drafter whose head starts as the target's, or the shape of the drafter `before`, to be filled with its
+    weights.
+
+    A warm start keeps taps, vocabulary and norms; asking for others is an error.
+    """
+    if before is not None:
+        old: EagleDrafter = before.drafter
+        asked, default, has = asdict(run.heads), asdict(EagleConfig()), config_of(old.shape)
+        for name, value in asked.items():
+            if value not in (default[name], has[name]):
+                raise UserError(f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; leave it out")
+        return EagleDrafter(old.shape, target.ends)
+    shape = shape_for(run.heads, target.config)
+    drafter = EagleDrafter(shape, target.ends)
+    ids = None
+    if shape.draft_vocab_size < shape.vocab_size:
+        ids = most_frequent(token_counts(), shape.draft_vocab_size, special_ids(target))
+    norm = target.final_norm_weight()
+    drafter.start_from(target.head_weight.float().cpu(), norm.float().cpu() if norm is not None else None, ids)
+    return drafter
+
+
+def special_ids(target: Target) -> set[int]:
+    """Tokens that have to be drafted for a reply ever to end: the end tokens and all that the tokenizer calls special."""
+    tokenizer = target.tokenizer
+    own = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()] if tokenizer is not None else []
+    return set(target.eos_ids) | {token for token in own if token < target.vocab_size}
+
+
+def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObjective:
+    return EagleObjective(run.objective.resolved(drafter.shape.version), drafter.taps, target.head, run.seed)
+
+
+class EagleObjective:
+    """Both versions: EAGLE-1 is one step with a feature loss and noise, EAGLE-3 several steps with neither."""
+
+    def __init__(self, config: EagleLoss, taps: tuple[int, ...], target_head: Callable[[Tensor], Tensor], seed: int = 0) -> None:
+        assert config.steps is not None, "resolve the config first"
+        self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
+        self.steps = config.steps
+        self.step_weights = static_decay(config.steps, config.decay)
+
+    def valid(self, batch: Batch) -> Tensor:
+        """`[B, S, K]` bool on the CPU: which rows have weight at which step."""
+        return torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        return {f"step{k}": float(batch.reply_run(1, 2 + k).sum()) for k in range(self.steps)}
+
+    def forward(self, drafter: EagleDrafter, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
+        batch, last = features.batch, features.last
+        taps, seen = self._disturbed(batch, features)
+        normed = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config.recompute)
+        places = TeacherPlaces(self.valid(batch), last.device)
+        hidden = places.by_teacher(normed)
+        table = partial(self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device))
+        rows = (
+            places.teachers,
+            batch.ids.flatten().to(last.device, non_blocking=True)[(places.teachers + 1) % batch.ids.numel()],
+        )
+        factors = self._factors(places, table, hidden, rows, denominators)
+        loss, losses, right, alpha, _ = sum_in_chunks(
+            table, hidden, (*rows, factors), drafter.head_parameters, self.config.rows_per_chunk
+        )
+        sums = depth_metrics(*(places.by_root(table) for table in (losses, right, alpha, places.valid)))
+        return loss, sums
+
+    def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The features with uniform noise of EAGLE-1: a pure function of seed and place in the data, whatever the ranks."""
+        if not self.config.noise:
+            return features.taps, features.last
+        device, shape = features.last.device, features.last.shape
+        generator = torch.Generator(device)
+        noise = []
+        for number in batch.numbers:
+            generator.manual_seed(self._seed * 1_000_003 + number)
+            noise.append(2 * torch.rand(shape[1:], generator=generator, device=device) - 1)
+        lengths = batch.document_lengths().to(device)[..., None]
+        scaled = torch.stack(noise) * self.config.noise * NOISE_LENGTH / lengths
+        return tuple(tap + scaled for tap in features.taps), features.last + scaled
+
+    def _factors(
+        self,
+        places: TeacherPlaces,
+        table: Callable[..., tuple[Tensor, ...]],
+        hidden: Tensor,
+        rows: tuple[Tensor, ...],
+        denominators: dict[str, float],
+    ) -> Tensor:
+        """`[J, K]`: what each position's loss is multiplied with, 0 where it has no weight."""
+        counts = [max(denominators[f"step{k}"], 1.0) for k in range(self.steps)]
+        if self.config.weighting == "decay":
+            return places.valid * hidden.new_tensor([w / n for w, n in zip(self.step_weights, counts, strict=True)])
+        with torch.no_grad():  # the weights couple the steps of a root, so a pass over all of them comes first
+            zeros = torch.zeros(places.valid.shape, device=hidden.device)
+            _, _, _, alpha, likely = sum_in_chunks(table, hidden, (*rows, zeros), [], self.config.rows_per_chunk)
+        chances = alpha if self.config.weighting == "survival" else smoothed(likely, self.config.smoothing)
+        weights = survival_weights(places.by_root(chances), places.by_root(places.valid).bool())
+        return places.to_teacher(weights) / sum(counts)
+
+    def _table(
+        self,
+        drafter: EagleDrafter,
+        last: Tensor,
+        vocabulary: VocabularyMap,
+        hidden: Tensor,
+        teachers: Tensor,
+        labels: Tensor,
+        factors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Of teacher positions `[J]`: the loss, and `[J, K]` each: losses, whether the best token is right, overlap, q(label).
+
+        A position's law serves the K drafts about it: `hidden` `[J, K, H]`, `factors` `[J, K]`, `labels` `[J]`.
+        """
+        with torch.no_grad():
+            log_p = log_law(self._target_head(last[teachers]))
+            best = vocabulary.columns(log_p.argmax(-1))
+            log_p = vocabulary.restrict(log_p)
+            labels = vocabulary.columns(labels)
+        log_q = log_law(drafter.logits(hidden))
+        named = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
+        losses = divergence(self.config.loss, log_q, log_p[:, None], named) * (self.config.token_weight or 0.0)
+        missing = best < 0 if self.config.out_of_vocabulary == "drop" else torch.zeros_like(best, dtype=torch.bool)
+        missing |= (labels < 0) if self.config.loss in NEEDS_LABELS else False
+        losses = losses.masked_fill(missing[:, None], 0.0)
+        if self.config.feature_weight:
+            goal = last[teachers].to(hidden.dtype)[:, None].expand_as(hidden)
+            losses = losses + self.config.feature_weight * functional.smooth_l1_loss(hidden, goal, reduction="none").mean(-1)
+        with torch.no_grad():
+            chosen = log_q.gather(-1, best.clamp(min=0)[:, None, None].expand(*hidden.shape[:2], 1))[..., 0]
+            right = (chosen >= log_q.amax(-1)) & (best >= 0)[:, None]
+            alpha = overlap(log_q, log_p[:, None])
+            likely = log_q.gather(-1, named[..., None])[..., 0].exp() * (labels >= 0)[:, None]
+        return (losses * factors).sum(), losses, right.float(), alpha, likely
+
+
+class VocabularyMap:
+    """From target ids to columns of the drafter's head."""
+
+    def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
+        self._kept = drafter.kept
+        if self._kept is not None:
+            self._columns = torch.full((drafter.shape.vocab_size,), -1, dtype=torch.long, device=device)
+            self._columns[self._kept] = torch.arange(len(self._kept), device=device)
+
+    def columns(self, ids: Tensor) -> Tensor:
+        """-1 for tokens that cannot be drafted."""
+        return ids if self._kept is None else self._columns[ids]
+
+    def restrict(self, laws: Tensor) -> Tensor:
+        """`[J, V]` -> `[J, Vd]`; what is left out is not put anywhere else."""
+        return laws if self._kept is None else laws[:, self._kept]
+
+
+class TeacherPlaces:
+    """The rows with weight, sorted by teacher: step k of row t is taught by position t + 1 + k, so up to K drafts share one
+    law."""
+
+    def __init__(self, valid: Tensor, device: torch.device) -> None:
+        """`valid` `[B, S, K]` on the CPU, so that finding rows waits for nothing."""
+        batch, length, steps = valid.shape
+        back = torch.arange(length)[:, None] - 1 - torch.arange(steps)  # row t of teacher j at step k
+        at_teacher = valid[:, back.clamp(min=0), torch.arange(steps)] & (back >= 0)
+        teachers = at_teacher.any(-1).flatten().nonzero()[:, 0]
+        roots = valid[..., 0].flatten().nonzero()[:, 0]
+        of_root = roots[:, None] + 1 + torch.arange(steps)  # teacher of each step
+        inverse = torch.full((batch * length + steps + 1,), len(teachers))
+        inverse[teachers] = torch.arange(len(teachers))
+        rows = (teachers[:, None] - 1 - torch.arange(steps)).clamp(min=0)
+        of_rows = torch.full((batch * length,), len(roots))
+        of_rows[roots] = torch.arange(len(roots))
+        move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
+        self.teachers = move(teachers)
+        self.valid = move(at_teacher.flatten(0, 1)[teachers].float())
+        self._rows = move(rows)
+        self._of_root = move(torch.where(valid.flatten(0, 1)[roots], inverse[of_root], len(teachers)))
+        self._of_rows = move(torch.where(at_teacher.flatten(0, 1)[teachers], of_rows[rows], len(roots)))
+        self._steps = torch.arange(steps, device=device)
+
+    def by_teacher(self, outputs: list[Tensor]) -> Tensor:
+        """K tensors `[B, S, H]` -> `[J, K, H]`."""
+        return torch.stack([x.flatten(0, 1)[self._rows[:, k]] for k, x in enumerate(outputs)], dim=1)
+
+    def by_root(self, table: Tensor) -> Tensor:
+        """`[J, K]` by teacher -> `[R, K]` by root, 0 where there is no weight."""
+        return functional.pad(table, (0, 0, 0, 1))[self._of_root, self._steps]
+
+    def to_teacher(self, table: Tensor) -> Tensor:
+        """`[R, K]` by root -> `[J, K]` by teacher, 0 where there is no weight."""
+        return functional.pad(table, (0, 0, 0, 1))[self._of_rows, self._steps]
+
+
+@torch.no_grad()
+def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7) -> Tensor:
+    """Teacher-forced ranks `[S, K]` by the training pass: place of the text's own token among the best at depth d from root n.
+
+    `ids` `[S]`, `hidden` of them. -1 where the token is not among the best, cannot be drafted, or lies outside the text.
+    """
+    length = len(ids)
+    batch = Batch(
+        ids[None].cpu(), torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long), torch.ones(1, length) > 0
+    )
+    normed = unroll(drafter, batch, tuple(tap[None] for tap in hidden.taps), hidden.last[None], steps, "sdpa")
+    vocabulary = VocabularyMap(drafter, ids.device)
+    ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
+    for k in range(min(steps, length - 2)):
+        rows = length - 2 - k
+        logits = drafter.logits(normed[k][0, :rows])
+        best = logits.topk(min(RANKS, logits.shape[-1])).indices
+        hit = best == vocabulary.columns(ids[2 + k :])[:, None]
+        ranks[1 : 1 + rows, k] = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
+    return ranks
+
+
+def accepted_by_root(ranks: Tensor, calibration: dict) -> list[int]:
+    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, K]`."""
+    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from draftsmith.inference.draft_lm import DraftLM
+from draftsmith.inference.eagle import EagleProposer
 from draftsmith.inference.early_exit import EarlyExit
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.medusa import MedusaProposer
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 from tests.conftest import random_heads
+from tests.eagles import random_eagle
 
 VOCAB = 100
 WINDOW = 8  # shorter than every text
@@ -119,6 +121,9 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "draft-lm tree": DraftLM(drafter, target.vocab_size, length=3, width=3, nodes=9),
         "medusa": MedusaProposer(heads, ranks),
         "medusa best-first": MedusaProposer(heads, 9),
+        "eagle3 chain": EagleProposer(random_eagle(target, "eagle3 draft vocabulary"), length=3, width=1),
+        "eagle3 tree": EagleProposer(random_eagle(target, "eagle3.1"), length=3, width=3, nodes=9),
+        "eagle1 tree": EagleProposer(random_eagle(target, "eagle1"), length=3, width=2, nodes=6),
     }
     if early_exit:
         found["early-exit chain"] = EarlyExit(target, layers=1, length=3)

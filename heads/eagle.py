@@ -24,6 +24,7 @@ from .rotary import Rotary, rotate
 from .vocabulary import kept_ids, offsets
 
 WEIGHTS_FILE = "model.safetensors"
+SELF_SCORE = 7.0  # an untrained row's attention score for itself; other tokens get 0 +- 1
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, queries [B, N, G, D], keys, values [B, N, Gkv, D]) -> [B, N, G * D]."""
 
@@ -181,16 +182,41 @@ class EagleDrafter(nn.Module):
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
     @torch.no_grad()
-    def start_from(self, head_weight: Tensor, norm_weight: Tensor | None, ids: Tensor | None) -> None:
-        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the tokens kept, None: all."""
+    def start_from(
+        self, head_weight: Tensor, norm_weight: Tensor | None, ids: Tensor | None, tap_sizes: tuple[float, ...] = ()
+    ) -> None:
+        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the tokens kept, None: all.
+
+        `tap_sizes`: root mean square of each tap, so that each weighs the same and the fused state is of size one. The residual
+        stream grows with depth (to 27 in the quickstart target), and would drown what the layer adds to it.
+        """
         if ids is not None:
             assert self.d2t is not None and self.t2d is not None, "a full vocabulary keeps every token"
             self.d2t.copy_(offsets(ids))
             self.t2d.zero_()[ids] = True
-        if self.shape.version == 3 and head_weight.shape[1] == self.shape.hidden_size:
+        if self.shape.version == 1:
+            return
+        if head_weight.shape[1] == self.shape.hidden_size:
             self.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
             if norm_weight is not None:
                 self.norm.weight.copy_(norm_weight)
+        wide = self.shape.target_hidden_size
+        for i, size in enumerate(tap_sizes):
+            part = self.fc.weight[:, i * wide : (i + 1) * wide]
+            nn.init.normal_(part, std=self.fc.weight.shape[1] ** -0.5 / (1.0 if self.shape.norm_taps else size))
+        self._attend_to_self()
+
+    def _attend_to_self(self) -> None:
+        """Queries of the token half start as its keys, so that a row attends to itself and its token reaches the MLP at once.
+
+        Left to chance, attention starts out even over the text, and the newest token is one of hundreds.
+        """
+        layer, hidden = self._first, self.shape.hidden_size
+        queries, rest = layer.qkv.weight[:, :hidden].split([layer.heads * layer.size, 2 * layer.kv_heads * layer.size])
+        keys = rest[: layer.kv_heads * layer.size]
+        nn.init.normal_(keys, std=(SELF_SCORE / (layer.size**0.5 * hidden)) ** 0.5)
+        shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(layer.heads // layer.kv_heads, dim=0)
+        queries.copy_(shared.flatten(0, 1))
 
     @property
     def kept(self) -> Tensor | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.target import Target
+
+from tests.conftest import ROOT
 
 KINDS: dict[str, dict[str, Any]] = {
     "eagle1": {"version": 1},
@@ -40,3 +44,10 @@ def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0) -> EagleDr
         elif "lm_head" not in name:
             torch.nn.init.normal_(parameter, std=0.15)
     return drafter.to(target.dtype).eval().requires_grad_(False)
+
+
+def committed(name: str, target: Target) -> Artifact:
+    """A drafter that stands in scripts/quickstart/drafters, in the target's dtype."""
+    artifact = Artifact.load(ROOT / "scripts" / "quickstart" / "drafters" / name, target.fingerprint(), target.ends, pytest.fail)
+    artifact.drafter.to(target.dtype)
+    return artifact

@@ -32,6 +32,9 @@ class Batch:
     numbers: tuple[int, ...] = ()
     """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
 
+    def __post_init__(self) -> None:
+        self.numbers = self.numbers or tuple(range(len(self.ids)))
+
     def document_lengths(self) -> Tensor:
         """`[B, S]`: length of the document that each position belongs to."""
         places = self.documents + 1
@@ -120,7 +123,7 @@ class Batches:
         return [self._table.document(self._documents[i]) for i in self._packs[self._order[place]]]
 
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], numbers: tuple[int, ...] | None = None) -> Batch:
+def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], numbers: tuple[int, ...] = ()) -> Batch:
     """Lay the documents (ids, mask) of each row end to end and pad to the longest row."""
     width = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), width)
@@ -135,5 +138,4 @@ def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], numbers: tuple[int,
             at += len(document)
         positions[r, at:] = np.arange(width - at)
     as_tensor = torch.from_numpy
-    places = tuple(range(len(rows))) if numbers is None else numbers
-    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), places)
+    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), numbers)

@@ -112,8 +112,18 @@ def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], b
     if shape.draft_vocab_size < shape.vocab_size:
         ids = most_frequent(token_counts(), shape.draft_vocab_size, special_ids(target))
     norm = target.final_norm_weight()
-    drafter.start_from(target.head_weight.float().cpu(), norm.float().cpu() if norm is not None else None, ids)
+    weight = norm.float().cpu() if norm is not None else None
+    drafter.start_from(target.head_weight.float().cpu(), weight, ids, tap_sizes(target, shape.taps))
     return drafter
+
+
+@torch.no_grad()
+def tap_sizes(target: Target, taps: tuple[int, ...]) -> tuple[float, ...]:
+    """Root mean square of each tap, the median over positions: a first token's may be ten times the others'."""
+    if not taps:
+        return ()
+    ids = torch.linspace(0, target.vocab_size - 1, min(128, target.max_positions), device=target.device).long()[None]
+    return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in target.forward(ids, taps=taps).taps)
 
 
 def special_ids(target: Target) -> set[int]:

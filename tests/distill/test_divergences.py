@@ -216,7 +216,7 @@ class PeakMemory(TorchDispatchMode):
         self.alive = self.peak = self.largest = 0
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
-from draftsmith.train import medusa
 from draftsmith.train.arguments import parse
 from draftsmith.train.batches import Batches
 from draftsmith.train.cli import leave
@@ -18,13 +19,15 @@ from safetensors.torch import save_file
 
 
 def main() -> None:
-    config, accumulation, out = sys.argv[1:]
-    run, _ = parse(medusa.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
+    name, config, accumulation, out = sys.argv[1:]
+    method = importlib.import_module(f"draftsmith.train.{name}")
+    run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
     accelerator = Accelerator()
+    set_seed(run.seed)
     target = load_target(run.target)
     tables = build(run.data, target, run.seed)
     batches = Batches(tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed)
-    trainer = Trainer(run, medusa, target, accelerator, batches, total_steps=10)
+    trainer = Trainer(run, method, target, accelerator, batches, total_steps=10)
     torch.manual_seed(0)
     for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank
         parameter.data.add_(0.05 * torch.randn(parameter.shape))

@@ -1,0 +1,84 @@
+"""Estimated tau counts what decoding counts, for EAGLE's chains and trees: on target-greedy text in fp32, round by round."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.inference.decode import generate, generate_one
+from draftsmith.inference.eagle import EagleProposer
+from draftsmith.inference.medusa import MedusaProposer
+from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.replay import replay, rounds_on_text
+from draftsmith.inference.target import Hidden, Target
+from draftsmith.train.eagle import accepted_by_root, teacher_forced
+
+from tests.conftest import random_heads, tiny_target
+from tests.eagles import committed, random_eagle
+from tests.trained import chat_prompts
+
+LENGTH = 4
+
+
+def text_of(target: Target, prompt: list[int], taps: tuple[int, ...], limit: int) -> tuple[torch.Tensor, Hidden]:
+    """The prompt with the target's greedy reply, and its features from one plain forward."""
+    ids = torch.tensor(prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids)
+    with torch.no_grad():
+        hidden = target.forward(ids[None], taps=taps)
+    return ids, Hidden(hidden.last[0], tuple(tap[0] for tap in hidden.taps))
+
+
+def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> int:
+    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns how many rounds accepted something."""
+    busy = 0
+    for prompt in prompts:
+        ids, hidden = text_of(target, prompt, drafter.taps, limit)
+        ranks = teacher_forced(drafter, hidden, ids, LENGTH)
+        trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
+        for settings in ({"width": 1}, {"width": 4, "nodes": 12}):
+            walked = rounds_on_text(EagleProposer(drafter, LENGTH, **settings), ids, len(prompt), hidden)
+            decoded = kept_per_round(generate_one(target, EagleProposer(drafter, LENGTH, **settings), prompt, limit))
+            assert walked == decoded
+            if settings["width"] == 1:
+                assert trained == decoded
+            busy += sum(kept > 1 for kept in decoded)
+    return busy
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_rounds_agree_for_trained_drafters(name: str, count: int, quickstart: Target) -> None:
+    drafter = committed(name, quickstart).drafter
+    busy = check(quickstart, drafter, chat_prompts(quickstart, "test", count), limit=48)
+    assert busy > 10 * count, "a drafter that is never right would prove nothing"
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary", "eagle3.1"])
+def test_rounds_agree_where_replies_end_and_are_cut(kind: str) -> None:
+    target = tiny_target(seed=5)
+    drafter = random_eagle(target, kind)
+    prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(12)]
+    for limit in (1, 2, 3, 30):
+        check(target, drafter, prompts, limit)
+
+
+def test_a_walk_over_a_text_is_right_for_other_drafters_too() -> None:
+    """Heads with a fixed tree: the same rounds as in decoding."""
+    target = tiny_target(seed=5)
+    proposer = MedusaProposer(random_heads(target), [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)])
+    for i in range(12):
+        prompt = [4 + (i * j) % 200 for j in range(1, 5)]
+        ids, hidden = text_of(target, prompt, (), 30)
+        walked = rounds_on_text(proposer, ids, len(prompt), hidden)
+        assert walked == kept_per_round(generate_one(target, proposer, prompt, 30))
+
+
+def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) -> None:
+    """Same rounds, not only the same text: the cache of every row follows its own commits."""
+    drafter = committed("eagle3", quickstart).drafter
+    prompts = chat_prompts(quickstart, "test", 5)
+    for settings in ({"width": 1}, {"width": 5, "nodes": 16}):
+        alone = [generate_one(quickstart, EagleProposer(drafter, 4, **settings), prompt, 32) for prompt in prompts]
+        together = generate(quickstart, EagleProposer(drafter, 4, **settings), prompts, 32)
+        assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]

@@ -1,0 +1,394 @@
+"""How EAGLE learns, on sequences small enough to check by eye: rows, labels, teachers, weights, metrics, and every option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from draftsmith.distill.divergences import log_law
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.errors import UserError
+from draftsmith.train.batches import Batch, collate
+from draftsmith.train.eagle import EagleLoss, EagleObjective, TeacherPlaces, accepted_by_root, teacher_forced
+from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.objectives import acceptance_lengths, depth_metrics, end_to_end_tv, smoothed, static_decay, survival_weights
+from draftsmith.train.unroll import unroll
+
+from tests.conftest import tiny_target
+from tests.eagles import random_eagle
+from tests.train.test_alignment import batch_of
+
+TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
+STEPS = 3
+
+
+def objective(drafter: EagleDrafter, **options: Any) -> EagleObjective:
+    options = {"steps": STEPS, "rows_per_chunk": 2, **options}
+    return EagleObjective(EagleLoss(**options).resolved(drafter.shape.version), drafter.taps, TARGET.head)
+
+
+def features_of(batch: Batch, drafter: EagleDrafter) -> Features:
+    return LiveTarget(TARGET, drafter.taps).features(batch)
+
+
+def pairs(batch: Batch, k: int) -> list[tuple[int, int]]:
+    """(row, label position) with weight at step k."""
+    return [(t, t + 2 + k) for t in batch.reply_run(1, 2 + k)[0].nonzero()[:, 0].tolist()]
+
+
+def test_rows_and_labels_of_the_worked_example() -> None:
+    """Prompt 0..3, reply 4..8: step 0 learns labels 5..8 at rows 3..6, step 1 labels 6..8 at rows 3..5 (drafter-recipes 0.3)."""
+    batch = batch_of((9, [(4, 9)]))
+    assert [pairs(batch, k) for k in range(3)] == [
+        [(3, 5), (4, 6), (5, 7), (6, 8)],
+        [(3, 6), (4, 7), (5, 8)],
+        [(3, 7), (4, 8)],
+    ]
+
+
+def test_rows_sorted_by_teacher_and_back() -> None:
+    """The worked example: teachers 4..7 of labels 5..8; 6 teaches row 5 at step 0, row 4 at step 1, row 3 at step 2."""
+    batch = batch_of((9, [(4, 9)]))
+    valid = torch.stack([batch.reply_run(1, 2 + k) for k in range(STEPS)], dim=-1)
+    places = TeacherPlaces(valid, torch.device("cpu"))
+    assert places.teachers.tolist() == [4, 5, 6, 7]
+    assert places.valid.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    outputs = [torch.arange(9.0).view(1, 9, 1) + 100 * k for k in range(STEPS)]
+    assert places.by_teacher(outputs)[2, :, 0].tolist() == [5, 104, 203]
+    by_teacher = (places.by_teacher(outputs)[..., 0] + 1) * places.valid
+    by_root = places.by_root(by_teacher)
+    assert by_root.tolist() == [[4, 104, 204], [5, 105, 205], [6, 106, 0], [7, 0, 0]]
+    assert torch.equal(places.to_teacher(by_root), by_teacher)
+
+
+def plain_loss(drafter: EagleDrafter, batch: Batch, features: Features, denominators: dict[str, float]) -> float:
+    """Step by step, row by row, straight from the index table; forward KL over the draft vocabulary."""
+    normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
+    weights, total = static_decay(STEPS, 0.8), 0.0
+    kept = drafter.kept if drafter.kept is not None else torch.arange(drafter.shape.vocab_size)
+    for b in range(len(batch.ids)):
+        for k in range(STEPS):
+            for t in range(batch.ids.shape[1] - 2 - k):
+                run = range(t + 1, t + 3 + k)
+                if not all(batch.mask[b, j] and batch.documents[b, j] == batch.documents[b, t] for j in run):
+                    continue
+                teacher = TARGET.head(features.last[b, t + 1 + k])
+                if int(teacher.argmax()) not in kept.tolist():
+                    continue
+                p = teacher[kept].softmax(-1)
+                q = log_law(drafter.logits(normed[k][b, t]))
+                total += float((p * (p.log() - q)).sum()) * weights[k] / denominators[f"step{k}"]
+    return total
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3 draft vocabulary", "eagle3.1"])
+def test_loss_is_the_sum_that_the_index_table_says(kind: str) -> None:
+    drafter = random_eagle(TARGET, kind)
+    row = batch_of((9, [(4, 9)]), (12, [(3, 6), (8, 12)]))
+    other = batch_of((16, [(2, 16)]), pad=5)
+    batch = Batch(*(torch.cat([getattr(x, n) for x in (row, other)]) for n in ("ids", "positions", "documents", "mask")))
+    aim = objective(drafter)
+    denominators = aim.weights(batch)
+    features = features_of(batch, drafter)
+    loss, _ = aim.forward(drafter, features, denominators)
+    assert float(loss.detach()) == pytest.approx(plain_loss(drafter, batch, features, denominators), rel=1e-6)
+
+
+def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[int]:
+    """Positions of the head's input that carry gradient, by step."""
+    aim = objective(drafter, **options)
+    features = features_of(batch, drafter)
+    seen: list[list[int]] = []
+    original = drafter.read
+
+    def read(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, state = original(output)
+        probe = normed.clone()
+        probe.retain_grad()
+        kept.append(probe)
+        return probe, state
+
+    kept: list[torch.Tensor] = []
+    drafter.read = read  # type: ignore[method-assign]
+    try:
+        loss, _ = aim.forward(drafter, features, aim.weights(batch))
+        loss.backward()
+    finally:
+        del drafter.read
+    for probe in kept:
+        seen.append([] if probe.grad is None else probe.grad[0].abs().sum(-1).nonzero()[:, 0].tolist())
+    return seen  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "lk-hybrid"])
+@pytest.mark.parametrize("weighting", ["decay", "survival", "d-pace"])
+def test_gradient_support_is_exactly_the_rows_with_weight(loss: str, weighting: str) -> None:
+    """The first round of the reply is trained (row 3), and nothing past it."""
+    drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
+    batch = batch_of((9, [(4, 9)]), pad=3)
+    assert gradient_rows(drafter, batch, loss=loss, weighting=weighting) == [[3, 4, 5, 6], [3, 4, 5], [3, 4]]
+
+
+def test_the_tail_of_the_features_is_never_a_teacher() -> None:
+    """Garbage behind the text changes neither loss nor gradient; nor does padding."""
+    drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
+    found = []
+    for pad, garbage in ((0, None), (6, 77.0), (6, -5.0)):
+        batch = batch_of((9, [(4, 9)]), pad=pad)
+        features = features_of(batch, drafter)
+        if garbage is not None:
+            features.last[:, 9:] = garbage
+            for tap in features.taps:
+                tap[:, 9:] = garbage
+        aim = objective(drafter)
+        loss, sums = aim.forward(drafter, features, aim.weights(batch))
+        found.append((loss.detach(), torch.autograd.grad(loss, list(drafter.parameters())), {n: v for n, (v, _) in sums.items()}))
+    for other in found[1:]:
+        torch.testing.assert_close(found[0][0], other[0])
+        for one, two in zip(found[0][1], other[1], strict=True):
+            torch.testing.assert_close(one, two)
+        assert all(torch.allclose(found[0][2][name], value) for name, value in other[2].items())
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary"])
+def test_packed_documents_lose_what_they_lose_apart(kind: str) -> None:
+    drafter = random_eagle(TARGET, kind).requires_grad_(True)
+    packed = batch_of((9, [(4, 9)]), (7, [(2, 7)]))
+    aim = objective(drafter, steps=None, noise=0.0) if kind == "eagle1" else objective(drafter)
+    denominators = aim.weights(packed)
+    loss, _ = aim.forward(drafter, features_of(packed, drafter), denominators)
+    gradients = torch.autograd.grad(loss, list(drafter.parameters()))
+    parts: list[torch.Tensor] = []
+    sums = [torch.zeros_like(g) for g in gradients]
+    for start, end in ((0, 9), (9, 16)):
+        part = Batch(*(t[:, start:end] for t in (packed.ids, packed.positions, packed.documents, packed.mask)))
+        value, _ = aim.forward(drafter, features_of(part, drafter), denominators)
+        parts.append(value.detach())
+        for total, grad in zip(sums, torch.autograd.grad(value, list(drafter.parameters())), strict=True):
+            total += grad
+    torch.testing.assert_close(loss.detach(), sum(parts))
+    for one, other in zip(gradients, sums, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_eagle1_learns_the_next_feature_and_a_tenth_of_the_law() -> None:
+    drafter = random_eagle(TARGET, "eagle1")
+    batch = batch_of((9, [(4, 9)]))
+    features = features_of(batch, drafter)
+    aim = objective(drafter, steps=None, noise=0.0)
+    assert aim.steps == 1
+    loss, _ = aim.forward(drafter, features, aim.weights(batch))
+    (output,) = unroll(drafter, batch, (), features.last, 1, "plain")
+    total = 0.0
+    for t in (3, 4, 5, 6):
+        goal, p = features.last[0, t + 1], TARGET.head(features.last[0, t + 1]).softmax(-1)
+        q = log_law(TARGET.head(output[0, t]))
+        off = (output[0, t] - goal).abs()
+        smooth = torch.where(off < 1, 0.5 * off**2, off - 0.5).mean()
+        total += float(smooth + 0.1 * (p * (p.log() - q)).sum())
+    assert float(loss.detach()) == pytest.approx(total / 4, rel=1e-6)
+
+
+def test_noise_is_of_the_stated_size_and_belongs_to_the_place_in_the_data() -> None:
+    drafter = random_eagle(TARGET, "eagle1")
+    batch = batch_of((8, [(4, 8)]), (16, [(4, 16)]))
+    clean = features_of(batch, drafter)
+    aim = objective(drafter, steps=None)
+    noise = aim._disturbed(replace(batch, numbers=(7,)), clean)[1] - clean.last
+    for span, length in ((slice(0, 8), 8), (slice(8, 24), 16)):
+        largest = float(noise[0, span].abs().max())
+        assert 0.9 < largest / (0.1 * 512 / length) <= 1
+    again = aim._disturbed(replace(batch, numbers=(7,)), clean)[1] - clean.last
+    other = aim._disturbed(replace(batch, numbers=(8,)), clean)[1] - clean.last
+    assert torch.equal(noise, again) and not torch.equal(noise, other)
+
+
+# Out-of-vocabulary targets, metrics, weights.
+
+
+def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default() -> None:
+    """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever the drafter learns there."""
+    shape = shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), TARGET.config)
+    drafter = EagleDrafter(shape, TARGET.ends).double()
+    batch = batch_of((120, [(2, 120)]))
+    features = features_of(batch, drafter)
+    best = TARGET.head(features.last[0]).argmax(-1)
+    inside = torch.cat([best[4:40].unique(), torch.arange(300)]).unique(sorted=False)[:20].sort().values
+    drafter.start_from(TARGET.head_weight, None, inside)
+    aim = objective(drafter)
+    _, sums = aim.forward(drafter, features, aim.weights(batch))
+    teachers = best[2:119]  # of labels 3 .. 119
+    share = float(torch.isin(teachers, inside).double().mean())
+    assert share < 0.9
+    total, count = sums["top1@1"]
+    assert int(count) == 117 and float(total / count) <= share
+    dropped, _ = objective(drafter, out_of_vocabulary="drop").forward(drafter, features, aim.weights(batch))
+    kept, _ = objective(drafter, out_of_vocabulary="keep").forward(drafter, features, aim.weights(batch))
+    assert float(kept.detach()) > float(dropped.detach())
+
+
+def test_depth_metrics_equal_brute_force() -> None:
+    torch.manual_seed(0)
+    roots, depths = 40, 4
+    right = torch.rand(roots, depths) < 0.6
+    alpha = torch.rand(roots, depths)
+    lengths = torch.randint(1, depths + 1, (roots,))
+    valid = torch.arange(depths) < lengths[:, None]
+    found = {n: float(a / b) for n, (a, b) in depth_metrics(alpha, right.float(), alpha, valid.float()).items()}
+    for d in range(depths):
+        there = [i for i in range(roots) if lengths[i] > d]
+        before = [i for i in there if all(right[i, :d])]
+        assert found[f"top1@{d + 1}"] == pytest.approx(sum(bool(right[i, d]) for i in there) / len(there))
+        assert found[f"cond@{d + 1}"] == pytest.approx(sum(bool(right[i, d]) for i in before) / len(before))
+        assert found[f"surv@{d + 1}"] == pytest.approx(sum(all(right[i, : d + 1]) for i in there) / len(there))
+        assert found[f"reach@{d + 1}"] == pytest.approx(sum(float(alpha[i, : d + 1].prod()) for i in there) / len(there))
+    lengths_found = acceptance_lengths(found)
+    assert lengths_found["tau_greedy"] == pytest.approx(1 + sum(found[f"surv@{d + 1}"] for d in range(depths)))
+    assert lengths_found["tau_sampled"] == pytest.approx(1 + sum(found[f"reach@{d + 1}"] for d in range(depths)))
+
+
+def test_survival_weights_by_hand() -> None:
+    """Chances .5 .4 .2: prefixes .5 .2 .04; a better first depth earns .74, a second .24, a third .04; a masked one nothing."""
+    chances = torch.tensor([[0.5, 0.4, 0.2], [0.5, 0.4, 0.9]])
+    valid = torch.tensor([[True, True, True], [True, True, False]])
+    weights = survival_weights(chances, valid)
+    torch.testing.assert_close(weights, torch.tensor([[0.74, 0.24, 0.04], [0.7, 0.2, 0.0]]))
+    torch.testing.assert_close(smoothed(chances, 0.5)[0], torch.tensor([0.75, 0.7, 0.6]))
+
+
+def test_weighted_log_overlaps_have_the_gradient_of_end_to_end_tv() -> None:
+    """arXiv 2606.12370: fp64 autograd of 1 - (1/D) sum prod alpha against sum w_i / D (-log alpha_i) with constant weights."""
+    torch.manual_seed(1)
+    alphas = torch.rand(9, 5, dtype=torch.float64).clamp(0.05, 0.95).requires_grad_()
+    valid = torch.arange(5) < torch.randint(1, 6, (9,))[:, None]
+    (whole,) = torch.autograd.grad(end_to_end_tv(alphas, valid).sum(), alphas)
+    weighted = survival_weights(alphas, valid) * -torch.where(valid, alphas, 1.0).log()
+    (parts,) = torch.autograd.grad(weighted.sum() / 5, alphas)
+    torch.testing.assert_close(whole, parts)
+
+
+def test_d_pace_without_smoothing_is_the_gradient_of_the_expected_accepted_length() -> None:
+    torch.manual_seed(2)
+    z = torch.randn(6, 4, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 7, (6, 4))
+    valid = torch.arange(4) < torch.randint(1, 5, (6,))[:, None]
+    likely = z.softmax(-1).gather(-1, labels[..., None])[..., 0]
+    expected = (torch.where(valid, likely, 1.0).cumprod(-1) * valid).sum()
+    (whole,) = torch.autograd.grad(-expected, z, retain_graph=True)
+    (parts,) = torch.autograd.grad((survival_weights(smoothed(likely, 0.0), valid) * -likely.log()).sum(), z)
+    torch.testing.assert_close(whole, parts)
+
+
+@pytest.mark.parametrize("weighting", ["survival", "d-pace"])
+def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: str) -> None:
+    """Against the formula over whole tables: sum of weight x loss over the static count of supervised positions."""
+    drafter = random_eagle(TARGET, "eagle3")
+    batch = batch_of((30, [(4, 30)]), (11, [(3, 11)]))
+    features = features_of(batch, drafter)
+    loss = "lk-alpha" if weighting == "survival" else "ce"
+    values = []
+    for chunk in (3, 1000):
+        aim = objective(drafter, loss=loss, weighting=weighting, rows_per_chunk=chunk)
+        values.append(float(aim.forward(drafter, features, aim.weights(batch))[0].detach()))
+    normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
+    chances, losses, valid = (torch.zeros(41, STEPS, dtype=torch.float64) for _ in range(3))
+    for k in range(STEPS):
+        for t, label in pairs(batch, k):
+            log_q = log_law(drafter.logits(normed[k][0, t]))
+            p = TARGET.head(features.last[0, t + 1 + k]).softmax(-1)
+            alpha = torch.minimum(log_q.exp(), p).sum()
+            at_label = log_q[batch.ids[0, label]]
+            chances[t, k], losses[t, k] = (
+                (alpha, -alpha.log()) if weighting == "survival" else (0.5 + 0.5 * at_label.exp(), -at_label)
+            )
+            valid[t, k] = 1
+    expected = float((survival_weights(chances, valid.bool()) * losses).sum() / valid.sum())
+    assert values == pytest.approx([expected, expected], rel=1e-5)
+
+
+# Everything else.
+
+
+CHANGES: dict[str, Any] = {
+    "loss": "jsd", "steps": 2, "weighting": "survival", "decay": 0.5, "feature_weight": 0.5, "token_weight": 0.5, "noise": 0.2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CHANGES, "smoothing", "out_of_vocabulary"])
+def test_every_option_of_the_objective_changes_the_loss(name: str) -> None:
+    kind = "eagle1" if name == "noise" else "eagle3 draft vocabulary" if name == "out_of_vocabulary" else "eagle3"
+    drafter = random_eagle(TARGET, kind)
+    batch = batch_of((40, [(4, 40)]))
+    base = {"weighting": "d-pace"} if name == "smoothing" else {"noise": 0.0} if name == "noise" else {}
+    value = {"smoothing": 0.9, "out_of_vocabulary": "keep"}.get(name, CHANGES.get(name))
+    losses = []
+    for options in (base, {**base, name: value}):
+        aim = objective(drafter, **options)
+        losses.append(float(aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))[0].detach()))
+    assert losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("options", [{"attention": "plain"}, {"recompute": True}, {"rows_per_chunk": 7}])
+def test_options_of_how_it_is_computed_change_nothing(options: dict[str, Any]) -> None:
+    drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
+    batch = batch_of((30, [(4, 30)]), (11, [(3, 11)]))
+    found = []
+    for more in ({}, options):
+        aim = objective(drafter, **more)
+        loss, _ = aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))
+        found.append(torch.autograd.grad(loss, list(drafter.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary", "eagle3 of another width", "eagle3.1"])
+def test_a_batch_with_nothing_to_learn_from_touches_every_parameter(kind: str) -> None:
+    drafter = random_eagle(TARGET, kind).requires_grad_(True)
+    batch = batch_of((5, []))
+    aim = objective(drafter)
+    loss, _ = aim.forward(drafter, features_of(batch, drafter), {f"step{k}": 4.0 for k in range(STEPS)})
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert all(p.grad is not None and float(p.grad.abs().sum()) == 0 for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 1, 2], [3, 1]])
+def test_documents_too_short_to_teach_are_harmless(lengths: list[int]) -> None:
+    drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
+    batch = collate([[(np.arange(n) + 5, np.ones(n, bool)) for n in lengths]])
+    aim = objective(drafter)
+    loss, _ = aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))
+    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, list(drafter.parameters())))
+
+
+def test_the_target_stays_frozen() -> None:
+    drafter = random_eagle(TARGET, "eagle1").requires_grad_(True)
+    before = TARGET.fingerprint()
+    batch = batch_of((9, [(4, 9)]))
+    aim = objective(drafter)
+    aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))[0].backward()
+    assert TARGET.fingerprint() == before
+    assert all(p.grad is None and not p.requires_grad for p in TARGET.model.parameters())
+
+
+def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
+    ranks = torch.tensor([[-1, -1, -1], [0, 0, 1], [0, 0, 0], [2, 0, 0], [0, -1, 0]])
+    assert accepted_by_root(ranks, {"length": 3}) == [0, 2, 3, 0, 1]
+    assert accepted_by_root(ranks, {"length": 1}) == [0, 1, 1, 0, 1]
+    drafter = random_eagle(TARGET, "eagle3")
+    ids = torch.arange(9) + 5
+    features = features_of(batch_of((9, [])), drafter)
+    hidden = type("Hidden", (), {"last": features.last[0], "taps": tuple(t[0] for t in features.taps)})()
+    found = teacher_forced(drafter, hidden, ids, STEPS)
+    assert found.shape == (9, 3) and (found[0] == -1).all() and (found[8] == -1).all() and found[7, 1] == -1
+
+
+@pytest.mark.parametrize(
+    "options", [{"steps": 0}, {"decay": 0.0}, {"decay": 1.5}, {"smoothing": -0.1}, {"noise": -1.0}, {"rows_per_chunk": 0}]
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="objective"):
+        EagleLoss(**options)

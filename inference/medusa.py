@@ -86,16 +86,18 @@ class MedusaProposer:
 def make_proposer(
     artifact: Artifact, name: str | None = None, nodes: int | None = None, tree: str = "calibrated"
 ) -> MedusaProposer:
-    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), or in each
-    context from the heads' own probabilities (best-first)."""
+    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each context
+    from the heads' own probabilities (best-first), or each head's best token in a row (chain)."""
     name = name or artifact.method
     table = artifact.calibration.get("rank_accuracy")
     if not table:
         raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
     count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
     positive("nodes", count)
+    if tree == "chain":
+        return MedusaProposer(artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name)
     if tree not in ("calibrated", "best-first"):
-        raise UserError(f"drafter {name}: tree must be calibrated or best-first, not {tree!r}")
+        raise UserError(f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}")
     return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name)
 
 

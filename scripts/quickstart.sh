@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole road on a fresh machine, no GPU, no model hub: install, let the small target write its training replies, train Medusa
-# heads on them, decode held-out prompts with and without the heads, print a table.   ./scripts/quickstart.sh
+# heads and an EAGLE-3 drafter on them, decode held-out prompts with and without, print a table.   ./scripts/quickstart.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=${ACCELERATE_USE_CPU:-true}
@@ -9,26 +9,31 @@ target=scripts/quickstart/target
 run=runs/quickstart
 started=$SECONDS
 say() { printf '\n[%3ds] %s\n' $((SECONDS - started)) "$*" >&2; }
+train() {
+    accelerate launch --num_cpu_threads_per_process "$(getconf _NPROCESSORS_ONLN)" --num_processes 1 --num_machines 1 \
+        --mixed_precision no --dynamo_backend no -m draftsmith.train "$1" --config "configs/$1/quickstart.yaml"
+}
 
-say "1/4 prompts: functions of this Python's standard library"
+say "1/5 prompts: functions of this Python's standard library"
 python scripts/quickstart/functions.py --split train --count 1500 --out $run/train.prompts.jsonl
 python scripts/quickstart/functions.py --split valid --count 60 --out $run/valid.prompts.jsonl
 python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
 
-say "2/4 the target writes the replies (sampled: small models loop under greedy decoding)"
+say "2/5 the target writes the replies (sampled: small models loop under greedy decoding)"
 for split in train valid; do
     draftsmith data regenerate --target $target --data $run/$split.prompts.jsonl --out $run/$split.jsonl \
         --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64
 done
 
-say "3/4 training Medusa heads"
-accelerate launch --num_cpu_threads_per_process "$(getconf _NPROCESSORS_ONLN)" --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    -m draftsmith.train medusa --config configs/medusa/quickstart.yaml
+say "3/5 training Medusa heads"
+train medusa
+say "4/5 training an EAGLE-3 drafter"
+train eagle
 
-say "4/4 held-out prompts: plain decoding beside Medusa"
+say "5/5 held-out prompts: plain decoding beside both"
 # The target is so small that one thread decodes faster than two.
-OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --prompts $run/test.prompts.jsonl \
-    --max-new-tokens 128 --json $run/evaluation.json
+OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --drafter $run/eagle/best \
+    --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
 say "done. See a reply with its accepted drafts in green:
        source .venv/bin/activate
-       draftsmith generate --target $target --drafter $run/medusa/best --prompt 'def read_lines(path):'"
+       draftsmith generate --target $target --drafter $run/eagle/best --prompt 'def read_lines(path):'"

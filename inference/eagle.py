@@ -22,6 +22,7 @@ from .autoregressive import TreePlan, depth_row
 from .cache import TreeCache, visible_slots
 from .growth import Level
 from .proposer import Accepted, Prompts
+from .replay import rank_accuracy
 from .sampling import Draws
 from .target import PREFILL_CHUNK
 from .tree import DraftTree
@@ -160,10 +161,7 @@ def make_proposer(
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token at each depth is right on the texts' own paths (ranks `[S, K]`, start of the reply), and the
-    size of tree that this was trained to draft."""
-    depths = texts[0][0].shape[1]
-    rows = torch.cat([ranks[start : max(len(ranks) - depths, start)] for ranks, start in texts])
-    accuracy = [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(RANKS)] for d in range(depths)]
+    """How often the rank-r token at each depth is right on the texts' own paths, and the tree that this is evaluated with."""
+    accuracy, roots = rank_accuracy(texts, RANKS)
     length = min(DEFAULT_LENGTH, tree_nodes)
-    return {"rank_accuracy": accuracy, "roots": len(rows), "tree_nodes": tree_nodes, "length": length, "width": DEFAULT_WIDTH}
+    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes, "length": length, "width": DEFAULT_WIDTH}

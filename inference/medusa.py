@@ -17,6 +17,7 @@ from ..heads.medusa import MedusaHeads
 from .device import send
 from .growth import Ranks, best_first, grow, shape_of_ranks
 from .proposer import Accepted, Prompts, positive
+from .replay import rank_accuracy
 from .sampling import Draws
 from .tree import DraftTree, TreeShape
 
@@ -86,8 +87,8 @@ class MedusaProposer:
 def make_proposer(
     artifact: Artifact, name: str | None = None, nodes: int | None = None, tree: str = "calibrated"
 ) -> MedusaProposer:
-    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each context
-    from the heads' own probabilities (best-first), or each head's best token in a row (chain)."""
+    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each
+    context from the heads' own probabilities (best-first), or each head's best token in a row (chain)."""
     name = name or artifact.method
     table = artifact.calibration.get("rank_accuracy")
     if not table:
@@ -136,11 +137,6 @@ def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token of each head is right, over the roots of all texts (`teacher_forced`, start of the reply).
-
-    Only roots with a token under every head count, so that the depths are comparable.
-    """
-    heads = texts[0][0].shape[1]
-    rows = torch.cat([ranks[start : max(len(ranks) - heads, start)] for ranks, start in texts])
-    accuracy = [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(MAX_RANK)] for d in range(heads)]
-    return {"rank_accuracy": accuracy, "roots": len(rows), "tree_nodes": tree_nodes}
+    """How often the rank-r token of each head is right, over the roots of all texts (`teacher_forced`, start of the reply)."""
+    accuracy, roots = rank_accuracy(texts, MAX_RANK)
+    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes}

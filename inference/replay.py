@@ -33,6 +33,17 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     return kept
 
 
+def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:
+    """How often the rank-r draft is right at each depth, r < `ranks`, and over how many roots.
+
+    `texts`: teacher-forced ranks `[S, D]` (-1: none of the best) and the start of the reply. Only roots with a token at every
+    depth count, so that the depths are comparable.
+    """
+    depths = texts[0][0].shape[1]
+    rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
+    return [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(ranks)] for d in range(depths)], len(rows)
+
+
 @torch.inference_mode()
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
     """Tokens kept in each round when `proposer` drafts greedily along a known text, its features standing in for the target.

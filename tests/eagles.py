@@ -29,10 +29,10 @@ def taps_for(target: Target, config: dict[str, Any]) -> dict[str, Any]:
     return config if config.get("version") == 1 else {"taps": list(range(min(target.num_layers, 3))), **config}
 
 
-def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0) -> EagleDrafter:
+def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> EagleDrafter:
     """An untrained drafter with weights away from their start, norms included."""
     torch.manual_seed(seed)
-    shape = shape_for(EagleConfig(**taps_for(target, KINDS[kind])), target.config)
+    shape = shape_for(EagleConfig(**taps_for(target, KINDS[kind] | more)), target.config)
     drafter = EagleDrafter(shape, target.ends)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:

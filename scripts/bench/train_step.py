@@ -5,8 +5,8 @@
 
 Two shapes: seven steps at hidden 256, 8 heads, 4 KV heads, MLP 1024, vocabulary 8192, draft vocabulary 2048, batch 2 x 256;
 and three steps at hidden 256, 4 heads, 2 KV heads, MLP 704, vocabulary 4096, draft vocabulary 1024, one row of 512. A step is
-forward, backward, clipping and AdamW. The speed of a large matrix product on the same thread is printed beside it, so that figures of
-different machines can be compared. Peak memory is the process's, each shape in a process of its own.
+forward, backward, clipping and AdamW. The speed of a large matrix product on the same thread is printed beside it, so that
+figures of different machines can be compared. Peak memory is the process's, each shape in a process of its own.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -38,13 +38,13 @@ def random_case(seed: int, rows: int = 6, kept: int = V) -> tuple[torch.Tensor, 
     return z, torch.log_softmax(p, -1)[:, :kept], torch.randint(0, kept, (rows,), generator=generator)
 
 
-def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> torch.Tensor:
+def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
     """One row, token by token, straight from the formulas of reference/objectives.md section 2."""
     q = [torch.exp(z[v]) / sum(torch.exp(x) for x in z) for v in range(len(z))]
     p = [torch.exp(x) for x in log_p]
     whole = [x / sum(p) for x in p]
     kl = lambda a, b: sum(x * torch.log(x / y) for x, y in zip(a, b, strict=True))  # noqa: E731
-    alpha = sum(torch.minimum(x, y) for x, y in zip(p, q, strict=True))
+    alpha = torch.stack([torch.minimum(x, y) for x, y in zip(p, q, strict=True)]).sum()
     if name == "kl":
         return kl(whole, q)
     if name == "reverse-kl":

@@ -36,11 +36,11 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = teacher_forced(drafter, hidden, ids, LENGTH)
         trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
-        for settings in ({"width": 1}, {"width": 4, "nodes": 12}):
-            walked = rounds_on_text(EagleProposer(drafter, LENGTH, **settings), ids, len(prompt), hidden)
-            decoded = kept_per_round(generate_one(target, EagleProposer(drafter, LENGTH, **settings), prompt, limit))
+        for width, nodes in ((1, None), (4, 12)):
+            walked = rounds_on_text(EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden)
+            decoded = kept_per_round(generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit))
             assert walked == decoded
-            if settings["width"] == 1:
+            if width == 1:
                 assert trained == decoded
             busy += sum(kept > 1 for kept in decoded)
     return busy
@@ -78,7 +78,7 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) ->
     """Same rounds, not only the same text: the cache of every row follows its own commits."""
     drafter = committed("eagle3", quickstart).drafter
     prompts = chat_prompts(quickstart, "test", 5)
-    for settings in ({"width": 1}, {"width": 5, "nodes": 16}):
-        alone = [generate_one(quickstart, EagleProposer(drafter, 4, **settings), prompt, 32) for prompt in prompts]
-        together = generate(quickstart, EagleProposer(drafter, 4, **settings), prompts, 32)
+    for width, nodes in ((1, None), (5, 16)):
+        alone = [generate_one(quickstart, EagleProposer(drafter, 4, width, nodes), prompt, 32) for prompt in prompts]
+        together = generate(quickstart, EagleProposer(drafter, 4, width, nodes), prompts, 32)
         assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]

@@ -108,8 +108,16 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
     drafters = real_drafters(quickstart)
     for settings in ("length=4", "length=4,width=2,nodes=8"):
         drafters[f"draft-lm {settings}"] = load_proposer(f"{DRAFT_LM}:{settings}", quickstart, print)
+    trained = {}
+    for name in ("medusa", "eagle1", "eagle3"):
+        folder = ROOT / "scripts" / "quickstart" / "drafters" / name
+        trained[f"committed {name}"] = load_proposer(f"{folder}:nodes=12", quickstart, print)
+        if name != "medusa":
+            trained[f"committed {name} chain"] = load_proposer(f"{folder}:length=4,width=1", quickstart, print)
+    drafters |= trained
     found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 48, alone=2)
     assert all(accepted(found[name]) > count for name in ("draft-lm length=4", "medusa", "ngram", "early-exit"))
+    assert all(accepted(found[name]) > 8 * count for name in trained)
 
 
 @pytest.mark.parametrize("count", [BATCH, pytest.param(48, marks=pytest.mark.full)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.draft_lm import DraftLM
+from draftsmith.inference.eagle import EagleProposer
 from draftsmith.inference.medusa import MedusaProposer
 from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Proposer, load_proposer
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.architectures import near_copy
 from tests.conftest import ROOT, random_heads
+from tests.eagles import random_eagle
 from tests.trained import chat_prompts
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
@@ -87,12 +89,17 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     """Proposers and a rule for each, with what must have decided."""
     target, drafter = toy()
     tree = {"length": 2, "width": 2, "nodes": 6}
+    four = random_eagle(target, "eagle3", draft_vocab_size=4)  # one token of five can never be drafted
     return {
         "rejection chain": (DraftLM(drafter, VOCAB, length=2), "block"),
         "rejection tree": (DraftLM(drafter, VOCAB, **tree), "traversal"),
         "recursive tree": (DraftLM(drafter, VOCAB, **tree), "rrs"),
         "rejection heads": (MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]), "match"),
         "rejection lookup": (NgramLookup(length=2), "match"),
+        "rejection eagle chain": (EagleProposer(four, 2, 1), "block"),
+        "rejection eagle tree": (EagleProposer(random_eagle(target, "eagle1"), 2, 2, 6), "traversal"),
+        "recursive eagle tree": (EagleProposer(four, 2, 2, 6), "rrs"),
+        "coupled eagle tree": (EagleProposer(four, 2, 2, 6), "gumbel"),
         "coupled tree": (DraftLM(drafter, VOCAB, **tree), "gumbel"),
     }
 
@@ -137,9 +144,10 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.full)])
-def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(quickstart: Target, count: int) -> None:
+@pytest.mark.parametrize("spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1"])
+def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(quickstart: Target, count: int, spec: str) -> None:
     """One draft a round, where block verification is the token-level rule: accepted against sum min(p, q), round by round."""
-    drafter = load_proposer(f"{ROOT / 'scripts/quickstart/draft_lm'}:length=1", quickstart, print)
+    drafter = load_proposer(str(ROOT / "scripts/quickstart" / spec), quickstart, print)
     prompts = chat_prompts(quickstart, "test", count)
     requests = [Request(p, i, k) for i, p in enumerate(prompts) for k in range(4)]
     for temperature in (0.7, 1.0):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from draftsmith.inference.decode import Generation, Round
-from draftsmith.inference.metrics import bootstrap, conditional, repeats_itself, summarise, survival, tau
+from draftsmith.inference.metrics import bootstrap, conditional, repeats_itself, summarise, survival, tau, tau_by_position
 from draftsmith.inference.replay import replay
 
 
@@ -33,6 +33,12 @@ def test_survival_and_conditional_without_acceptance() -> None:
 
 def test_bootstrap_of_equal_requests_has_no_width() -> None:
     assert bootstrap([[2, 2]] * 5, tau) == (2.0, 2.0)
+
+
+def test_tau_by_position_puts_a_round_where_its_root_stands() -> None:
+    """Roots at 250, 253 (below 256), 257 and 258; another request begins at 5000."""
+    found = tau_by_position([(250, [3, 4, 1, 2]), (5000, [2, 4])])
+    assert found == {"<256": 3.5, "<1024": 1.5, "<16384": 3.0}
 
 
 def test_a_repeated_8_gram_is_a_loop() -> None:

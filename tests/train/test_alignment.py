@@ -29,6 +29,12 @@ def batch_of(*documents: tuple[int, list[tuple[int, int]]], pad: int = 0) -> Bat
     return Batch(batch.ids[:1], batch.positions[:1], batch.documents[:1], batch.mask[:1])
 
 
+def cut(batch: Batch, start: int, end: int) -> Batch:
+    """Positions `start` .. `end` of every row."""
+    ids, positions, documents, mask = (t[:, start:end] for t in (batch.ids, batch.positions, batch.documents, batch.mask))
+    return Batch(ids, positions, documents, mask)
+
+
 def rows(batch: Batch, head: int) -> list[int]:
     return batch.reply_run(1, 2 + head)[0].nonzero()[:, 0].tolist()
 
@@ -123,7 +129,7 @@ def test_packed_documents_lose_what_they_lose_apart() -> None:
     whole = float(objective.forward(heads, source.features(packed), weights)[0].detach())
     parts = 0.0
     for start, end in ((0, 9), (9, 16)):
-        part = Batch(*(t[:, start:end] for t in (packed.ids, packed.positions, packed.documents, packed.mask)))
+        part = cut(packed, start, end)
         parts += float(objective.forward(heads, source.features(part), weights)[0].detach())
     assert whole == pytest.approx(parts, rel=1e-5)
 

@@ -11,6 +11,7 @@ import torch
 from draftsmith.distill.divergences import log_law
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.target import Hidden
 from draftsmith.train.batches import Batch, collate
 from draftsmith.train.eagle import EagleLoss, EagleObjective, TeacherPlaces, accepted_by_root, teacher_forced
 from draftsmith.train.features import Features, LiveTarget
@@ -19,7 +20,7 @@ from draftsmith.train.unroll import unroll
 
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
-from tests.train.test_alignment import batch_of
+from tests.train.test_alignment import batch_of, cut
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 STEPS = 3
@@ -89,7 +90,8 @@ def test_loss_is_the_sum_that_the_index_table_says(kind: str) -> None:
     drafter = random_eagle(TARGET, kind)
     row = batch_of((9, [(4, 9)]), (12, [(3, 6), (8, 12)]))
     other = batch_of((16, [(2, 16)]), pad=5)
-    batch = Batch(*(torch.cat([getattr(x, n) for x in (row, other)]) for n in ("ids", "positions", "documents", "mask")))
+    parts = [torch.cat([getattr(x, n) for x in (row, other)]) for n in ("ids", "positions", "documents", "mask")]
+    batch = Batch(parts[0], parts[1], parts[2], parts[3])
     aim = objective(drafter)
     denominators = aim.weights(batch)
     features = features_of(batch, drafter)
@@ -164,7 +166,7 @@ def test_packed_documents_lose_what_they_lose_apart(kind: str) -> None:
     parts: list[torch.Tensor] = []
     sums = [torch.zeros_like(g) for g in gradients]
     for start, end in ((0, 9), (9, 16)):
-        part = Batch(*(t[:, start:end] for t in (packed.ids, packed.positions, packed.documents, packed.mask)))
+        part = cut(packed, start, end)
         value, _ = aim.forward(drafter, features_of(part, drafter), denominators)
         parts.append(value.detach())
         for total, grad in zip(sums, torch.autograd.grad(value, list(drafter.parameters())), strict=True):
@@ -381,7 +383,7 @@ def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
     drafter = random_eagle(TARGET, "eagle3")
     ids = torch.arange(9) + 5
     features = features_of(batch_of((9, [])), drafter)
-    hidden = type("Hidden", (), {"last": features.last[0], "taps": tuple(t[0] for t in features.taps)})()
+    hidden = Hidden(features.last[0], tuple(t[0] for t in features.taps))
     found = teacher_forced(drafter, hidden, ids, STEPS)
     assert found.shape == (9, 3) and (found[0] == -1).all() and (found[8] == -1).all() and found[7, 1] == -1
 

@@ -45,6 +45,9 @@ class EagleLoss:
     """Between the drafter's law and the target's, or the text's tokens (ce)."""
     steps: int | None = None
     """Unrolled steps: 7 for version 3, 1 for version 1."""
+    single_step_share: float = 0.0
+    """Share of the run that trains the first step alone, at a fraction of the cost, before the others join: worth it for short
+    runs, in which a drafter that is wrong at once learns little from going on."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
     """Weights of the steps: decay^k over their sum; what each would earn in accepted drafts by its overlap (with lk-alpha this is
     end-to-end TV); or the same by the smoothed probability of the label (D-PACE, for ce)."""
@@ -70,8 +73,10 @@ class EagleLoss:
     def __post_init__(self) -> None:
         if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
             raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
-        if not (0 < self.decay <= 1 and 0 <= self.smoothing <= 1):
-            raise UserError("objective.decay must lie in (0, 1], objective.smoothing in [0, 1]")
+        if not (0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1):
+            raise UserError(
+                "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], objective.single_step_share in [0, 1)"
+            )
         if any(value is not None and value < 0 for value in (self.feature_weight, self.token_weight, self.noise)):
             raise UserError("objective.feature_weight, token_weight and noise must not be negative")
 
@@ -143,8 +148,12 @@ class EagleObjective:
     def __init__(self, config: EagleLoss, taps: tuple[int, ...], target_head: Callable[[Tensor], Tensor], seed: int = 0) -> None:
         assert config.steps is not None, "resolve the config first"
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
-        self.steps = config.steps
-        self.step_weights = static_decay(config.steps, config.decay)
+        self.begin(1.0)
+
+    def begin(self, progress: float) -> None:
+        assert self.config.steps is not None
+        self.steps = 1 if progress < self.config.single_step_share else self.config.steps
+        self.step_weights = static_decay(self.steps, self.config.decay)
 
     def valid(self, batch: Batch) -> Tensor:
         """`[B, S, K]` bool on the CPU: which rows have weight at which step."""

@@ -147,6 +147,7 @@ class Trainer:
 
     def step(self, index: int) -> tuple[Sums, Any, int]:
         """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank."""
+        self.objective.begin(index / self.total_steps)
         micro = [self.batches.micro_batch(index, a, self.accelerator.process_index) for a in range(self.run.accumulation)]
         denominators = self._global_weights(micro)
         sums: Sums = {}

@@ -75,6 +75,8 @@ class MedusaObjective:
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
         self.head_weights = static_decay(num_heads, config.head_decay)
 
+    def begin(self, progress: float) -> None: ...
+
     def weights(self, batch: Batch) -> dict[str, float]:
         return {f"head{i}": float(batch.reply_run(1, 2 + i).sum()) for i in range(self._num_heads)}
 

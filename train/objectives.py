@@ -22,6 +22,10 @@ class Objective(Protocol):
 
     taps: tuple[int, ...]
 
+    def begin(self, progress: float) -> None:
+        """An optimiser step begins, after this share of the run: for objectives that change on the way."""
+        ...
+
     def weights(self, batch: Batch) -> dict[str, float]:
         """For each term of the loss, the sum of its weights in this batch, from masks alone."""
         ...

@@ -46,9 +46,10 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
 
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
-    """sum_v p log q `[R]`; a token that q excludes altogether would make it infinite, and p then has to exclude it too."""
+    """sum_v p log q `[R]`."""
     if p.dim() > 1 and p.shape[-2] == 1 and log_q.shape[-2] > 1:
-        return (log_q @ p.transpose(-1, -2))[..., 0]  # one teacher for several rows: no [R, V] product is made
+        with torch.autocast(log_q.device.type, enabled=False):  # it would round a difference of laws to bf16
+            return (log_q @ p.transpose(-1, -2))[..., 0]  # one teacher for several rows: no [R, V] product is made
     return (p * log_q).sum(-1)
 
 

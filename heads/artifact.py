@@ -109,7 +109,7 @@ class Artifact:
         config_path = directory / "config.json"
         try:
             drafter = drafter_class(method).from_serving_config(read_json(config_path), ends)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, IndexError) as error:
             raise UserError(f"{config_path} lacks or garbles a field ({error}); save the drafter again") from error
         if list(drafter.taps) != own["taps"]:
             raise UserError(f"{directory}: {OWN_FILE} says taps {own['taps']}, config.json says {list(drafter.taps)}")

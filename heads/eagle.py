@@ -53,8 +53,9 @@ class EagleConfig:
     """Width of the MLP; the target's if not given."""
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise UserError("heads.num_layers must be at least 1")
+        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"heads.{name} must be at least 1, not {value}")
         if self.version == 1:
             for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
                 if getattr(self, name):
@@ -165,8 +166,8 @@ class EagleDrafter(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden) for i in range(shape.num_layers)
         )
-        self.input_norms = nn.ModuleList(  # EAGLE-1 has none on its first layer
-            RMSNorm(hidden, shape.norm_eps) for _ in range(shape.num_layers if third else shape.num_layers - 1)
+        self.input_norms = nn.ModuleDict(  # by layer; EAGLE-1 has none on its first
+            {str(i): RMSNorm(hidden, shape.norm_eps) for i in range(0 if third else 1, shape.num_layers)}
         )
         self.tap_norms = nn.ModuleList(RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps)
         if third:
@@ -244,7 +245,7 @@ class EagleDrafter(nn.Module):
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             return functional.linear(embedded, self.fc.weight[:, :hidden])
-        return functional.linear(self.input_norms[0](embedded), self._first.qkv.weight[:, :hidden])
+        return functional.linear(self.input_norms["0"](embedded), self._first.qkv.weight[:, :hidden])
 
     @property
     def _first(self) -> DecoderLayer:
@@ -263,8 +264,7 @@ class EagleDrafter(nn.Module):
         state = self._first(0, state, qkv, rotary, attend)
         for i, layer in enumerate(self.layers[1:], 1):
             assert isinstance(layer, DecoderLayer)
-            norm = self.input_norms[i - self.shape.num_layers]
-            state = layer(i, state, layer.qkv(norm(state)), rotary, attend)
+            state = layer(i, state, layer.qkv(self.input_norms[str(i)](state)), rotary, attend)
         return state
 
     def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,8 +293,8 @@ class EagleDrafter(nn.Module):
             assert isinstance(layer, DecoderLayer)
             prefix = "midlayer." if third and single else f"layers.{i}."
             state |= {prefix + name: weight for name, weight in layer.matrices().items()}
-            if third or i:
-                norm = self.input_norms[i - self.shape.num_layers]
+            if str(i) in self.input_norms:
+                norm = self.input_norms[str(i)]
                 assert isinstance(norm, RMSNorm)
                 state[prefix + "input_layernorm.weight"] = norm.weight
             if third and i == 0:
@@ -335,6 +335,8 @@ class EagleDrafter(nn.Module):
             "bias": False,
             "base_model_name_or_path": target_name,
         }
+        if shape.rope["rope_type"] != "default":
+            config["rope_scaling"] = shape.rope  # where readers of older layouts look
         if shape.version == 3:
             config |= {
                 "draft_vocab_size": shape.draft_vocab_size,

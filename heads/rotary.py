@@ -1,4 +1,4 @@
-"""Rotary positions as the target has them, in fp32 whatever the drafter's own dtype is."""
+"""Rotary positions as the target has them; angles are computed in fp32 whatever the drafter's own dtype is."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 class Rotary:
     """Cosines and sines of any scaling that transformers knows. Not a module: casting a drafter must not cast its frequencies.
 
-    `parameters` are transformers' `rope_parameters`; a `partial_rotary_factor` turns the first part of each head only.
+    `parameters` are transformers' `rope_parameters`; a `partial_rotary_factor` turns the first part of each head only. The
+    frequencies never change with the text's length (as those of dynamic and long rope do in transformers), or cached keys and
+    packed rows would disagree.
     """
 
     def __init__(self, head_dim: int, max_positions: int, parameters: dict[str, Any]) -> None:
         rest = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
         self.size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         config = LlamaConfig(head_dim=self.size, max_position_embeddings=max_positions, rope_parameters=rest)
-        self._table = LlamaRotaryEmbedding(config)
+        table = LlamaRotaryEmbedding(config)
+        self._frequencies, self._scale = table.inv_freq.detach().float().clone(), float(table.attention_scaling)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions `[B, N]` -> cosines and sines `[B, N, 1, R]`, fp32."""
-        self._table.to(positions.device)
-        cos, sin = self._table(torch.empty(0, dtype=torch.float32, device=positions.device), positions)
-        return cos[:, :, None], sin[:, :, None]
+        self._frequencies = self._frequencies.to(positions.device)
+        angles = (positions[..., None].float() * self._frequencies).repeat(1, 1, 2)[:, :, None]
+        return angles.cos() * self._scale, angles.sin() * self._scale
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

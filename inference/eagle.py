@@ -21,7 +21,7 @@ from ..heads.vocabulary import to_target
 from .autoregressive import TreePlan, depth_row
 from .cache import TreeCache, visible_slots
 from .growth import Level
-from .proposer import Accepted, Prompts
+from .proposer import Accepted, Prompts, positive
 from .replay import rank_accuracy
 from .sampling import Draws
 from .target import PREFILL_CHUNK
@@ -59,7 +59,7 @@ class EagleProposer:
         self._new = (self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last), prompts.ids, prompts.lengths)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        state = self._catch_up(root)
+        first, state = self._catch_up(root)
         before = state[:, None]
         depths: tuple[int, ...] = ()
 
@@ -72,31 +72,32 @@ class EagleProposer:
             self._cache.stage(len(here))
             return self._logits(normed)
 
-        tree, _ = self.plan.draft(self._first, root, draws, go_on)
+        tree, _ = self.plan.draft(first, root, draws, go_on)
         self._cache.staged = 0  # accepted drafts come again, with the target's features
         return tree
 
-    def _catch_up(self, root: Tensor) -> Tensor:
-        """Run the rows that the last round decided; the last one's state `[B, H]` is where drafting starts."""
+    def _catch_up(self, root: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the rows that the last round decided; the last one's logits `[B, V]` and state `[B, H]` are where drafting
+        starts."""
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
         width = features.shape[1]
         at = (counts - 1)[:, None]
         tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])  # row p takes the token of p + 1
-        normed, states = [], []
+        rows = torch.arange(len(root), device=root.device)
+        last: list[Tensor] = []  # of the chunks so far: what the head takes and the state, at each row's last position
         for start in range(0, width, PREFILL_CHUNK):
             part = slice(start, min(start + PREFILL_CHUNK, width))
             count = part.stop - part.start
             causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
             found = self._run(tokens[:, part], features[:, part], causal, tuple(range(count)), count)
             self._cache.commit([count] * len(root))
-            normed.append(found[0])
-            states.append(found[1])
+            here = [x[rows, (at[:, 0] - start).clamp(0, count - 1)] for x in found]
+            last = here if not last else [torch.where(at < start, old, new) for old, new in zip(last, here, strict=True)]
         self._cache.lengths = [length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)]
         self._new = None
-        rows = torch.arange(len(root), device=root.device)
-        self._first = self._logits(torch.cat(normed, dim=1)[rows, at[:, 0]])
-        return torch.cat(states, dim=1)[rows, at[:, 0]]
+        normed, state = last
+        return self._logits(normed), state
 
     def _run(
         self, tokens: Tensor, state: Tensor, visible: Tensor | None, depths: tuple[int, ...], slots: int
@@ -115,9 +116,11 @@ class EagleProposer:
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
             keys, values = cache.update(keys, values, layer)
-            found = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=see, enable_gqa=keys.shape[1] < queries.shape[1]
-            )
+            shared = queries.shape[1] // keys.shape[1]
+            if shared > 1 and see is not None and keys.device.type == "cuda":
+                # Grouped heads with a mask would fall back to a kernel that holds every score.
+                keys, values, shared = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1), 1
+            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=see, enable_gqa=shared > 1)
             return found.transpose(1, 2).flatten(2)
 
         part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
@@ -156,7 +159,7 @@ def make_proposer(
     length = known.get("length", DEFAULT_LENGTH) if length is None else length
     assert width is not None and length is not None, "a calibration holds numbers"
     if nodes is None and width != 1:
-        nodes = max(known.get("tree_nodes", DEFAULT_NODES), length)
+        nodes = max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length))
     return EagleProposer(artifact.drafter, length, width, nodes, name or f"eagle{artifact.drafter.shape.version}")
 
 

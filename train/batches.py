@@ -110,11 +110,15 @@ class Batches:
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token `[V]` is written by the target in an epoch."""
-        counts = torch.zeros(vocab_size, dtype=torch.long)
-        for document in self._documents:
+        counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
+        for place, document in enumerate(self._documents, 1):
             ids, written = self._table.document(document)
-            counts += torch.from_numpy(np.bincount(ids[written], minlength=vocab_size))
-        return counts
+            waiting.append(ids[written])
+            size += len(waiting[-1])
+            if size > 1 << 20 or place == len(self._documents):  # a count is as long as the vocabulary, a document is short
+                counts += np.bincount(np.concatenate(waiting), minlength=vocab_size)
+                waiting, size = [], 0
+        return torch.from_numpy(counts)
 
     def _pack_at(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
         epoch, place = divmod(index, self.packs)

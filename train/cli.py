@@ -112,5 +112,5 @@ def _usage() -> str:
     return (
         "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
         f"commands (each has --help):\n{verbs}\n\n"
-        "training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD --config FILE  ({', '.join(METHODS)})"
+        f"training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD --config FILE  ({', '.join(METHODS)})"
     )

@@ -8,6 +8,7 @@ Shapes: B packed rows, S positions, K steps, J teacher positions, H hidden size,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch.nn import functional
 
 from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
 from ..heads.artifact import Artifact
-from ..heads.eagle import EagleConfig, EagleDrafter, config_of, shape_for
+from ..heads.eagle import EagleConfig, EagleDrafter, EagleShape, config_of, shape_for
 from ..heads.errors import UserError
 from ..heads.vocabulary import most_frequent
 from ..inference.eagle import RANKS, calibrate
@@ -29,6 +30,8 @@ from .config import RunConfig
 from .features import Features
 from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from .unroll import Backend, unroll
+
+log = logging.getLogger(__name__)
 
 __all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced"]
 
@@ -55,8 +58,8 @@ class EagleLoss:
     smoothing: float = 0.5
     """D-PACE's: 0 weighs by the probabilities themselves, 1 not at all."""
     out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    """What a position teaches whose best token cannot be drafted: nothing, or the law over the tokens that can. Metrics count it
-    as a miss either way."""
+    """What a position teaches whose best token cannot be drafted: nothing (it still counts in the loss's denominator, as 0),
+    or the law over the tokens that can. Metrics count it as a miss either way."""
     feature_weight: float | None = None
     """Weight of SmoothL1 towards the target's next feature: 1 for version 1, 0 for version 3."""
     token_weight: float | None = None
@@ -87,6 +90,8 @@ class EagleLoss:
             if version == 1
             else {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
         )
+        if version == 3 and self.noise:
+            raise UserError("objective.noise is for version 1; the taps of version 3 differ in size too much for one noise")
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
@@ -102,15 +107,10 @@ def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], b
     """An untrained drafter whose head starts as the target's, or the shape of the drafter `before`, to be filled with its
     weights.
 
-    A warm start keeps taps, vocabulary and norms; asking for others is an error.
+    A warm start keeps taps, vocabulary and norms, and says so; asking for others than the default ones is an error.
     """
     if before is not None:
-        old: EagleDrafter = before.drafter
-        asked, default, has = asdict(run.heads), asdict(EagleConfig()), config_of(old.shape)
-        for name, value in asked.items():
-            if value not in (default[name], has[name]):
-                raise UserError(f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; leave it out")
-        return EagleDrafter(old.shape, target.ends)
+        return EagleDrafter(_shape_before(run, target, before), target.ends)
     shape = shape_for(run.heads, target.config)
     drafter = EagleDrafter(shape, target.ends)
     ids = None
@@ -120,6 +120,21 @@ def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], b
     weight = norm.float().cpu() if norm is not None else None
     drafter.start_from(target.head_weight.float().cpu(), weight, ids, tap_sizes(target, shape.taps))
     return drafter
+
+
+def _shape_before(run: Run, target: Target, before: Artifact) -> EagleShape:
+    """The shape of the drafter that the run starts from; what its target has otherwise is told."""
+    shape: EagleShape = before.drafter.shape
+    asked, default, has = asdict(run.heads), asdict(EagleConfig()), config_of(shape)
+    for name, value in asked.items():
+        if value not in (default[name], has[name]):
+            raise UserError(f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; leave it out")
+    log.info("going on from %s: %s", run.init_from, ", ".join(f"{name} {value}" for name, value in has.items()))
+    now = asdict(shape_for(EagleConfig(**has), target.config))
+    for name, value in asdict(shape).items():
+        if now[name] != value:
+            log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
+    return shape
 
 
 @torch.no_grad()
@@ -139,7 +154,16 @@ def special_ids(target: Target) -> set[int]:
 
 
 def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObjective:
-    return EagleObjective(run.objective.resolved(drafter.shape.version), drafter.taps, target.head, run.seed)
+    config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
+    if config.feature_weight and shape.hidden_size != shape.target_hidden_size:
+        raise UserError("objective.feature_weight compares states of the target's width; leave out heads.hidden_size")
+    if config.attention == "flex" and target.device.type == "cpu":
+        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
+    if shape.version == 1 and target.dtype == torch.float16:
+        raise UserError(
+            "EAGLE-1 learns through the target's head, and float16 loses its gradients; give --target.dtype bfloat16 or float32"
+        )
+    return EagleObjective(config, drafter.taps, target.head, run.seed)
 
 
 class EagleObjective:
@@ -168,14 +192,14 @@ class EagleObjective:
         normed = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config.recompute)
         places = TeacherPlaces(self.valid(batch), last.device)
         hidden = places.by_teacher(normed)
-        table = partial(self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device))
+        measure = partial(self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device))
         rows = (
             places.teachers,
             batch.ids.flatten().to(last.device, non_blocking=True)[(places.teachers + 1) % batch.ids.numel()],
         )
-        factors = self._factors(places, table, hidden, rows, denominators)
+        factors = self._factors(places, measure, hidden, rows, denominators)
         loss, losses, right, alpha, _ = sum_in_chunks(
-            table, hidden, (*rows, factors), drafter.head_parameters, self.config.rows_per_chunk
+            measure, hidden, (*rows, factors), drafter.head_parameters, self.config.rows_per_chunk
         )
         sums = depth_metrics(*(places.by_root(table) for table in (losses, right, alpha, places.valid)))
         return loss, sums
@@ -197,7 +221,7 @@ class EagleObjective:
     def _factors(
         self,
         places: TeacherPlaces,
-        table: Callable[..., tuple[Tensor, ...]],
+        measure: Callable[..., tuple[Tensor, ...]],
         hidden: Tensor,
         rows: tuple[Tensor, ...],
         denominators: dict[str, float],
@@ -205,10 +229,11 @@ class EagleObjective:
         """`[J, K]`: what each position's loss is multiplied with, 0 where it has no weight."""
         counts = [max(denominators[f"step{k}"], 1.0) for k in range(self.steps)]
         if self.config.weighting == "decay":
-            return places.valid * hidden.new_tensor([w / n for w, n in zip(self.step_weights, counts, strict=True)])
+            scaled = [w / n for w, n in zip(self.step_weights, counts, strict=True)]
+            return places.valid * torch.tensor(scaled, device=hidden.device)
         with torch.no_grad():  # the weights couple the steps of a root, so a pass over all of them comes first
             zeros = torch.zeros(places.valid.shape, device=hidden.device)
-            _, _, _, alpha, likely = sum_in_chunks(table, hidden, (*rows, zeros), [], self.config.rows_per_chunk)
+            _, _, _, alpha, likely = sum_in_chunks(measure, hidden, (*rows, zeros), [], self.config.rows_per_chunk)
         chances = alpha if self.config.weighting == "survival" else smoothed(likely, self.config.smoothing)
         weights = survival_weights(places.by_root(chances), places.by_root(places.valid).bool())
         return places.to_teacher(weights) / sum(counts)
@@ -235,15 +260,15 @@ class EagleObjective:
         log_q = log_law(drafter.logits(hidden))
         named = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
         losses = divergence(self.config.loss, log_q, log_p[:, None], named) * (self.config.token_weight or 0.0)
-        missing = best < 0 if self.config.out_of_vocabulary == "drop" else torch.zeros_like(best, dtype=torch.bool)
-        missing |= (labels < 0) if self.config.loss in NEEDS_LABELS else False
-        losses = losses.masked_fill(missing[:, None], 0.0)
+        if self.config.out_of_vocabulary == "drop":
+            losses = losses.masked_fill((best < 0)[:, None], 0.0)
+        if self.config.loss in NEEDS_LABELS:
+            losses = losses.masked_fill((labels < 0)[:, None], 0.0)
         if self.config.feature_weight:
             goal = last[teachers].to(hidden.dtype)[:, None].expand_as(hidden)
             losses = losses + self.config.feature_weight * functional.smooth_l1_loss(hidden, goal, reduction="none").mean(-1)
         with torch.no_grad():
-            chosen = log_q.gather(-1, best.clamp(min=0)[:, None, None].expand(*hidden.shape[:2], 1))[..., 0]
-            right = (chosen >= log_q.amax(-1)) & (best >= 0)[:, None]
+            right = log_q.argmax(-1) == best[:, None]
             alpha = overlap(log_q, log_p[:, None])
             likely = log_q.gather(-1, named[..., None])[..., 0].exp() * (labels >= 0)[:, None]
         return (losses * factors).sum(), losses, right.float(), alpha, likely
@@ -268,41 +293,44 @@ class VocabularyMap:
 
 
 class TeacherPlaces:
-    """The rows with weight, sorted by teacher: step k of row t is taught by position t + 1 + k, so up to K drafts share one
-    law."""
+    """The rows with weight, sorted by teacher: step k of row t is taught by position t + 1 + k, so up to K drafts share one law.
+
+    Prompt 0..3, reply 4..8, three steps: roots' rows t = 3..6, teachers 4..7; teacher 6 teaches row 5 at step 0, row 4 at step 1,
+    row 3 at step 2. Tables `[J, K]` by teacher and `[R, K]` by root hold the same numbers.
+    """
 
     def __init__(self, valid: Tensor, device: torch.device) -> None:
         """`valid` `[B, S, K]` on the CPU, so that finding rows waits for nothing."""
         batch, length, steps = valid.shape
-        back = torch.arange(length)[:, None] - 1 - torch.arange(steps)  # row t of teacher j at step k
-        at_teacher = valid[:, back.clamp(min=0), torch.arange(steps)] & (back >= 0)
-        teachers = at_teacher.any(-1).flatten().nonzero()[:, 0]
-        roots = valid[..., 0].flatten().nonzero()[:, 0]
-        of_root = roots[:, None] + 1 + torch.arange(steps)  # teacher of each step
-        inverse = torch.full((batch * length + steps + 1,), len(teachers))
-        inverse[teachers] = torch.arange(len(teachers))
-        rows = (teachers[:, None] - 1 - torch.arange(steps)).clamp(min=0)
-        of_rows = torch.full((batch * length,), len(roots))
-        of_rows[roots] = torch.arange(len(roots))
-        move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        self.teachers = move(teachers)
-        self.valid = move(at_teacher.flatten(0, 1)[teachers].float())
-        self._rows = move(rows)
-        self._of_root = move(torch.where(valid.flatten(0, 1)[roots], inverse[of_root], len(teachers)))
-        self._of_rows = move(torch.where(at_teacher.flatten(0, 1)[teachers], of_rows[rows], len(roots)))
-        self._steps = torch.arange(steps, device=device)
+        k = torch.arange(steps)
+        back = torch.arange(length)[:, None] - 1 - k  # the row that position j teaches at step k
+        taught = (valid[:, back.clamp(min=0), k] & (back >= 0)).flatten(0, 1)
+        teachers = taught.any(-1).nonzero()[:, 0]
+        valid = valid.flatten(0, 1)
+        roots = valid[:, 0].nonzero()[:, 0]
+        # Where each position stands among the teachers, and among the roots; one past the end means nowhere.
+        among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
+        among_teachers[teachers] = torch.arange(len(teachers))
+        among_roots = torch.full((batch * length,), len(roots))
+        among_roots[roots] = torch.arange(len(roots))
+        row_of = (teachers[:, None] - 1 - k).clamp(min=0)
+        root_of = torch.where(taught[teachers], among_roots[row_of], len(roots))
+        teacher_of = torch.where(valid[roots], among_teachers[roots[:, None] + 1 + k], len(teachers))
+        send = lambda x: x.to(device, non_blocking=True)  # noqa: E731
+        self.teachers, self.valid = send(teachers), send(taught[teachers].float())
+        self._row_of, self._root_of, self._teacher_of, self._k = send(row_of), send(root_of), send(teacher_of), send(k)
 
     def by_teacher(self, outputs: list[Tensor]) -> Tensor:
         """K tensors `[B, S, H]` -> `[J, K, H]`."""
-        return torch.stack([x.flatten(0, 1)[self._rows[:, k]] for k, x in enumerate(outputs)], dim=1)
+        return torch.stack([x.flatten(0, 1)[self._row_of[:, k]] for k, x in enumerate(outputs)], dim=1)
 
     def by_root(self, table: Tensor) -> Tensor:
         """`[J, K]` by teacher -> `[R, K]` by root, 0 where there is no weight."""
-        return functional.pad(table, (0, 0, 0, 1))[self._of_root, self._steps]
+        return functional.pad(table, (0, 0, 0, 1))[self._teacher_of, self._k]
 
     def to_teacher(self, table: Tensor) -> Tensor:
         """`[R, K]` by root -> `[J, K]` by teacher, 0 where there is no weight."""
-        return functional.pad(table, (0, 0, 0, 1))[self._of_rows, self._steps]
+        return functional.pad(table, (0, 0, 0, 1))[self._root_of, self._k]
 
 
 @torch.no_grad()

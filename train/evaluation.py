@@ -1,6 +1,9 @@
 """Held-out tau during training: estimated by replay on teacher-forced text, measured by decoding with the saved drafter.
 
-The texts are the target's own greedy replies to held-out prompts, written by the same loop that measures.
+The texts are the target's own greedy replies to held-out prompts, written by the same loop that measures. Four numbers, which are
+two pairs that must agree: what the training pass says of every row (tau_training), replayed, against what drafting does on the
+same features (tau_walked); and drafting along the known text (tau_estimated) against decoding with the saved drafter
+(tau_measured).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Shapes: B packed rows, S positions, K steps, G heads, D head size, H hidden size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..heads.eagle import EagleDrafter
-from .batches import Batch
+from .batches import PADDING, Batch
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
 Pair = tuple[Tensor, Tensor]
@@ -29,12 +29,12 @@ Pair = tuple[Tensor, Tensor]
 class UnrolledAttention:
     """Attention over the causal block of step 0 and the diagonals of the steps after it, for one batch of packed rows.
 
-    sdpa: in query chunks through torch's own attention. flex: FlexAttention with a block mask; compiled on a GPU, no gradients on
-    a CPU. plain: every score at once, which the others are tested against. auto: flex on a GPU, sdpa elsewhere.
+    sdpa (auto): in query chunks through torch's own attention. flex: FlexAttention with a block mask, which needs no mask of S
+    x S numbers; compiled on a GPU, no gradients on a CPU. plain: every score at once, which the others are tested against.
     """
 
     def __init__(self, batch: Batch, device: torch.device, backend: Backend = "auto") -> None:
-        self.backend = ("flex" if device.type == "cuda" else "sdpa") if backend == "auto" else backend
+        self.backend = "sdpa" if backend == "auto" else backend
         self._batch, self._device = batch, device
         self._chunks: list[_Chunk] | None = None
         self._block_mask: Any = None
@@ -99,30 +99,41 @@ class UnrolledAttention:
         from torch.nn.attention.flex_attention import AuxRequest
 
         keys, values = steps[0]
+        length = queries.shape[2]
+        width = _bucket(length) if queries.device.type == "cuda" else length
+        padded = (functional.pad(x, (0, 0, 0, width - length)) for x in (queries, keys, values))
         found, extra = _flex_attention(queries.device)(
-            queries, keys, values, block_mask=self._flex_mask(queries.shape[2]), return_aux=AuxRequest(lse=True)
+            *padded, block_mask=self._flex_mask(length, width), return_aux=AuxRequest(lse=True)
         )
+        found = found[:, :, :length]
         if len(steps) == 1:
             return found
         own, mass = _diagonals(queries, steps)
-        total = torch.logaddexp(_wide(extra.lse), mass)
+        total = torch.logaddexp(_wide(extra.lse[:, :, :length]), mass)
         share = torch.exp(mass - total)[..., None]
         return (_wide(found) * (1 - share) + _wide(own) * share).to(found.dtype)
 
-    def _flex_mask(self, length: int) -> Any:
+    def _flex_mask(self, length: int, width: int) -> Any:
         if self._block_mask is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            documents = self._batch.documents.to(self._device)
+            documents = functional.pad(self._batch.documents, (0, width - length), value=PADDING).to(self._device)
 
             def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 return (key <= row) & (documents[b, row] == documents[b, key])
 
-            self._block_mask = create_block_mask(visible, len(documents), None, length, length, device=str(self._device))
+            make = torch.compile(create_block_mask) if self._device.type == "cuda" else create_block_mask
+            self._block_mask = make(visible, len(documents), None, width, width, device=str(self._device))
         return self._block_mask
 
 
 _COMPILED: dict[str, Any] = {}
+
+
+def _bucket(length: int) -> int:
+    """The next of 128, 192, 256, 384, 512, ..: every width is compiled once, and a batch is as wide as its longest row."""
+    power = max(128, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
 
 
 def _flex_attention(device: torch.device) -> Any:
@@ -148,7 +159,7 @@ def _diagonals(queries: Tensor, steps: list[Pair]) -> tuple[Tensor, Tensor]:
     """Attention of each row over its own keys of steps 1 .. k: `[B, G, S, D]`, and the log of its softmax's denominator."""
     keys = torch.stack([k for k, _ in steps[1:]], dim=-2)
     values = torch.stack([v for _, v in steps[1:]], dim=-2)
-    scores = _wide((keys @ queries[..., None])[..., 0]) * queries.shape[-1] ** -0.5
+    scores = (_wide(keys) @ _wide(queries)[..., None])[..., 0] * queries.shape[-1] ** -0.5
     law = scores.softmax(-1).to(values.dtype)
     return (law[..., None, :] @ values)[..., 0, :], scores.logsumexp(-1)
 
@@ -188,14 +199,14 @@ class _Chunk:
     end: int
     first: int
     visible: Tensor
-    masks: dict[bool, Tensor] = field(default_factory=dict)
+    _mask: Tensor | None = None
 
     def mask(self, sink: bool, dtype: torch.dtype) -> Tensor:
-        """Additive, made once for all steps."""
-        if sink not in self.masks:
-            visible = functional.pad(self.visible, (1, 0), value=True) if sink else self.visible
-            self.masks[sink] = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
-        return self.masks[sink]
+        """Additive, made once for all steps: half of S x S numbers for a whole row."""
+        if self._mask is None:
+            visible = functional.pad(self.visible, (1, 0), value=True)
+            self._mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        return self._mask if sink else self._mask[..., 1:]
 
 
 def unroll(

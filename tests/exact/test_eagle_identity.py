@@ -47,8 +47,8 @@ class TextRecorder(EagleProposer):
         self._roots = [len(tokens) - 1 for tokens in prompts.tokens]
 
     def propose(self, root: torch.Tensor, draws: Draws) -> DraftTree:
-        before = self._catch_up(root)[:, None]
-        logits = [self._first]
+        first, state = self._catch_up(root)
+        before, logits = state[:, None], [first]
         depths: tuple[int, ...] = ()
         padded = [self._texts[row] + [5] * self._steps for row in self._rows]
         tokens = torch.tensor([t[r : r + self._steps + 1] for t, r in zip(padded, self._roots, strict=True)])

@@ -50,7 +50,7 @@ def test_an_upper_layer_is_transformers_llama_layer(rope: dict[str, Any]) -> Non
     mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     expected = theirs(x, attention_mask=mask, position_ids=positions, position_embeddings=tables)
     layer: Any = drafter.layers[1]
-    ours = layer(1, x, layer.qkv(drafter.input_norms[1](x)), drafter.rotary(positions), causal)
+    ours = layer(1, x, layer.qkv(drafter.input_norms["1"](x)), drafter.rotary(positions), causal)
     torch.testing.assert_close(ours, expected[0] if isinstance(expected, tuple) else expected, atol=1e-5, rtol=1e-4)
 
 

@@ -333,6 +333,18 @@ def test_every_option_of_the_objective_changes_the_loss(name: str) -> None:
     assert losses[0] != losses[1]
 
 
+def test_a_run_may_begin_with_the_first_step_alone() -> None:
+    drafter = random_eagle(TARGET, "eagle3")
+    aim = objective(drafter, single_step_share=0.5)
+    batch = batch_of((20, [(4, 20)]))
+    counts = []
+    for progress in (0.0, 0.49, 0.5, 1.0):
+        aim.begin(progress)
+        _, sums = aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))
+        counts.append((len(aim.weights(batch)), sum(name.startswith("top1@") for name in sums)))
+    assert counts == [(1, 1), (1, 1), (STEPS, STEPS), (STEPS, STEPS)]
+
+
 @pytest.mark.parametrize("options", [{"attention": "plain"}, {"recompute": True}, {"rows_per_chunk": 7}])
 def test_options_of_how_it_is_computed_change_nothing(options: dict[str, Any]) -> None:
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
@@ -389,7 +401,16 @@ def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"steps": 0}, {"decay": 0.0}, {"decay": 1.5}, {"smoothing": -0.1}, {"noise": -1.0}, {"rows_per_chunk": 0}]
+    "options",
+    [
+        {"steps": 0},
+        {"decay": 0.0},
+        {"decay": 1.5},
+        {"smoothing": -0.1},
+        {"noise": -1.0},
+        {"rows_per_chunk": 0},
+        {"single_step_share": 1.0},
+    ],
 )
 def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="objective"):

@@ -25,7 +25,7 @@ RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": {"num_heads": 3}},
-    "eagle": {"heads": {"taps": [0, 1], "draft_vocab_size": 80}, "objective": {"steps": 3}},
+    "eagle": {"heads": {"taps": [0, 1], "draft_vocab_size": 80}, "objective": {"steps": 3, "single_step_share": 0.4}},
     "eagle1": {"heads": {"version": 1}},
 }
 

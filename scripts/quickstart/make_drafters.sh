@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# How scripts/quickstart/drafters were made: two sampled replies of the quickstart target to each of 2,846 functions, then the same
+# two epochs for Medusa, EAGLE-1 and EAGLE-3, stored in bf16. About 40 minutes on two CPU cores.   ./scripts/quickstart/make_drafters.sh
+# More options go to all trainings; SKIP_DATA=1 keeps the replies that are there.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true
+
+target=scripts/quickstart/target
+run=runs/drafters
+if [ -z "${SKIP_DATA:-}" ]; then
+    python scripts/quickstart/functions.py --split train --count 2846 --out $run/train.prompts.jsonl
+    python scripts/quickstart/functions.py --split valid --count 60 --out $run/valid.prompts.jsonl
+    regenerate() { # split, name, seed
+        draftsmith data regenerate --target $target --data "$run/$1.prompts.jsonl" --out "$run/$2.jsonl" \
+            --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64 --sampling.seed "$3"
+    }
+    regenerate valid valid 0
+    regenerate train train1 1
+    regenerate train train2 2
+fi
+cat >$run/run.yaml <<END
+output: set on the command line
+target: {path: $target}
+data:
+  sources: [{path: $run/train1.jsonl, name: train1}, {path: $run/train2.jsonl, name: train2}, {path: $run/valid.jsonl, name: valid}]
+  held_out: {by: source, sources: [valid]}
+  max_length: 448
+epochs: 2
+batch_rows: 1
+log_every: 100
+checkpoints: {every: 1752}
+evaluation: {every: 1752, prompts: 24, max_new_tokens: 96, tree_nodes: 26}
+END
+train() { # method, name, options
+    python -m draftsmith.train "$1" --config $run/run.yaml --output "$run/$2" "${@:3}"
+}
+train medusa medusa --optim.lr 2e-3 --heads.num-heads 3 "$@" # a fourth head would take the file above 3 MB
+train eagle eagle1 --optim.lr 4e-3 --heads.version 1 "$@"
+train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --heads.norm-output \
+    --objective.steps 5 --objective.decay 0.4 --objective.single-step-share 0.7 --objective.feature-weight 1.0 --objective.token-weight 0.1 "$@"
+python - <<END
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.inference.target import TargetConfig, load_target
+
+target = load_target(TargetConfig("$target"))
+for name in ("medusa", "eagle1", "eagle3"):
+    artifact = Artifact.load(f"$run/{name}/best", target.fingerprint(), target.ends)
+    artifact.save(f"scripts/quickstart/drafters/{name}", torch.bfloat16)
+END

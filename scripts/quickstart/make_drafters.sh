@@ -38,7 +38,7 @@ train() { # method, name, options
 train medusa medusa --optim.lr 2e-3 --heads.num-heads 3 "$@" # a fourth head would take the file above 3 MB
 train eagle eagle1 --optim.lr 4e-3 --heads.version 1 "$@"
 train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --heads.norm-output \
-    --objective.steps 5 --objective.decay 0.4 --objective.single-step-share 0.7 --objective.feature-weight 1.0 --objective.token-weight 0.1 "$@"
+    --objective.steps 5 --objective.decay 0.4 --objective.single-step-share 0.6 "$@"
 python - <<END
 import torch
 from draftsmith.heads.artifact import Artifact

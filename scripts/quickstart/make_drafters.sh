@@ -11,6 +11,7 @@ run=runs/drafters
 if [ -z "${SKIP_DATA:-}" ]; then
     python scripts/quickstart/functions.py --split train --count 2846 --out $run/train.prompts.jsonl
     python scripts/quickstart/functions.py --split valid --count 60 --out $run/valid.prompts.jsonl
+    python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
     regenerate() { # split, name, seed
         draftsmith data regenerate --target $target --data "$run/$1.prompts.jsonl" --out "$run/$2.jsonl" \
             --sampling.temperature 0.8 --sampling.max-new-tokens 160 --batch-size 64 --sampling.seed "$3"

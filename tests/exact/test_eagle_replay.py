@@ -29,9 +29,10 @@ def text_of(target: Target, prompt: list[int], taps: tuple[int, ...], limit: int
     return ids, Hidden(hidden.last[0], tuple(tap[0] for tap in hidden.taps))
 
 
-def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> int:
-    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns how many rounds accepted something."""
-    busy = 0
+def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> float:
+    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns the share of rounds that accepted
+    something."""
+    busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = teacher_forced(drafter, hidden, ids, LENGTH)
@@ -43,7 +44,8 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
             if width == 1:
                 assert trained == decoded
             busy += sum(kept > 1 for kept in decoded)
-    return busy
+            rounds += len(decoded)
+    return busy / max(rounds, 1)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(40, marks=pytest.mark.full)])
@@ -51,7 +53,7 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
 def test_rounds_agree_for_trained_drafters(name: str, count: int, quickstart: Target) -> None:
     drafter = committed(name, quickstart).drafter
     busy = check(quickstart, drafter, chat_prompts(quickstart, "test", count), limit=48)
-    assert busy > 10 * count, "a drafter that is never right would prove nothing"
+    assert busy > 0.3, "a drafter that is never right would prove nothing"
 
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary", "eagle3.1"])

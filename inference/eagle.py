@@ -20,6 +20,7 @@ from ..heads.eagle import EagleDrafter
 from ..heads.vocabulary import to_target
 from .autoregressive import TreePlan, depth_row
 from .cache import TreeCache, visible_slots
+from .device import send
 from .growth import Level
 from .proposer import Accepted, Prompts, positive
 from .replay import rank_accuracy
@@ -137,7 +138,7 @@ class EagleProposer:
         self._cache.keep(rows)
         self._counts = [self._counts[row] for row in rows]
         if self._new is not None:
-            index = torch.tensor(rows, device=self._device)
+            index = send(rows, self._device)
             features, ids, counts = (part[index] for part in self._new)
             width = max(self._counts)
             self._new = (features[:, :width], ids[:, :width], counts)

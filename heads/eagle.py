@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 
 from .ends import TargetEnds
 from .errors import UserError
+from .layout import EngineLayout
 from .rotary import Rotary, rotate
 from .vocabulary import kept_ids, offsets
 
@@ -151,7 +152,7 @@ class DecoderLayer(nn.Module):
         return {f"{name}.weight": weight for name, weight in named.items()}
 
 
-class EagleDrafter(nn.Module):
+class EagleDrafter(EngineLayout, nn.Module):
     """The layer with what stands before and behind it. `ends` are the target's embedding and head, borrowed, not owned."""
 
     method = "eagle"
@@ -254,7 +255,7 @@ class EagleDrafter(nn.Module):
         return layer
 
     def advance(self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gave) -> the layers' output `[B, N, H]`."""
+        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gives) -> the layers' output `[B, N, H]`."""
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             state = token_part + functional.linear(state, self.fc.weight[:, hidden:])
@@ -267,26 +268,35 @@ class EagleDrafter(nn.Module):
             state = layer(i, state, layer.qkv(self.input_norms[str(i)](state)), rotary, attend)
         return state
 
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """The layers' output -> what the head takes, and the state to recycle (both `[B, N, H]`)."""
-        if self.shape.version == 1:
-            return output, output
-        normed = self.norm(output)
-        return normed, normed if self.shape.norm_output else output
+    def recycled(self, output: Tensor) -> Tensor:
+        """The layers' output as the state `[B, N, H]` of the next row."""
+        return self.norm(output) if self.shape.norm_output else output
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """`[..., H]` from `read` -> logits `[..., Vd]`."""
-        return self._ends.head(normed) if self.shape.version == 1 else self.lm_head(normed)
+    def feature(self, output: Tensor) -> Tensor:
+        """The layers' output `[..., H]` in the scale of the target's last feature, which it can be taught to be.
+
+        Version 3 does without its final norm here: a state of any size would do behind it, and one that grows drowns what the
+        layer adds to it.
+        """
+        return output if self.shape.version == 1 else output * self.norm.weight.detach()
+
+    def logits(self, output: Tensor) -> Tensor:
+        """The layers' output `[..., H]` -> logits `[..., Vd]`."""
+        return self._ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
 
     @property
     def head_parameters(self) -> list[Tensor]:
         """What `logits` has to train."""
-        return [] if self.shape.version == 1 else [self.lm_head.weight]
+        return [] if self.shape.version == 1 else [self.norm.weight, self.lm_head.weight]
+
+    def freeze_head(self) -> None:
+        """Keep the final norm and the head as they are."""
+        for parameter in (self.norm.weight, self.lm_head.weight) if self.shape.version == 3 else ():
+            parameter.requires_grad_(False)
 
     # What is on disk: reference/checkpoint-formats.md sections 5 and 6.
 
     def serving_state(self) -> dict[str, Tensor]:
-        """This module's tensors under their names on disk (views, so that loading can fill them)."""
         third, single = self.shape.version == 3, self.shape.num_layers == 1
         state: dict[str, Tensor] = {"fc.weight": self.fc.weight}
         for i, layer in enumerate(self.layers):
@@ -357,7 +367,6 @@ class EagleDrafter(nn.Module):
 
     @classmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> EagleDrafter:
-        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
         if ends is None:
             raise UserError("an EAGLE drafter needs the target's embedding and head; load it together with its target")
         version, qk_norm = VERSIONS[config["architectures"][0]]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """The frozen target's two ends. They are not parameters of a drafter and are not stored with it."""
+    """The frozen target's two ends and its vocabulary. They are not parameters of a drafter and are not stored with it."""
 
     embed: Callable[[Tensor], Tensor]
     """Token ids `[...]` -> embeddings `[..., Ht]`."""
     head: Callable[[Tensor], Tensor]
     """`[..., Ht]` after the final norm -> the target's logits `[..., V]`."""
+    vocab_size: int = 0
+    tokenizer: Any = None

@@ -44,11 +44,11 @@ class Fingerprint:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def errors_against(self, target: Fingerprint) -> list[str]:
-        """Differences that make a drafter of `self` unusable with `target`."""
+    def errors_against(self, target: Fingerprint, fields: tuple[str, ...]) -> list[str]:
+        """Differences in `fields` make a drafter of `self` unusable with `target`."""
         return [
             f"{field} is {getattr(self, field)} in the drafter and {getattr(target, field)} in the target"
-            for field in ("hidden_size", "vocab_size", "num_layers")
+            for field in fields
             if getattr(self, field) != getattr(target, field)
         ]
 

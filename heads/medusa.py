@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from .ends import TargetEnds
 from .errors import UserError
+from .layout import EngineLayout
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
@@ -52,7 +53,7 @@ class ResidualBlock(nn.Module):
         return x + functional.silu(self.linear(x))
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(EngineLayout, nn.Module):
     """M heads over the target's last hidden state.
 
     `target_head` maps `[..., H]` to the target's logits; it is needed for `shared_head` only and is not a parameter.
@@ -107,7 +108,6 @@ class MedusaHeads(nn.Module):
     # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32 (reference/checkpoint-formats.md section 7).
 
     def serving_state(self) -> dict[str, Tensor]:
-        """This module's tensors under their names on disk."""
         state: dict[str, Tensor] = {}
         for h, blocks in enumerate(self.blocks):
             assert isinstance(blocks, nn.Sequential)
@@ -119,9 +119,6 @@ class MedusaHeads(nn.Module):
             assert isinstance(output, nn.Linear)
             state[f"{h}.{self.config.num_layers}.weight"] = output.weight
         return state
-
-    def check(self) -> None:
-        """Nothing can be wrong with heads of the right shapes."""
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
         """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no other `num_*` keys."""
@@ -137,7 +134,6 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> MedusaHeads:
-        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
         shape = MedusaConfig(config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"])
         return cls(shape, config["hidden_size"], config["vocab_size"], ends.head if ends is not None else None)
 

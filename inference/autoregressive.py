@@ -28,10 +28,16 @@ class TreePlan:
 
     `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is surest (EAGLE-2), except under a
     rule that compares laws, which needs its shape fixed beforehand: there it is the shape of greatest expected acceptance.
+    `threshold` > 0 makes a chain adaptive, see `grow_chain`.
     """
 
-    def __init__(self, length: int, width: int, nodes: int | None) -> None:
+    def __init__(self, length: int, width: int, nodes: int | None, threshold: float = 0.0) -> None:
         self.length, self.width = positive("length", length), positive("width", width)
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
+            raise UserError(f"threshold must be a probability between 0 (never stop early) and 1, not {threshold!r}")
+        if threshold and width > 1:
+            raise UserError("threshold is about chains; leave out width, or the threshold")
+        self.threshold = float(threshold)
         if nodes is not None and width == 1:
             raise UserError("nodes is about trees; give width above 1 too")
         if nodes is not None and positive("nodes", nodes) < length:
@@ -48,7 +54,7 @@ class TreePlan:
     def draft(self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, Tensor]:
         """As `grow_dynamic`; the places of a chain's nodes, which go without saying, are left empty."""
         if self.width == 1:
-            return grow_chain(first, root, draws, go_on, self.length), first.new_zeros(0)
+            return grow_chain(first, root, draws, go_on, self.length, self.threshold), first.new_zeros(0)
         if draws.sampling.draws_from_law:
             return grow_sampled(first, root, draws, go_on, self.shape)
         return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
@@ -95,6 +101,6 @@ def commit_walk(cache: TreeCache, plan: TreePlan, slots: Tensor, accepted: Accep
     """
     drafts = [len(nodes) - 1 for nodes in accepted.nodes]
     if plan.width == 1:
-        cache.commit([min(count, plan.length - 1) for count in drafts])
+        cache.commit([min(count, cache.staged) for count in drafts])
     else:
         cache.commit([max(count - 1, 0) for count in drafts], slots.gather(1, accepted.path[:, 1:-1]))

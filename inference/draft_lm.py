@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..heads.artifact import Artifact
+from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
-from ..heads.fingerprint import tokenizer_hash
 from .autoregressive import TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
 from .cache import TreeCache
 from .device import send
 from .proposer import Accepted, Prompts
+from .replay import replay
 from .sampling import Draws
-from .target import Target, TargetConfig, load_target
+from .target import Target
 from .tree import DraftTree
 
 DEFAULT_LENGTH = 4
+LONGEST = 12  # drafts a round that `calibrate` looks at
+DRAFT_COST = 0.25  # of a draft, in target passes, if nobody measured it
+THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
 class DraftLM:
@@ -24,11 +33,18 @@ class DraftLM:
     taps: tuple[int, ...] = ()
 
     def __init__(
-        self, model: Target, vocab_size: int, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None
+        self,
+        model: Target,
+        vocab_size: int,
+        length: int = DEFAULT_LENGTH,
+        width: int = 1,
+        nodes: int | None = None,
+        threshold: float = 0.0,
     ) -> None:
+        """`length`, `width`, `nodes` and `threshold` as in `TreePlan`."""
         self.name = "draft-lm"
         self.model, self._vocab_size = model, vocab_size
-        self.plan = TreePlan(length, width, nodes)
+        self.plan = TreePlan(length, width, nodes, threshold)
         self.max_drafted = self.plan.nodes
         self._cache = TreeCache(0, 0)
         self._before: Tensor  # [B], the token before the root
@@ -79,13 +95,105 @@ class DraftLM:
         self._cache = TreeCache(0, 0)
 
 
-def load_draft_lm(folder: str, target: Target, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None) -> DraftLM:
+def make_proposer(
+    artifact: Artifact,
+    length: int | None = None,
+    width: int = 1,
+    nodes: int | None = None,
+    threshold: float | str = 0.0,
+    cost: float = DRAFT_COST,
+    name: str = "draft-lm",
+) -> DraftLM:
+    """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out texts for this `cost`."""
+    if threshold == "auto":
+        if not artifact.calibration.get("adaptive"):
+            raise UserError(f"drafter {name} has no calibrated threshold; give a number, such as threshold=0.3")
+        threshold, longest = best_adaptive(artifact.calibration, cost)
+        length = longest if length is None else length
+    return on_model(artifact.drafter, DEFAULT_LENGTH if length is None else length, width, nodes, threshold)
+
+
+def load_draft_lm(
+    folder: str,
+    target: Target,
+    length: int = DEFAULT_LENGTH,
+    width: int = 1,
+    nodes: int | None = None,
+    threshold: float | str = 0.0,
+) -> DraftLM:
     """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the target's tokenizer."""
-    model = load_target(TargetConfig(folder, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device)))
-    ours, theirs = tokenizer_hash(target.tokenizer), tokenizer_hash(model.tokenizer)
-    if ours != theirs:
-        raise UserError(
-            f"draft model {folder} has another tokenizer ({len(model.tokenizer)} tokens, hash {theirs[:12]}) than target "
-            f"{target.name} ({len(target.tokenizer)}, {ours[:12]}): its token ids mean other text; use a model of the same family"
-        )
-    return DraftLM(model, target.vocab_size, length, width, nodes)
+    if threshold == "auto":
+        raise UserError(f"{folder} was not trained here and has no calibrated threshold; give a number, such as threshold=0.3")
+    drafter = DraftModel.load(Path(folder), target.dtype, target.ends)
+    drafter.model.to(target.device)
+    return on_model(drafter, length, width, nodes, threshold)
+
+
+def on_model(drafter: DraftModel, length: int, width: int, nodes: int | None, threshold: float | str) -> DraftLM:
+    runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
+    runner.check_tree()
+    return DraftLM(runner, drafter.vocab_size, length, width, nodes, threshold)  # type: ignore[arg-type]  # TreePlan checks it
+
+
+def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    """How many drafts of a greedy chain are right at each root; `outcome` `[S, 2]` as in `calibrate`."""
+    return accepted_runs(outcome[:, 0] > 0, calibration["length"])
+
+
+def accepted_runs(right: Tensor, length: int) -> list[int]:
+    """For each root of a text, how many of the next `length` rows are `right` `[S]` without a break."""
+    runs, run = [], 0
+    for value in reversed(right.tolist()):
+        run = run + 1 if value else 0
+        runs.append(run)
+    return [min(run, length) for run in reversed(runs)]
+
+
+def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    """What adaptive chains give on held-out texts: `adaptive`, rows of [threshold, longest, tau, drafts a round], each with more
+    of the last two than the one before; `best_adaptive` picks one.
+
+    `outcomes`: for each text `[S, 2]`, whether the drafter's best token after each row is the text's own next one, and how likely
+    the drafter held it; and where the reply begins. Rounds are walked as decoding walks them; drafts past the first wrong one are
+    taken to be as sure as those of the text.
+    """
+    right = [accepted_runs(outcome[:, 0] > 0, LONGEST) for outcome, _ in outcomes]
+    found = []
+    for threshold in THRESHOLDS:
+        sure = [chain_lengths(outcome[:, 1], threshold, LONGEST) for outcome, _ in outcomes]
+        for longest in range(1, LONGEST + 1):
+            kept = drafted = rounds = 0
+            for runs, lengths, (_, start) in zip(right, sure, outcomes, strict=True):
+                lengths = [min(length, longest) for length in lengths]
+                root = start
+                for count in replay([min(pair) for pair in zip(runs, lengths, strict=True)], start, len(runs)):
+                    drafted += lengths[root]
+                    root += count
+                    kept, rounds = kept + count, rounds + 1
+            found.append([threshold, longest, kept / max(rounds, 1), drafted / max(rounds, 1)])
+    front: list[list[float]] = []
+    for row in sorted(found, key=lambda row: (row[3], -row[2])):
+        if not front or row[2] > front[-1][2]:
+            front.append(row)
+    return {"length": DEFAULT_LENGTH, "adaptive": front}
+
+
+def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]:
+    """Threshold and longest chain of most tokens a time, if a draft takes `cost` of the time of a target pass."""
+    threshold, longest, *_ = max(calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3]))
+    return threshold, int(longest)
+
+
+def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
+    """From each root `[S]`, how many drafts an adaptive chain takes: it ends with the one that takes the product below."""
+    lengths = []
+    chances = sure.tolist()
+    for root in range(len(chances)):
+        product, count = 1.0, 0
+        while count < longest:
+            product *= chances[min(root + count, len(chances) - 1)]
+            count += 1
+            if product < threshold:
+                break
+        lengths.append(count)
+    return lengths

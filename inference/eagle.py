@@ -60,8 +60,8 @@ class EagleProposer:
         self._new = (self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last), prompts.ids, prompts.lengths)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        first, state = self._catch_up(root)
-        before = state[:, None]
+        last = self._catch_up(root)
+        first, before = self._logits(last), last[:, None]
         depths: tuple[int, ...] = ()
 
         def go_on(level: Level) -> Tensor:
@@ -69,41 +69,37 @@ class EagleProposer:
             parents = level.above[..., None].expand(-1, -1, before.shape[-1])
             here = (level.depth - 1,) * level.tokens.shape[1]
             depths += here
-            normed, before = self._run(level.tokens, before.gather(1, parents), level.visible, here, len(depths))
+            state = self._drafter.recycled(before.gather(1, parents))
+            before = self._run(level.tokens, state, level.visible, here, len(depths))
             self._cache.stage(len(here))
-            return self._logits(normed)
+            return self._logits(before)
 
         tree, _ = self.plan.draft(first, root, draws, go_on)
         self._cache.staged = 0  # accepted drafts come again, with the target's features
         return tree
 
-    def _catch_up(self, root: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the rows that the last round decided; the last one's logits `[B, V]` and state `[B, H]` are where drafting
-        starts."""
+    def _catch_up(self, root: Tensor) -> Tensor:
+        """Run the rows that the last round decided; the last one's output `[B, H]` is where drafting starts."""
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
         width = features.shape[1]
         at = (counts - 1)[:, None]
         tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])  # row p takes the token of p + 1
         rows = torch.arange(len(root), device=root.device)
-        last: list[Tensor] = []  # of the chunks so far: what the head takes and the state, at each row's last position
+        last = features[:, 0]  # of the chunks so far, the output at each row's last position
         for start in range(0, width, PREFILL_CHUNK):
             part = slice(start, min(start + PREFILL_CHUNK, width))
             count = part.stop - part.start
             causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
             found = self._run(tokens[:, part], features[:, part], causal, tuple(range(count)), count)
             self._cache.commit([count] * len(root))
-            here = [x[rows, (at[:, 0] - start).clamp(0, count - 1)] for x in found]
-            last = here if not last else [torch.where(at < start, old, new) for old, new in zip(last, here, strict=True)]
+            last = torch.where(at < start, last, found[rows, (at[:, 0] - start).clamp(0, count - 1)])
         self._cache.lengths = [length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)]
         self._new = None
-        normed, state = last
-        return self._logits(normed), state
+        return last
 
-    def _run(
-        self, tokens: Tensor, state: Tensor, visible: Tensor | None, depths: tuple[int, ...], slots: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rows `[B, N]` behind the committed ones, `depths` after them, of `slots` undecided ones that `visible` is about."""
+    def _run(self, tokens: Tensor, state: Tensor, visible: Tensor | None, depths: tuple[int, ...], slots: int) -> Tensor:
+        """The layers' output for rows `[B, N]`, `depths` behind the committed ones; `visible` is about `slots` undecided ones."""
         cache, drafter = self._cache, self._drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
@@ -125,10 +121,10 @@ class EagleProposer:
             return found.transpose(1, 2).flatten(2)
 
         part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
-        return drafter.read(drafter.advance(part, state, drafter.rotary(positions), attend))
+        return drafter.advance(part, state, drafter.rotary(positions), attend)
 
-    def _logits(self, normed: Tensor) -> Tensor:
-        return to_target(self._drafter.logits(normed), self._kept, self._drafter.shape.vocab_size)
+    def _logits(self, output: Tensor) -> Tensor:
+        return to_target(self._drafter.logits(output), self._kept, self._drafter.shape.vocab_size)
 
     def commit(self, accepted: Accepted) -> None:
         self._counts = [len(nodes) for nodes in accepted.nodes]

@@ -188,12 +188,15 @@ def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
     seen[-1].scatter_(1, index - start, places.expand_as(index))
 
 
-def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int) -> DraftTree:
+def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0) -> DraftTree:
     """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the rule compares laws).
 
-    Arguments as `grow_dynamic`.
+    Arguments as `grow_dynamic`. Above 0, `threshold` ends the chain once the product of the drafts' own probabilities is below
+    it in every row; asking costs a synchronisation a draft. Whether a chain goes on depends on its own past drafts alone, which
+    is all that the rules that compare laws need (a test enumerates it).
     """
     logits, tokens, laws = first[:, None], [root[:, None]], []
+    sure = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
         paths = torch.cat(tokens, dim=1)[:, None] if draws.sampling.history_processor is not None else None
@@ -204,10 +207,15 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
         else:
             chosen = draws.choices(draws.scores(logits, paths), depth)
         tokens.append(chosen)
-        if depth + 1 < length:
-            logits = go_on(Level(chosen, above, None, depth + 1))
+        if depth + 1 == length:
+            break
+        if threshold:
+            sure = sure * logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
+            if bool((sure < threshold).all()):
+                break
+        logits = go_on(Level(chosen, above, None, depth + 1))
     laws_of_nodes = torch.cat([*laws, torch.zeros_like(laws[0])], dim=1) if laws else None  # the last node has no children
-    return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(length), laws=laws_of_nodes)
+    return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(len(tokens) - 1), laws=laws_of_nodes)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -129,6 +130,9 @@ SPELLING = (
 )
 
 
+NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = ((int, r"-?[0-9]+"), (float, r"-?[0-9]*\.[0-9]+"))
+
+
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """`name[:key=value,...]` -> name and settings. Raises `UserError` for a malformed setting."""
     name, colon, rest = spec.rpartition(":")
@@ -140,7 +144,7 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UserError(f"drafter {spec!r}: {part!r} is not key=value")
         key = key.strip().replace("-", "_")
-        settings[key] = int(value) if re.fullmatch(r"\s*-?[0-9]+\s*", value) else value.strip()
+        settings[key] = next((kind(value) for kind, form in NUMBERS if re.fullmatch(form, value.strip())), value.strip())
     return name, settings
 
 
@@ -164,7 +168,7 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.ends, warn)
         artifact.drafter.to(target.device, target.dtype)
-        make = importlib.import_module(f".{artifact.method}", __package__).make_proposer
+        make = method_module(artifact.method).make_proposer
         arguments = (artifact,)
     else:
         make = importlib.import_module(".draft_lm", __package__).load_draft_lm
@@ -176,6 +180,11 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
     if settings:
         proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
     return proposer
+
+
+def method_module(method: str) -> ModuleType:
+    """The file of a method in this folder: how it drafts."""
+    return importlib.import_module(f".{method}", __package__)
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

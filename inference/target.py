@@ -72,10 +72,13 @@ class Hidden:
 
 
 class Target:
-    """The frozen model with its tokenizer, split into decoder and head."""
+    """A causal language model with its tokenizer, split into decoder and head: the frozen target, or a small one that drafts."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, name: str) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
+        """Not `frozen`: a student, whose weights go on learning."""
+        self.model: Any = model.eval()
+        if frozen:
+            self.model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.config = self.model.config.get_text_config()
@@ -129,6 +132,11 @@ class Target:
         return self._output.weight if self._scale is None else self._output.weight * self._scale
 
     @property
+    def head_parameters(self) -> list[Tensor]:
+        """What `head` reads."""
+        return list(self._output.parameters())
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a generation, as `generate` sees them."""
         ids = self.model.generation_config.eos_token_id
@@ -153,7 +161,7 @@ class Target:
     @property
     def ends(self) -> TargetEnds:
         """What drafters borrow."""
-        return TargetEnds(self.embed, self.head)
+        return TargetEnds(self.embed, self.head, self.vocab_size, self.tokenizer)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[...]` -> embeddings `[..., H]`."""

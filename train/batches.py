@@ -6,7 +6,9 @@ Shapes: B packed rows, S positions.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from .data import TokenTable
 
 PADDING = -1  # document number of padding
+ANY = -(1 << 20)  # in `rounds`: an ordinary position, at which any draft may begin
 
 
 @dataclass
@@ -31,9 +34,33 @@ class Batch:
     """[B, S] bool; true where the target wrote."""
     numbers: tuple[int, ...] = ()
     """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
+    rounds: Tensor | None = None
+    """[B, S]; in texts decoded with the drafter (train/written.py), at the root of each round: how many of its drafts were looked
+    at, m > 0 if the last of them was rejected, -m if all were accepted; 0 elsewhere. ANY, or no tensor: ordinary text."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or tuple(range(len(self.ids)))
+
+    def draft_weights(self, steps: int, accepted: float) -> Tensor:
+        """`[B, S, steps]`: weight of the draft of each depth from a root at each position: 1, but in decoded texts only for those
+        that were looked at, `accepted` for those that were right."""
+        if self.rounds is None:
+            return torch.ones(*self.ids.shape, steps)
+        rounds, depth = self.rounds[..., None], torch.arange(1, steps + 1)
+        looked_at = torch.where((rounds > 0) & (depth == rounds), 1.0, accepted) * (depth <= rounds.abs())
+        return torch.where(rounds == ANY, 1.0, looked_at)
+
+    def row_weights(self, accepted: float) -> Tensor:
+        """`[B, S]`: the same for drafters whose row t drafts x[t+1] whatever the root: the weight of the draft that it made."""
+        if self.rounds is None:
+            return torch.ones(self.ids.shape)
+        decoded = torch.where(self.rounds == ANY, 0, self.rounds)
+        steps = int(decoded.abs().max())
+        total = (self.rounds == ANY).float()
+        table = self.draft_weights(max(steps, 1), accepted) * (decoded != 0)[..., None]
+        for depth in range(steps):
+            total[:, depth:] += table[:, : table.shape[1] - depth, depth]
+        return total
 
     def document_lengths(self) -> Tensor:
         """`[B, S]`: length of the document that each position belongs to."""
@@ -81,10 +108,13 @@ class Batches:
     """
 
     def __init__(self, table: TokenTable, max_length: int, rows: int, accumulation: int, ranks: int, seed: int) -> None:
-        self._table = table
+        self.table = table
         self._documents = [d for d, copies in enumerate(table.copies.tolist()) for _ in range(copies)]
         self._packs = pack([table.length(d) for d in self._documents], max_length)
-        self._rows, self._accumulation, self._ranks, self._seed = rows, accumulation, ranks, seed
+        self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
+        self.max_length = max_length
+        self.written: list[Any] = []
+        """Parts of the stream that are written while training goes on, see `written.Written`; the last one is asked first."""
         self._epoch, self._order = -1, np.arange(0)
 
     @property
@@ -99,20 +129,30 @@ class Batches:
     @property
     def fill(self) -> float:
         """Share of positions that are not padding when every row is as long as the longest."""
-        lengths = [sum(self._table.length(self._documents[i]) for i in pack_) for pack_ in self._packs]
+        lengths = [sum(self.table.length(self._documents[i]) for i in pack_) for pack_ in self._packs]
         return sum(lengths) / (max(lengths) * len(lengths))
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
         """What `rank` sees in the given accumulation of `step` (all 0-based)."""
         first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
         numbers = range(first, first + self._rows)
-        return collate([self._pack_at(number) for number in numbers], tuple(numbers))
+        return collate([self._row(number) for number in numbers], tuple(numbers))
+
+    def before_step(self, step: int) -> None:
+        """Bring up to date what is written while training goes on; all ranks call this."""
+        for part in self.written:
+            part.before_step(step)
+
+    def sample(self, count: int) -> list[Tensor]:
+        """Token ids `[S]` of `count` documents, or of all, evenly spread."""
+        places = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
+        return [torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64)) for i in places]
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token `[V]` is written by the target in an epoch."""
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
         for place, document in enumerate(self._documents, 1):
-            ids, written = self._table.document(document)
+            ids, written = self.table.document(document)
             waiting.append(ids[written])
             size += len(waiting[-1])
             if size > 1 << 20 or place == len(self._documents):  # a count is as long as the vocabulary, a document is short
@@ -120,26 +160,37 @@ class Batches:
                 waiting, size = [], 0
         return torch.from_numpy(counts)
 
-    def _pack_at(self, index: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _row(self, number: int) -> list[tuple[np.ndarray, ...]]:
+        for part in reversed(self.written):
+            if (documents := part.row(number)) is not None:
+                return documents
+            number -= part.rows_before(number)  # the others follow one another without gaps
+        return self._pack_at(number)
+
+    def _pack_at(self, index: int) -> list[tuple[np.ndarray, ...]]:
         epoch, place = divmod(index, self.packs)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self._seed, epoch]).permutation(self.packs)
-        return [self._table.document(self._documents[i]) for i in self._packs[self._order[place]]]
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.packs)
+        return [self.table.document(self._documents[i]) for i in self._packs[self._order[place]]]
 
 
-def collate(rows: list[list[tuple[np.ndarray, np.ndarray]]], numbers: tuple[int, ...] = ()) -> Batch:
-    """Lay the documents (ids, mask) of each row end to end and pad to the longest row."""
-    width = max(sum(len(ids) for ids, _ in row) for row in rows)
+def collate(rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()) -> Batch:
+    """Lay the documents (ids, mask, and rounds of decoded ones) of each row end to end and pad to the longest row."""
+    width = max(sum(len(ids) for ids, *_ in row) for row in rows)
     shape = (len(rows), width)
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
+    rounds = np.full(shape, ANY, np.int64) if any(len(parts) > 2 for row in rows for parts in row) else None
     for r, row in enumerate(rows):
         at = 0
-        for number, (document, written) in enumerate(row):
+        for number, (document, written, *decoded) in enumerate(row):
             span = slice(at, at + len(document))
             ids[r, span], mask[r, span] = document, written
             positions[r, span], documents[r, span] = np.arange(len(document)), number
+            if rounds is not None and decoded:
+                rounds[r, span] = decoded[0]
             at += len(document)
         positions[r, at:] = np.arange(width - at)
     as_tensor = torch.from_numpy
-    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), numbers)
+    decoded_rounds = as_tensor(rounds) if rounds is not None else None
+    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), numbers, decoded_rounds)

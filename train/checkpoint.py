@@ -55,7 +55,7 @@ class RunFolder:
     def at(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
 
-    def save(self, accelerator: Accelerator, state: TrainerState, save_drafter: Any, config_yaml: str, facts: Any) -> Path:
+    def save(self, accelerator: Accelerator, state: TrainerState, save_parts: Any, config_yaml: str, facts: Any) -> Path:
         """Write the checkpoint of `state.step`: all ranks call this; it exists only once every rank has written its part."""
         final = self.at(state.step)
         writer = whole_directory(final) if accelerator.is_main_process else nullcontext()
@@ -66,7 +66,7 @@ class RunFolder:
                 write_json(aside / "trainer.json", asdict(state))
                 write_json(aside / "provenance.json", facts)
                 (aside / "config.yaml").write_text(config_yaml)
-                save_drafter(aside / "drafter")
+                save_parts(aside)
             accelerator.wait_for_everyone()
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

@@ -16,7 +16,7 @@ VERBS = {
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
 }
-METHODS = ("medusa", "eagle")
+METHODS = {"medusa": "medusa", "eagle": "eagle", "distill": "draft_lm"}  # and the file of that role
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def train_main(argv: list[str] | None = None) -> None:
             print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
             return
         fail(f"name a method to train: {', '.join(METHODS)}")
-    method = importlib.import_module(f".{argv[0]}", __package__)
+    method = importlib.import_module(f".{METHODS[argv[0]]}", __package__)
     run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}", method.EXAMPLE)
 
     def start() -> None:
@@ -87,9 +87,10 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     from ..heads.files import write_failure
     from .arguments import fail, is_main_rank
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO if is_main_rank() else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # of every save: that tied weights are stored once
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     try:

@@ -25,15 +25,26 @@ from ..heads.errors import UserError
 from ..heads.vocabulary import most_frequent
 from ..inference.eagle import RANKS, calibrate
 from ..inference.target import Hidden, Target
-from .batches import Batch
+from .batches import Batch, Batches
 from .config import RunConfig
 from .features import Features
 from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from .unroll import Backend, unroll
+from .written import Errors, Rollouts, Writer, decoded_rounds
 
 log = logging.getLogger(__name__)
 
-__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced"]
+__all__ = [
+    "EXAMPLE",
+    "REPLAYED",
+    "Run",
+    "accepted_by_root",
+    "calibrate",
+    "make_drafter",
+    "make_objective",
+    "teacher_forced",
+    "writers",
+]
 
 EXAMPLE = "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
@@ -61,9 +72,12 @@ class EagleLoss:
     """What a position teaches whose best token cannot be drafted: nothing (it still counts in the loss's denominator, as 0),
     or the law over the tokens that can. Metrics count it as a miss either way."""
     feature_weight: float | None = None
-    """Weight of SmoothL1 towards the target's next feature: 1 for version 1, 0 for version 3."""
+    """Weight of SmoothL1 towards the target's next feature, before a final norm of the drafter's own: 1 for version 1, 0 for
+    version 3. With little data it helps version 3 too, together with token_weight 0.1 and freeze_head."""
     token_weight: float | None = None
     """Weight of the loss above: 0.1 for version 1, 1 for version 3."""
+    freeze_head: bool = False
+    """Version 3: keep final norm and head as they begin, the target's own."""
     noise: float | None = None
     """Features get uniform noise of this size * 512 / document length: 0.1 for version 1, 0 for version 3."""
     attention: Backend = "auto"
@@ -101,9 +115,10 @@ class Run(RunConfig):
 
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)
+    errors: Errors = field(default_factory=Errors)
 
 
-def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], before: Artifact | None) -> EagleDrafter:
+def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> EagleDrafter:
     """An untrained drafter whose head starts as the target's, or the shape of the drafter `before`, to be filled with its
     weights.
 
@@ -115,7 +130,7 @@ def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], b
     drafter = EagleDrafter(shape, target.ends)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:
-        ids = most_frequent(token_counts(), shape.draft_vocab_size, special_ids(target))
+        ids = most_frequent(batches.token_counts(shape.vocab_size), shape.draft_vocab_size, special_ids(target))
     norm = target.final_norm_weight()
     weight = norm.float().cpu() if norm is not None else None
     drafter.start_from(target.head_weight.float().cpu(), weight, ids, tap_sizes(target, shape.taps))
@@ -163,14 +178,29 @@ def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObje
         raise UserError(
             "EAGLE-1 learns through the target's head, and float16 loses its gradients; give --target.dtype bfloat16 or float32"
         )
-    return EagleObjective(config, drafter.taps, target.head, run.seed)
+    if config.freeze_head:
+        drafter.freeze_head()
+    return EagleObjective(config, drafter.taps, target.head, run.seed, run.errors.accepted_weight)
+
+
+def writers(run: Run, target: Target, drafter: EagleDrafter) -> list[tuple[str, Rollouts, Writer]]:
+    """What writes texts while the run goes on: name, how often, how."""
+    return [("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter))]
 
 
 class EagleObjective:
     """Both versions: EAGLE-1 is one step with a feature loss and noise, EAGLE-3 several steps with neither."""
 
-    def __init__(self, config: EagleLoss, taps: tuple[int, ...], target_head: Callable[[Tensor], Tensor], seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: EagleLoss,
+        taps: tuple[int, ...],
+        target_head: Callable[[Tensor], Tensor],
+        seed: int = 0,
+        accepted_weight: float = 1.0,
+    ) -> None:
         assert config.steps is not None, "resolve the config first"
+        self._accepted_weight = accepted_weight
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
         self.begin(1.0)
 
@@ -179,19 +209,20 @@ class EagleObjective:
         self.steps = 1 if progress < self.config.single_step_share else self.config.steps
         self.step_weights = static_decay(self.steps, self.config.decay)
 
-    def valid(self, batch: Batch) -> Tensor:
-        """`[B, S, K]` bool on the CPU: which rows have weight at which step."""
-        return torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
+    def row_weights(self, batch: Batch) -> Tensor:
+        """`[B, S, K]` on the CPU: the weight of each row at each step; row t drafts from the root at t + 1."""
+        runs = torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
+        return runs * functional.pad(batch.draft_weights(self.steps, self._accepted_weight)[:, 1:], (0, 0, 0, 1))
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {f"step{k}": float(batch.reply_run(1, 2 + k).sum()) for k in range(self.steps)}
+        return {f"step{k}": total for k, total in enumerate(self.row_weights(batch).sum((0, 1)).tolist())}
 
     def forward(self, drafter: EagleDrafter, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, last = features.batch, features.last
         taps, seen = self._disturbed(batch, features)
-        normed = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config.recompute)
-        places = TeacherPlaces(self.valid(batch), last.device)
-        hidden = places.by_teacher(normed)
+        outputs = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config.recompute)
+        places = TeacherPlaces(self.row_weights(batch), last.device)
+        hidden = places.by_teacher(outputs)
         measure = partial(self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device))
         rows = (
             places.teachers,
@@ -201,7 +232,7 @@ class EagleObjective:
         loss, losses, right, alpha, _ = sum_in_chunks(
             measure, hidden, (*rows, factors), drafter.head_parameters, self.config.rows_per_chunk
         )
-        sums = depth_metrics(*(places.by_root(table) for table in (losses, right, alpha, places.valid)))
+        sums = depth_metrics(*(places.by_root(table) for table in (losses, right, alpha, places.weights)))
         return loss, sums
 
     def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -227,16 +258,16 @@ class EagleObjective:
         denominators: dict[str, float],
     ) -> Tensor:
         """`[J, K]`: what each position's loss is multiplied with, 0 where it has no weight."""
-        counts = [max(denominators[f"step{k}"], 1.0) for k in range(self.steps)]
+        counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
         if self.config.weighting == "decay":
             scaled = [w / n for w, n in zip(self.step_weights, counts, strict=True)]
-            return places.valid * torch.tensor(scaled, device=hidden.device)
+            return places.weights * torch.tensor(scaled, device=hidden.device)
         with torch.no_grad():  # the weights couple the steps of a root, so a pass over all of them comes first
-            zeros = torch.zeros(places.valid.shape, device=hidden.device)
+            zeros = torch.zeros(places.weights.shape, device=hidden.device)
             _, _, _, alpha, likely = sum_in_chunks(measure, hidden, (*rows, zeros), [], self.config.rows_per_chunk)
         chances = alpha if self.config.weighting == "survival" else smoothed(likely, self.config.smoothing)
-        weights = survival_weights(places.by_root(chances), places.by_root(places.valid).bool())
-        return places.to_teacher(weights) / sum(counts)
+        weights = survival_weights(places.by_root(chances), places.by_root(places.weights).bool())
+        return places.to_teacher(weights) * places.weights / sum(counts)
 
     def _table(
         self,
@@ -266,7 +297,8 @@ class EagleObjective:
             losses = losses.masked_fill((labels < 0)[:, None], 0.0)
         if self.config.feature_weight:
             goal = last[teachers].to(hidden.dtype)[:, None].expand_as(hidden)
-            losses = losses + self.config.feature_weight * functional.smooth_l1_loss(hidden, goal, reduction="none").mean(-1)
+            felt = drafter.feature(hidden)
+            losses = losses + self.config.feature_weight * functional.smooth_l1_loss(felt, goal, reduction="none").mean(-1)
         with torch.no_grad():
             right = log_q.argmax(-1) == best[:, None]
             alpha = overlap(log_q, log_p[:, None])
@@ -299,12 +331,14 @@ class TeacherPlaces:
     row 3 at step 2. Tables `[J, K]` by teacher and `[R, K]` by root hold the same numbers.
     """
 
-    def __init__(self, valid: Tensor, device: torch.device) -> None:
-        """`valid` `[B, S, K]` on the CPU, so that finding rows waits for nothing."""
-        batch, length, steps = valid.shape
+    def __init__(self, weights: Tensor, device: torch.device) -> None:
+        """`weights` `[B, S, K]` on the CPU, so that finding rows waits for nothing; 0 where a row has none."""
+        batch, length, steps = weights.shape
+        valid = weights > 0
         k = torch.arange(steps)
         back = torch.arange(length)[:, None] - 1 - k  # the row that position j teaches at step k
-        taught = (valid[:, back.clamp(min=0), k] & (back >= 0)).flatten(0, 1)
+        by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
+        taught = by_teacher > 0
         teachers = taught.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
         roots = valid[:, 0].nonzero()[:, 0]
@@ -317,7 +351,7 @@ class TeacherPlaces:
         root_of = torch.where(taught[teachers], among_roots[row_of], len(roots))
         teacher_of = torch.where(valid[roots], among_teachers[roots[:, None] + 1 + k], len(teachers))
         send = lambda x: x.to(device, non_blocking=True)  # noqa: E731
-        self.teachers, self.valid = send(teachers), send(taught[teachers].float())
+        self.teachers, self.weights = send(teachers), send(by_teacher[teachers].float())
         self._row_of, self._root_of, self._teacher_of, self._k = send(row_of), send(root_of), send(teacher_of), send(k)
 
     def by_teacher(self, outputs: list[Tensor]) -> Tensor:
@@ -343,12 +377,12 @@ def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: in
     batch = Batch(
         ids[None].cpu(), torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long), torch.ones(1, length) > 0
     )
-    normed = unroll(drafter, batch, tuple(tap[None] for tap in hidden.taps), hidden.last[None], steps, "sdpa")
+    outputs = unroll(drafter, batch, tuple(tap[None] for tap in hidden.taps), hidden.last[None], steps, "sdpa")
     vocabulary = VocabularyMap(drafter, ids.device)
     ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
     for k in range(min(steps, length - 2)):
         rows = length - 2 - k
-        logits = drafter.logits(normed[k][0, :rows])
+        logits = drafter.logits(outputs[k][0, :rows])
         best = logits.topk(min(RANKS, logits.shape[-1])).indices
         hit = best == vocabulary.columns(ids[2 + k :])[:, None]
         ranks[1 : 1 + rows, k] = torch.where(hit.any(-1), hit.int().argmax(-1), -1)

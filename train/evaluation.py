@@ -8,7 +8,6 @@ same features (tau_walked); and drafting along the known text (tau_estimated) ag
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.decode import generate_one
 from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau, tau_by_position
-from ..inference.proposer import PlainDecoding, load_proposer
+from ..inference.proposer import PlainDecoding, load_proposer, method_module
 from ..inference.replay import replay, rounds_on_text
 from ..inference.sampling import Sampling
 from ..inference.target import Hidden, Target
@@ -172,11 +171,6 @@ def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[i
     if not prompts:
         raise UserError("no held-out row is long enough to decode from; hold out longer rows")
     return prompts
-
-
-def method_module(method: str) -> ModuleType:
-    """The file of a method in `inference/`: how it drafts, and what it would have drafted on a known text."""
-    return importlib.import_module(f"..inference.{method}", __package__)
 
 
 def evaluate(

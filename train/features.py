@@ -40,7 +40,7 @@ class LiveTarget:
         if any(not 0 <= tap < target.num_layers for tap in taps) or sorted(set(taps)) != list(taps):
             raise UserError(f"taps {list(taps)} must be ascending, distinct and below the target's {target.num_layers} layers")
         self._target, self._taps = target, taps
-        self.check_packing()
+        check_packing(target, f"target {target.name}")
 
     @torch.no_grad()
     def features(self, batch: Batch) -> Features:
@@ -50,18 +50,18 @@ class LiveTarget:
         )
         return Features(batch, hidden.last, hidden.taps)
 
-    @torch.no_grad()
-    def check_packing(self) -> None:
-        """Demand that two documents in one packed row get the features that each gets alone."""
-        target = self._target
-        ids = (torch.arange(12, device=target.device) * 7 % target.vocab_size)[None]
-        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=target.device)
-        packed = target.forward(ids, positions).last.float()
-        alone = torch.cat([target.forward(part).last for part in (ids[:, :5], ids[:, 5:])], dim=1).float()
-        tolerance = 1e-4 if target.dtype in (torch.float32, torch.float64) else 3e-2
-        error = (packed - alone).abs().max().item() / alone.abs().max().item()
-        if not error <= tolerance:
-            raise UserError(
-                f"target {target.name} ({target.config.model_type}) lets packed documents see each other (relative difference "
-                f"{error:.1e}); load it with target.attention=sdpa, or report this model type"
-            )
+
+@torch.no_grad()
+def check_packing(model: Target, name: str) -> None:
+    """Demand that two documents in one packed row get the features that each gets alone; raises `UserError` otherwise."""
+    ids = (torch.arange(12, device=model.device) * 7 % model.vocab_size)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=model.device)
+    packed = model.forward(ids, positions).last.float()
+    alone = torch.cat([model.forward(part).last for part in (ids[:, :5], ids[:, 5:])], dim=1).float()
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 3e-2
+    error = (packed - alone).abs().max().item() / alone.abs().max().item()
+    if not error <= tolerance:
+        raise UserError(
+            f"{name} ({model.config.model_type}) lets packed documents see each other (relative difference {error:.1e}); load it "
+            "with target.attention=sdpa, or report this model type"
+        )

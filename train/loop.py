@@ -36,6 +36,7 @@ from .features import FeatureSource, LiveTarget
 from .objectives import Objective, Sums, TrainingModule, acceptance_lengths, add_sums
 from .provenance import provenance
 from .schedule import make_optimizer, rate_at
+from .written import Written
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     state = TrainerState(rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=identity)
     if resume_from is not None:
         state = folder.load(accelerator, resume_from)
+        for part in batches.written:
+            part.load(folder.at(resume_from))
         if state.best_step >= 0 and accelerator.is_main_process:
             folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
         if state.rows_per_step != batches.rows_per_step:
@@ -135,7 +138,7 @@ class Trainer:
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
         before = drafter_before(run, target, method) if run.init_from is not None else None
-        self.drafter: Any = method.make_drafter(run, target, lambda: batches.token_counts(target.vocab_size), before)
+        self.drafter: Any = method.make_drafter(run, target, batches, before)
         if before is not None:
             warm_start(self.drafter, before, run.init_from or "")
         self.objective: Objective = method.make_objective(run, target, self.drafter)
@@ -143,11 +146,17 @@ class Trainer:
         module = TrainingModule(self.drafter, self.objective)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(run.optim, module))
+        batches.written = [
+            Written(name, config, write, batches, accelerator, total_steps)
+            for name, config, write in method.writers(run, target, self.drafter)
+            if config.share
+        ]
         self.provenance = provenance()
 
     def step(self, index: int) -> tuple[Sums, Any, int]:
         """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank."""
         self.objective.begin(index / self.total_steps)
+        self.batches.before_step(index)
         micro = [self.batches.micro_batch(index, a, self.accelerator.process_index) for a in range(self.run.accumulation)]
         denominators = self._global_weights(micro)
         sums: Sums = {}
@@ -256,7 +265,13 @@ def out_of_patience(run: RunConfig, state: TrainerState) -> bool:
 
 def save(trainer: Trainer, folder: RunFolder, state: TrainerState, calibration: dict[str, Any], config_yaml: str) -> None:
     artifact = trainer.artifact(calibration, state.step)
-    folder.save(trainer.accelerator, state, artifact.save, config_yaml, artifact.provenance)
+
+    def save_parts(aside: Path) -> None:
+        artifact.save(aside / "drafter")
+        for part in trainer.batches.written:
+            part.save(aside)
+
+    folder.save(trainer.accelerator, state, save_parts, config_yaml, artifact.provenance)
     if trainer.accelerator.is_main_process:
         if state.best_step == state.step:
             folder.mark_best(state.step)  # before the former best is pruned

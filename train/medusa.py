@@ -19,12 +19,23 @@ from ..heads.medusa import MedusaConfig, MedusaHeads
 from ..inference.medusa import accepted_by_root, calibrate
 from ..inference.medusa import teacher_forced as teacher_forced_by_last
 from ..inference.target import Hidden, Target
-from .batches import Batch
+from .batches import Batch, Batches
 from .config import RunConfig
 from .features import Features
 from .objectives import Sums, depth_metrics, static_decay
+from .written import Rollouts, Writer
 
-__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced"]
+__all__ = [
+    "EXAMPLE",
+    "REPLAYED",
+    "Run",
+    "accepted_by_root",
+    "calibrate",
+    "make_drafter",
+    "make_objective",
+    "teacher_forced",
+    "writers",
+]
 
 EXAMPLE = "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml --optim.lr 3e-4"
 REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default
@@ -55,7 +66,7 @@ class Run(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
-def make_drafter(run: Run, target: Target, token_counts: Callable[[], Tensor], before: Artifact | None) -> MedusaHeads:
+def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> MedusaHeads:
     """Untrained heads: each starts as the target's own head, so it guesses the next token's token."""
     drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
     drafter.start_from(target.head_weight.float())
@@ -121,6 +132,11 @@ class MedusaObjective:
                 tables.append((losses, right, overlap(log_q, log_p)))
         losses, right, alpha = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
         return (losses * factors).sum(), losses, right, alpha
+
+
+def writers(run: Run, target: Target, drafter: MedusaHeads) -> list[tuple[str, Rollouts, Writer]]:
+    """Nothing is written while heads are trained: they draft from the target's states alone, whatever was drafted before."""
+    return []
 
 
 def teacher_forced(heads: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ def unroll(
     backend: Backend = "auto",
     recompute: bool = False,
 ) -> list[Tensor]:
-    """What the head takes at each step, K tensors `[B, S, H]`: row t of step k is about the token t + 2 + k.
+    """The layers' output at each step, K tensors `[B, S, H]`: row t of step k is about the token t + 2 + k.
 
     `taps` and `last` `[B, S, Ht]` are the target's features. Rows whose tokens leave their document hold nothing of meaning.
     `recompute` keeps only the states between the steps and computes the rest again in the backward pass.
@@ -248,8 +248,8 @@ def unroll(
         arguments = (_ahead(parts, 1 + k), state, *drafter.rotary(positions + k), *(t for pairs in past for t in pairs))
         made = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
         past.append(made[1:])
-        normed, state = drafter.read(made[0])
-        outputs.append(normed)
+        outputs.append(made[0])
+        state = drafter.recycled(made[0])
     return outputs
 
 

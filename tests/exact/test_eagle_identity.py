@@ -13,7 +13,7 @@ from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode
 from draftsmith.inference.eagle import EagleProposer
-from draftsmith.inference.growth import Level
+from draftsmith.inference.growth import Continue, Level
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.target import Hidden, Target
@@ -37,6 +37,7 @@ class TextRecorder(EagleProposer):
 
     def __init__(self, drafter: EagleDrafter, texts: list[list[int]], steps: int, right: int) -> None:
         super().__init__(drafter, length=steps, width=1)
+        self.plan.draft = self.draft  # type: ignore[method-assign]
         self._texts, self._steps, self._right = texts, steps, right
         self.seen: list[dict[int, list[torch.Tensor]]] = [{} for _ in texts]
         self._rows = list(range(len(texts)))
@@ -46,24 +47,18 @@ class TextRecorder(EagleProposer):
         super().prefill(prompts)
         self._roots = [len(tokens) - 1 for tokens in prompts.tokens]
 
-    def propose(self, root: torch.Tensor, draws: Draws) -> DraftTree:
-        first, state = self._catch_up(root)
-        before, logits = state[:, None], [first]
-        depths: tuple[int, ...] = ()
+    def draft(self, first: torch.Tensor, root: torch.Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, torch.Tensor]:
+        """In place of the plan's: `propose` itself is what is tested."""
+        logits = [first]
         padded = [self._texts[row] + [5] * self._steps for row in self._rows]
         tokens = torch.tensor([t[r : r + self._steps + 1] for t, r in zip(padded, self._roots, strict=True)])
         for depth in range(1, self._steps):
-            depths += (depth - 1,)
-            level = Level(tokens[:, depth : depth + 1], torch.zeros_like(root)[:, None], None, depth)
-            normed, before = self._run(level.tokens, before, None, depths[-1:], len(depths))
-            self._cache.stage(1)
-            logits.append(self._logits(normed)[:, 0])
-        self._cache.staged = 0
+            logits.append(go_on(Level(tokens[:, depth : depth + 1], torch.zeros_like(root)[:, None], None, depth))[:, 0])
         for i, (row, at) in enumerate(zip(self._rows, self._roots, strict=True)):
             self.seen[row][at] = [x[i] for x in logits]
         drafted = tokens.clone()
         drafted[:, self._right + 1 :] = (drafted[:, self._right + 1 :] + 1) % 50
-        return DraftTree(drafted, TreeShape.chain(self._steps))
+        return DraftTree(drafted, TreeShape.chain(self._steps)), root.new_zeros(0)
 
     def commit(self, accepted: Accepted) -> None:
         super().commit(accepted)
@@ -97,9 +92,9 @@ def trained(target: Target, drafter: EagleDrafter, texts: list[tuple[list[int], 
     for batch in batches:
         features = source.features(batch)
         with torch.no_grad():
-            normed = unroll(drafter, batch, features.taps, features.last, STEPS)
+            outputs = unroll(drafter, batch, features.taps, features.last, STEPS)
             recorder = EagleProposer(drafter, length=2, width=1)
-            logits = [recorder._logits(x[0]) for x in normed]
+            logits = [recorder._logits(x[0]) for x in outputs]
         starts = np.cumsum([0, *(len(ids) for ids, _ in rows)]) if packed else [0]
         lengths = [len(ids) for ids, _ in rows] if packed else [batch.ids.shape[1]]
         found += [[x[a : a + n] for x in logits] for a, n in zip(starts, lengths, strict=False)]

@@ -422,3 +422,24 @@ def test_draws_with_replacement_are_exact_as_long_as_duplicates_stay() -> None:
     """The harness itself, on a rule that the loop does not use (SpecInfer): the mistake above is in the dropping."""
     laws = Laws(0, 3, far=True)
     assert error_of(with_replacement(laws, drop_duplicates=False), laws) < 1e-9
+
+
+@pytest.mark.parametrize("rule", [token_level, block, recursive])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_that_ends_by_its_own_drafts_is_still_exact(rule: Verifier, seed: int) -> None:
+    """Adaptive chains: one draft if its own probability is below a threshold, two otherwise."""
+    laws = Laws(seed, 4, far=False)
+    q = laws.q[()]
+    ends = [token for token in range(4) if float(q[token]) < float(q.median()) + 1e-9]
+    assert 0 < len(ends) < 4
+    one, two = TreeShape.chain(1), CHAIN
+    short = [draft for draft in sampled_trees(one, laws.q) if draft[1][1] in ends]
+    long = [draft for draft in sampled_trees(two, laws.q) if draft[1][1] not in ends]
+    found = enumerate_plan(one, short, laws, rule)[0] + enumerate_plan(two, long, laws, rule)[0]
+    assert error_of((found, 0.0), laws) < 1e-9
+    # A chain that ends by what it would have drafted next is not: the test can fail.
+    second = [draft for draft in sampled_trees(two, laws.q) if draft[1][2] in ends]
+    peeked = [(chance, row[:2]) for chance, row in second]
+    rest = [draft for draft in sampled_trees(two, laws.q) if draft[1][2] not in ends]
+    wrong = enumerate_plan(one, peeked, laws, rule)[0] + enumerate_plan(two, rest, laws, rule)[0]
+    assert error_of((wrong, 0.0), laws) > 1e-4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def test_rows_sorted_by_teacher_and_back() -> None:
     assert places.valid.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
     outputs = [torch.arange(9.0).view(1, 9, 1) + 100 * k for k in range(STEPS)]
     assert places.by_teacher(outputs)[2, :, 0].tolist() == [5, 104, 203]
-    by_teacher = (places.by_teacher(outputs)[..., 0] + 1) * places.valid
+    by_teacher = (places.by_teacher(outputs)[..., 0] + 1) * places.weights
     by_root = places.by_root(by_teacher)
     assert by_root.tolist() == [[4, 104, 204], [5, 105, 205], [6, 106, 0], [7, 0, 0]]
     assert torch.equal(places.to_teacher(by_root), by_teacher)
@@ -104,22 +105,17 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
     aim = objective(drafter, **options)
     features = features_of(batch, drafter)
     seen: list[list[int]] = []
-    original = drafter.read
-
-    def read(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, state = original(output)
-        probe = normed.clone()
-        probe.retain_grad()
-        kept.append(probe)
-        return probe, state
-
     kept: list[torch.Tensor] = []
-    drafter.read = read  # type: ignore[method-assign]
-    try:
+
+    def probed(*arguments: Any) -> list[torch.Tensor]:
+        kept.extend(output.clone() for output in unroll(*arguments))
+        for probe in kept:
+            probe.retain_grad()
+        return kept
+
+    with patch("draftsmith.train.eagle.unroll", probed):
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
-    finally:
-        del drafter.read
     for probe in kept:
         seen.append([] if probe.grad is None else probe.grad[0].abs().sum(-1).nonzero()[:, 0].tolist())
     return seen  # type: ignore[return-value]
@@ -415,3 +411,20 @@ def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
 def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="objective"):
         EagleLoss(**options)
+
+
+def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm_and_a_frozen_head_stays() -> None:
+    drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
+    drafter.freeze_head()
+    batch = batch_of((9, [(4, 9)]))
+    features = features_of(batch, drafter)
+    aim = objective(drafter, steps=1, token_weight=0.0, feature_weight=1.0)
+    loss, _ = aim.forward(drafter, features, aim.weights(batch))
+    output = unroll(drafter, batch, features.taps, features.last, 1, "plain")[0][0, [3, 4, 5, 6]] * drafter.norm.weight
+    expected = torch.nn.functional.smooth_l1_loss(output, features.last[0, [4, 5, 6, 7]])
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    loss.backward()
+    assert drafter.fc.weight.grad is not None
+    aim = objective(drafter)
+    aim.forward(drafter, features, aim.weights(batch))[0].backward()
+    assert drafter.lm_head.weight.grad is None and drafter.norm.weight.grad is None

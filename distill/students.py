@@ -1,0 +1,269 @@
+"""Making a small model from a target: some of its layers, narrower, with fewer tokens; or any other model of its tokenizer.
+
+Shapes: L target layers, H target width, h student width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..heads.draft_lm import DraftModel
+from ..heads.errors import UserError
+from ..inference.target import Target
+
+Choice = Literal["even", "ends", "importance"]
+
+
+@dataclass
+class StudentConfig:
+    """Where the student comes from: `path`, `config`, or, if neither is given, the target itself."""
+
+    path: str | None = None
+    """A model folder with the target's tokenizer."""
+    config: str | None = None
+    """A folder with a config.json, or the file itself: a student from scratch; its vocabulary is set to the target's."""
+    layers: int | list[int] | None = None
+    """Cut from the target: so many of its layers, or just these (from 0); an eighth of them if not given."""
+    choose: Choice = "even"
+    """How so many are chosen: evenly spread, half from each end, or by importance (1 - cosine between a layer's input and
+    output, on training text)."""
+    hidden_size: int | None = None
+    """Cut: width of the residual stream, the dimensions of largest activation; the target's if not given."""
+    intermediate_size: int | None = None
+    """Cut: width of the MLPs, the rows of largest weights; in proportion to hidden_size if not given."""
+    head: Literal["copy", "tie"] = "copy"
+    """Cut: copy embedding and output matrix as the target has them, or tie them to the target's output matrix."""
+    vocab_size: int | None = None
+    """Cut: keep the first so many tokens; the others can then never be drafted, and engines that want equal vocabularies refuse
+    the student. Trimming padding rows past the tokenizer's last token loses nothing."""
+
+    def __post_init__(self) -> None:
+        cuts = [name for name in ("layers", "hidden_size", "intermediate_size", "vocab_size") if getattr(self, name) is not None]
+        given = [name for name in ("path", "config") if getattr(self, name) is not None]
+        if len(given) > 1 or (given and cuts):
+            raise UserError(f"student.{(given + cuts)[0]} and student.{(given + cuts)[1]} exclude each other; give one")
+        for name in ("hidden_size", "intermediate_size", "vocab_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"student.{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a student costs beside its target."""
+
+    parameters: int
+    target_parameters: int
+    cost: float
+    """Weights that a token's forward reads, as a share of the target's: what a draft costs in target passes while both wait for
+    memory. An embedding table is not read, one row of it is."""
+
+    def lines(self, dtype: torch.dtype) -> list[str]:
+        size = self.parameters * dtype.itemsize
+        return [
+            f"student: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in {str(dtype).removeprefix('torch.')}, "
+            f"{self.parameters / self.target_parameters:.1%} of the target's {self.target_parameters / 1e6:.2f}M",
+            f"a draft reads {self.cost:.1%} of what a target pass reads; it pays if more drafts than that are accepted",
+        ]
+
+
+def plan_of(student: nn.Module, target: nn.Module) -> Plan:
+    count = lambda model: sum(p.numel() for p in model.parameters())  # noqa: E731
+    return Plan(count(student), count(target), _read(student) / _read(target))
+
+
+def _read(model: Any) -> int:
+    """Weights that a forward reads: all but an embedding table that is not the output matrix as well."""
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return sum(p.numel() for p in model.parameters()) - (embedding.numel() if embedding is not output else 0)
+
+
+def make_student(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> DraftModel:
+    """The student that `config` asks for, in float32 on the target's device. `texts`: token ids `[S]` to judge importance by.
+
+    Random weights come from torch's global generator. Raises `UserError`.
+    """
+    if config.path is not None:
+        student = DraftModel.load(Path(config.path), torch.float32, target.ends)
+        if (size := student.model.get_output_embeddings().weight.shape[0]) > target.vocab_size:
+            raise UserError(f"student {config.path} has {size} tokens, the target {target.vocab_size}; use a model of its family")
+    elif config.config is not None:
+        student = DraftModel(_from_scratch(config.config, target), target.tokenizer, target.vocab_size)
+    else:
+        student = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
+    model = student.model.to(target.device)
+    model.generation_config = copy.deepcopy(target.model.generation_config)  # engines take the ends of a text from it
+    return student.requires_grad_(True)
+
+
+def _from_scratch(path: str, target: Target) -> nn.Module:
+    try:
+        config = AutoConfig.from_pretrained(path)
+        config.vocab_size = target.vocab_size
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot make a student from {path}: {first_line}") from error
+
+
+def chosen_layers(config: StudentConfig, total: int, importance: Callable[[], list[float]]) -> list[int]:
+    """The target's layers that a student keeps, ascending. Raises `UserError`."""
+    if isinstance(config.layers, list):
+        if sorted(set(config.layers)) != config.layers or not config.layers or not all(0 <= i < total for i in config.layers):
+            raise UserError(f"student.layers {config.layers} must be ascending, distinct and between 0 and {total - 1}")
+        return config.layers
+    count = config.layers if config.layers is not None else max(total // 8, 1)
+    if not 1 <= count <= total:
+        raise UserError(f"student.layers must be between 1 and the target's {total}, not {count}")
+    if config.choose == "importance":
+        values = importance()
+        return sorted(sorted(range(total), key=lambda i: (-values[i], i))[:count])
+    if config.choose == "ends":
+        front = (count + 1) // 2
+        return [*range(front), *range(total - (count - front), total)]
+    return [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
+
+
+@torch.no_grad()
+def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
+    """1 - cosine between the input and the output of each layer, the mean over all positions (ShortGPT, arXiv 2403.03853)."""
+    sums, count = [0.0] * target.num_layers, 0
+
+    def watch(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
+            before = arguments[0] if arguments else named["hidden_states"]
+            after = output[0] if isinstance(output, tuple) else output
+            sums[index] += float((1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)).sum())
+
+        return hook
+
+    hooks = [layer.register_forward_hook(watch(i), with_kwargs=True) for i, layer in enumerate(layers_of(target)[1])]
+    try:
+        for ids in texts:
+            target.forward(ids[None].to(target.device))
+            count += len(ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [value / max(count, 1) for value in sums]
+
+
+def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
+    """The list of the target's decoder layers, and its name within the model. Raises `UserError`."""
+    for name, module in target.model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == target.num_layers:
+            return name, module
+    raise UserError(
+        f"cannot find the {target.num_layers} layers of {target.name} ({target.config.model_type}); give student.path"
+    )
+
+
+def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:
+    """A model of the target's architecture, smaller, with the target's weights where it has the same ones."""
+    kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
+    small: Any = copy.deepcopy(target.config)
+    small.num_hidden_layers = len(kept)
+    if getattr(small, "layer_types", None):
+        small.layer_types = [target.config.layer_types[i] for i in kept]
+    if config.head == "tie":
+        small.tie_word_embeddings = True
+    if config.vocab_size is not None:
+        if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
+            raise UserError(
+                f"student.vocab_size {config.vocab_size} must hold the target's end tokens and be at most {target.vocab_size}"
+            )
+        small.vocab_size = config.vocab_size
+    width = _Width(config, target, small, texts)
+    try:
+        student: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"cannot make a smaller {target.config.model_type}: {str(error).splitlines()[0]}") from error
+    prefix, _ = layers_of(target)
+    theirs = dict(target.model.state_dict())
+    if config.head == "tie":
+        table = target.model.get_input_embeddings().weight
+        name = next(name for name, parameter in target.model.named_parameters() if parameter is table)
+        theirs[name] = target.model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, tensor in student.state_dict().items():
+            tensor.copy_(width.cut(theirs, _in_target(name, prefix, kept), tensor.shape))
+    student.tie_weights()
+    return student
+
+
+def _in_target(name: str, prefix: str, kept: list[int]) -> str:
+    """The target's name of a student's tensor."""
+    if not name.startswith(prefix + "."):
+        return name
+    number, _, rest = name[len(prefix) + 1 :].partition(".")
+    return f"{prefix}.{kept[int(number)]}.{rest}"
+
+
+@torch.no_grad()
+def loudest(target: Target, texts: Sequence[Tensor], count: int) -> Tensor:
+    """The `count` dimensions of the residual stream of largest mean size over layers and positions, ascending (Minitron, arXiv
+    2407.14679)."""
+    total = torch.zeros(target.hidden_size)
+    for ids in texts:
+        hidden = target.forward(ids[None].to(target.device), taps=tuple(range(target.num_layers)))
+        for states in (*hidden.taps, hidden.last):
+            total += (states[0].float().abs() / states.float().abs().mean()).sum(0).cpu()
+    return total.topk(count).indices.sort().values
+
+
+class _Width:
+    """Which rows and columns a narrower student keeps. Knows matrices by the names that Llama, Mistral, Qwen, Gemma and their kin
+    share; refuses others."""
+
+    def __init__(self, config: StudentConfig, target: Target, small: Any, texts: Callable[[], Sequence[Tensor]]) -> None:
+        self._narrow = config.hidden_size is not None or config.intermediate_size is not None
+        if not self._narrow:
+            return
+        hidden, inner = target.config.hidden_size, target.config.intermediate_size
+        small.hidden_size = config.hidden_size or hidden
+        small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
+        if small.hidden_size > hidden or small.intermediate_size > inner:
+            raise UserError("student.hidden_size and student.intermediate_size can be at most the target's")
+        # Whole groups of heads, of their old size: the rotary positions of a head belong to its size.
+        size = getattr(target.config, "head_dim", None) or hidden // target.config.num_attention_heads
+        kv_heads = getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads
+        shared = target.config.num_attention_heads // kv_heads
+        groups = max(round(kv_heads * small.hidden_size / hidden), 1)
+        small.num_key_value_heads, small.num_attention_heads, small.head_dim = groups, groups * shared, size
+        self._type = target.config.model_type
+        self._dims = loudest(target, texts(), small.hidden_size)
+
+    def cut(self, theirs: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+        """The part of the target's tensor `name` that the student's of `shape` starts as, in float32 on the CPU."""
+        tensor = theirs[name].to("cpu", torch.float32)
+        if not self._narrow:
+            return tensor[: shape[0]] if tensor.dim() else tensor  # a trimmed vocabulary keeps the first rows
+        module, kind = name.split(".")[-2:]
+        if module in ("q_norm", "k_norm") or (module in ("q_proj", "k_proj", "v_proj") and kind == "bias"):
+            return tensor[: shape[0]]
+        if "norm" in module and tensor.dim() == 1:
+            return tensor[self._dims]
+        if module in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"):
+            return tensor[: shape[0], self._dims]
+        if module in ("gate_proj", "up_proj"):
+            return tensor[self._neurons(theirs, name, shape[0])][:, self._dims]
+        if module == "o_proj" and kind == "weight":
+            return tensor[self._dims, : shape[1]]
+        if module == "down_proj" and kind == "weight":
+            return tensor[self._dims][:, self._neurons(theirs, name, shape[1])]
+        raise UserError(
+            f"a narrower student cannot be cut from {self._type}: {name} is not known; leave out student.hidden_size and "
+            "intermediate_size, or start from student.config"
+        )
+
+    def _neurons(self, theirs: dict[str, Tensor], name: str, count: int) -> Tensor:
+        """The `count` neurons of the MLP that `name` belongs to whose output columns are largest, ascending."""
+        down = theirs[name.rpartition("mlp.")[0] + "mlp.down_proj.weight"].to("cpu", torch.float32)
+        return down[self._dims].norm(dim=0).topk(count).indices.sort().values

@@ -1,0 +1,82 @@
+"""A small causal language model as drafter: an ordinary Hugging Face model directory, which any engine takes as a draft model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .ends import TargetEnds
+from .errors import UserError
+
+PROBES = (
+    "The quick brown fox jumps over the lazy dog, 1234567890 times.",
+    "def f(x):\n    return {'a': [x ** 2, -1.5e-3]}  # \t tabs",
+    " leading and trailing spaces  \n\n",
+    "Zürich, Ελλάδα, 東京, עברית, 🙂👍🏽",
+)
+
+
+class DraftModel(nn.Module):
+    """The model with the target's tokenizer. Trained and used without dropout."""
+
+    method = "draft_lm"
+    taps: tuple[int, ...] = ()
+    bound_to: tuple[str, ...] = ()  # any target with this tokenizer
+
+    def __init__(self, model: nn.Module, tokenizer: Any, vocab_size: int) -> None:
+        """`vocab_size`: the target's."""
+        super().__init__()
+        self.model: Any = model.eval()
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+
+    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        copy.deepcopy(self.model).to("cpu", dtype).save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype | str, ends: TargetEnds | None) -> DraftModel:
+        """The model in `directory`. Raises `UserError` if it is incomplete, or has another tokenizer than the target."""
+        if ends is None:
+            raise UserError("a draft model needs the target's tokenizer to be checked against; load it together with its target")
+        try:
+            model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"cannot load draft model {directory}: {first_line}") from error
+        if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
+            raise UserError(
+                f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} is missing or surplus"
+            )
+        if difference := tokenizer_difference(ends.tokenizer, tokenizer):
+            raise UserError(
+                f"draft model {directory} has another tokenizer than the target: {difference}; its token ids mean other text, "
+                "use a model of the same family"
+            )
+        return cls(model, tokenizer, ends.vocab_size)
+
+
+def tokenizer_difference(target: Any, draft: Any) -> str | None:
+    """What tells two tokenizers apart, or None: ids of all tokens first, then what they make of texts that are hard to cut."""
+    if target is None or draft is None:
+        return "one of them has none"
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != number:
+            other = f"{theirs[token]}" if token in theirs else "missing"
+            return f"token {token!r} is {number} in the target and {other} in the draft model"
+    if surplus := theirs.keys() - ours.keys():
+        return f"the draft model has {len(surplus)} tokens more, such as {min(surplus)!r}"
+    for text in PROBES:
+        if target.encode(text) != draft.encode(text):
+            return f"the same tokens, but {text[:24]!r} is cut in another way"
+    return None
+
+
+Drafter = DraftModel

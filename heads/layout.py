@@ -1,0 +1,81 @@
+"""Drafters whose files are a `config.json` and one file of tensors under names that engines read.
+
+Loading demands every tensor by name, shape and dtype, and nothing besides.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .ends import TargetEnds
+from .errors import UserError
+from .files import read_json, write_json
+
+
+class EngineLayout:
+    """`save` and `load` of a module that says what its files hold."""
+
+    weights_file: str
+    bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
+
+    def serving_state(self) -> dict[str, Tensor]:
+        """This module's tensors under their names on disk (views, so that loading can fill them)."""
+        raise NotImplementedError
+
+    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+        """`config.json` beside the tensors."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
+        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise `UserError` if the loaded tensors contradict each other."""
+
+    def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        tensors = {
+            name: t.detach().to("cpu", stored_as(t, dtype)).contiguous().clone() for name, t in self.serving_state().items()
+        }
+        write_json(directory / "config.json", self.serving_config(target_name, str(dtype).removeprefix("torch.")))
+        save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
+
+    @classmethod
+    def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> Self:
+        drafter = cls.from_serving_config(read_json(directory / "config.json"), ends)
+        fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
+        drafter.check()
+        return drafter
+
+
+def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Vocabulary maps keep their own type; everything else is stored as `dtype`."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+@torch.no_grad()
+def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """Copy the tensors of the safetensors file `path` into `expected`, after checking that they are exactly those."""
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again") from error
+    problems = [f"{name} is missing" for name in expected if name not in stored]
+    problems += [f"{name} is not part of this drafter" for name in stored if name not in expected]
+    for name in expected.keys() & stored.keys():
+        if stored[name].shape != expected[name].shape:
+            problems.append(f"{name} has shape {list(stored[name].shape)}, expected {list(expected[name].shape)}")
+        elif stored[name].dtype != stored_as(expected[name], dtype):
+            problems.append(f"{name} is {stored[name].dtype}, expected {stored_as(expected[name], dtype)}")
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(f"{path} does not fit its config: {'; '.join(sorted(problems)[:3])}{more}")
+    for name, tensor in expected.items():
+        tensor.copy_(stored[name])

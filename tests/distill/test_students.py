@@ -1,0 +1,230 @@
+"""Students: what is kept of a target, checked against the target itself and by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.distill.students import StudentConfig, chosen_layers, layer_importance, layers_of, loudest, make_student, plan_of
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.draft_lm import DraftModel, tokenizer_difference
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import generate
+from draftsmith.inference.draft_lm import make_proposer
+from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.target import Target
+from draftsmith.train.features import check_packing
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tests.architectures import architecture
+from tests.conftest import make_tokenizer, tiny_target
+
+TEXTS = [torch.arange(3, 40), torch.arange(60, 20, -1)]
+IDS = torch.arange(5, 30)[None]
+FULL_WIDTH = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt-neox", "gpt2", "cohere"]
+
+
+def texts() -> list[torch.Tensor]:
+    return TEXTS
+
+
+def never() -> list[float]:
+    raise AssertionError("importance is not asked for")
+
+
+@pytest.mark.parametrize(
+    ("layers", "choose", "expected"),
+    [
+        (1, "even", [0]),
+        (2, "even", [0, 7]),
+        (3, "even", [0, 4, 7]),
+        (8, "even", [0, 1, 2, 3, 4, 5, 6, 7]),
+        (1, "ends", [0]),
+        (3, "ends", [0, 1, 7]),
+        (4, "ends", [0, 1, 6, 7]),
+        ([2, 5], "even", [2, 5]),
+        (None, "even", [0]),
+    ],
+)
+def test_chosen_layers_of_eight(layers: int | list[int] | None, choose: str, expected: list[int]) -> None:
+    assert chosen_layers(StudentConfig(layers=layers, choose=choose), 8, never) == expected  # type: ignore[arg-type]
+
+
+def test_the_most_important_layers_are_kept_in_their_order() -> None:
+    values = [0.1, 0.5, 0.2, 0.9]
+    assert chosen_layers(StudentConfig(layers=2, choose="importance"), 4, lambda: values) == [1, 3]
+
+
+@pytest.mark.parametrize("layers", [[], [3, 1], [1, 1], [8], 0, 9])
+def test_impossible_layers_are_refused(layers: int | list[int]) -> None:
+    with pytest.raises(UserError, match="student.layers"):
+        chosen_layers(StudentConfig(layers=layers), 8, never)
+
+
+def test_importance_is_one_minus_cosine_and_zero_for_a_layer_that_does_nothing() -> None:
+    target = tiny_target(num_hidden_layers=3)
+    layer = layers_of(target)[1][1]
+    torch.nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr,arg-type]
+    torch.nn.init.zeros_(layer.mlp.down_proj.weight)  # type: ignore[union-attr,arg-type]
+    found = layer_importance(target, TEXTS)
+    assert found[1] == pytest.approx(0, abs=1e-6)
+    apart = []
+    for ids in TEXTS:
+        taps = target.forward(ids[None], taps=(0, 1)).taps
+        apart += (1 - torch.cosine_similarity(taps[0][0], taps[1][0], dim=-1)).tolist()
+    assert found[0] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
+    kept = make_student(StudentConfig(layers=2, choose="importance"), target, texts)
+    assert torch.equal(layers_of(target_of(kept))[1][1].mlp.up_proj.weight, layers_of(target)[1][2].mlp.up_proj.weight)  # type: ignore[union-attr]
+
+
+def target_of(student: DraftModel) -> Target:
+    return Target(student.model, student.tokenizer, "student")
+
+
+@pytest.mark.parametrize("kind", FULL_WIDTH)
+def test_a_cut_has_the_targets_law_with_the_other_layers_gone(kind: str) -> None:
+    """All layers: the target itself. One of them: the target when its other layers are skipped."""
+    target = architecture(kind, dtype=torch.float32)
+    logits = lambda model: model.head(model.forward(IDS).last)  # noqa: E731
+    whole = make_student(StudentConfig(layers=2), target, texts)
+    torch.testing.assert_close(logits(target_of(whole)), logits(target))
+    student = target_of(make_student(StudentConfig(layers=[1]), target, texts))
+    check_packing(student, kind)
+    student.check_tree()
+    if kind != "gemma3":  # its rotary positions belong to the kind of the layer, which skipping leaves with the others
+        skipped = copy.deepcopy(target)
+        _, layers = layers_of(skipped)
+        layers[0].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[method-assign]
+        torch.testing.assert_close(logits(student), logits(skipped))
+
+
+def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> None:
+    target = tiny_target(num_hidden_layers=2)
+    logits = lambda model: model.head(model.forward(IDS).last)  # noqa: E731
+    same = make_student(StudentConfig(layers=2, hidden_size=32, intermediate_size=64), target, texts)
+    torch.testing.assert_close(logits(target_of(same)), logits(target))
+
+    quiet = [d for d in range(32) if d % 2]
+    with torch.no_grad():
+        for name, parameter in target.model.named_parameters():
+            if name.endswith(("embed_tokens.weight",)):
+                parameter[:, quiet] = 0
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter[quiet] = 0
+    assert loudest(target, TEXTS, 16).tolist() == list(range(0, 32, 2))
+    # Dimensions that are always 0 only lower the norms' mean square, by half: without them the law is that of sharper states.
+    narrow = target_of(make_student(StudentConfig(layers=2, hidden_size=16, intermediate_size=64), target, texts))
+    assert narrow.config.num_attention_heads == 2 and narrow.config.num_key_value_heads == 1 and narrow.config.head_dim == 8
+    taps, theirs = narrow.forward(IDS, taps=(0,)).taps[0], target.forward(IDS, taps=(0,)).taps[0]
+    torch.testing.assert_close(taps, theirs[..., ::2])
+
+
+def test_neurons_of_largest_output_are_kept() -> None:
+    target = tiny_target(num_hidden_layers=1)
+    mlp = layers_of(target)[1][0].mlp
+    with torch.no_grad():
+        mlp.down_proj.weight[:, ::4] *= 100  # type: ignore[union-attr,index]
+    student = make_student(StudentConfig(layers=1, intermediate_size=16), target, texts)
+    kept = layers_of(target_of(student))[1][0].mlp
+    assert torch.equal(kept.up_proj.weight, mlp.up_proj.weight[::4])  # type: ignore[union-attr,index]
+    assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, ::4])  # type: ignore[union-attr,index]
+
+
+def test_narrowing_an_unknown_architecture_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="gpt_neox"):
+        make_student(StudentConfig(layers=1, hidden_size=16), architecture("gpt-neox", dtype=torch.float32), texts)
+
+
+def test_tied_and_trimmed_vocabularies() -> None:
+    target = tiny_target()
+    tied = make_student(StudentConfig(layers=2, head="tie"), target, texts).model
+    assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
+    assert torch.equal(tied.get_output_embeddings().weight, target.head_weight)
+    trimmed = target_of(make_student(StudentConfig(layers=2, vocab_size=100), target, texts))
+    torch.testing.assert_close(trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100])
+    with pytest.raises(UserError, match="must hold the target's end tokens"):
+        make_student(StudentConfig(layers=2, vocab_size=1), target, texts)
+
+
+def test_the_plan_counts_what_a_draft_reads() -> None:
+    """32 wide, 64 inner, heads 4 and 2 of 8: a layer has 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 64 = 9,280 weights."""
+    target = tiny_target(num_hidden_layers=4)
+    vocab = target.vocab_size
+    plan = plan_of(make_student(StudentConfig(layers=1), target, texts).model, target.model)
+    assert plan.parameters == 9280 + 32 + 2 * 32 * vocab
+    assert plan.target_parameters == 4 * 9280 + 32 + 2 * 32 * vocab
+    assert plan.cost == (9280 + 32 + 32 * vocab) / (4 * 9280 + 32 + 32 * vocab)
+    tied = plan_of(make_student(StudentConfig(layers=1, head="tie"), target, texts).model, target.model)
+    assert tied.parameters == 9280 + 32 + 32 * vocab and tied.cost == plan.cost
+    assert "MB in bfloat16" in tied.lines(torch.bfloat16)[0]
+
+
+def test_students_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
+    target = tiny_target()
+    LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=77, eos_token_id=1
+    ).save_pretrained(tmp_path / "config")
+    fresh = make_student(StudentConfig(config=str(tmp_path / "config")), target, texts)
+    assert fresh.model.config.vocab_size == target.vocab_size
+    fresh.save(tmp_path / "saved", "tiny", torch.float32)
+    again = make_student(StudentConfig(path=str(tmp_path / "saved")), target, texts)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), again.parameters(), strict=True))
+    with pytest.raises(UserError, match="exclude each other"):
+        StudentConfig(path="x", layers=1)
+    with pytest.raises(UserError, match="cannot make a student"):
+        make_student(StudentConfig(config=str(tmp_path / "nowhere")), target, texts)
+
+
+def test_tokenizers_are_told_apart_by_vocabulary_and_by_what_they_do() -> None:
+    first = make_tokenizer(["<p>", "<e>"], None, eos="<e>")
+    assert tokenizer_difference(first, make_tokenizer(["<p>", "<e>"], None, eos="<e>")) is None
+    assert "token '<p>' is 0 in the target and 1 in" in (
+        tokenizer_difference(first, make_tokenizer(["<e>", "<p>"], None, eos="<e>")) or ""
+    )
+    more = make_tokenizer(["<p>", "<e>"], None, eos="<e>")
+    more.add_tokens(["extra"])
+    assert "1 tokens more, such as 'extra'" in (tokenizer_difference(first, more) or "")
+    assert "missing" in (tokenizer_difference(more, first) or "")
+    lower = make_tokenizer(["<p>", "<e>"], None, eos="<e>")
+    from tokenizers import normalizers
+
+    lower.backend_tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[attr-defined]
+    assert "the same tokens, but 'The quick brown" in (tokenizer_difference(first, lower) or "")
+
+
+def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(tmp_path: Path, quickstart: Target) -> None:
+    """As `assistant_model` in transformers, and as our drafter: the same text at T = 0."""
+    student = make_student(StudentConfig(layers=2), quickstart, texts)
+    Artifact(student, quickstart.fingerprint(), {"length": 4}).save(tmp_path / "student", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "def f(x):"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    theirs = quickstart.model.generate(ids, assistant_model=model, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    proposer = load_proposer(str(tmp_path / "student"), quickstart, pytest.fail)
+    ours = generate(quickstart, proposer, [ids[0].tolist()], 40)[0]
+    assert ours.token_ids == theirs.tolist()
+
+
+def test_an_incomplete_or_foreign_student_is_refused(tmp_path: Path, quickstart: Target) -> None:
+    tiny = tiny_target()
+    student = make_student(StudentConfig(layers=1), tiny, texts)
+    Artifact(student, tiny.fingerprint()).save(tmp_path / "student")
+    with pytest.raises(UserError, match="has another tokenizer than the target"):
+        load_proposer(str(tmp_path / "student"), quickstart, lambda message: None)
+    (tmp_path / "student" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot load draft model"):
+        load_proposer(str(tmp_path / "student"), tiny, pytest.fail)
+
+
+def test_auto_threshold_needs_a_calibration() -> None:
+    tiny = tiny_target()
+    artifact = Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint())
+    with pytest.raises(UserError, match="no calibrated threshold"):
+        make_proposer(artifact, threshold="auto")
+    artifact.calibration = {"adaptive": [[0.5, 3, 2.0, 2.0], [0.0, 12, 3.0, 12.0]]}
+    assert make_proposer(artifact, threshold="auto", cost=0.2).plan.threshold == 0.5
+    assert make_proposer(artifact, threshold="auto", cost=0.01).plan.length == 12

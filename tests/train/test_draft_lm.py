@@ -1,0 +1,188 @@
+"""How a draft language model learns, on sequences small enough to check by eye; adaptive chains; what decoding logs of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftsmith.distill.divergences import divergence, log_law
+from draftsmith.distill.students import StudentConfig, make_student
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.draft_lm import DraftModel
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import generate
+from draftsmith.inference.draft_lm import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
+from draftsmith.inference.metrics import tau
+from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.replay import replay
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target
+from draftsmith.train.batches import Batch
+from draftsmith.train.draft_lm import DistillLoss, DistillObjective, accepted_by_root, runner_of, teacher_forced
+from draftsmith.train.features import LiveTarget
+
+from tests.conftest import ROOT, tiny_target
+from tests.train.test_alignment import batch_of
+
+TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
+DISTILLED = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
+
+
+def student_of(target: Target = TARGET, **config: object) -> DraftModel:
+    student = make_student(StudentConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)])  # type: ignore[arg-type]
+    return student.to(target.dtype)
+
+
+def objective(student: DraftModel, accepted_weight: float = 1.0, **options: object) -> DistillObjective:
+    options = {"rows_per_chunk": 2, **options}
+    aim = DistillObjective(DistillLoss(**options), runner_of(student), TARGET, accepted_weight=accepted_weight)  # type: ignore[arg-type]
+    return aim.to(TARGET.dtype)
+
+
+def loss_of(student: DraftModel, batch: Batch, **options: object) -> torch.Tensor:
+    aim = objective(student, **options)  # type: ignore[arg-type]
+    return aim.forward(student, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
+
+
+def test_rows_of_the_worked_example() -> None:
+    """Prompt 0..3, reply 4..8: rows 3..7 predict the reply; a second document's rows do not predict the first's."""
+    aim = objective(student_of())
+    assert aim.row_weights(batch_of((9, [(4, 9)])))[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7]
+    assert aim.row_weights(batch_of((4, [(2, 4)]), (4, [(0, 4)])))[0].nonzero()[:, 0].tolist() == [1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "lk-hybrid"])
+def test_loss_is_the_mean_over_reply_rows_of_student_against_target(loss: str) -> None:
+    student, batch = student_of(), batch_of((9, [(4, 9)]), (6, [(2, 6)]), pad=2)
+    found = loss_of(student, batch, loss=loss)
+    terms = []
+    for start, end, first in ((0, 9, 4), (9, 15, 2)):
+        ids = batch.ids[:, start:end]
+        log_p = log_law(TARGET.model(ids).logits[0])
+        log_q = log_law(student.model(ids).logits[0])
+        for row in range(first - 1, end - start - 1):
+            one = slice(row, row + 1)
+            terms.append(divergence(loss, log_q[one], log_p[one], ids[0, row + 1 : row + 2]))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, torch.cat(terms).mean())
+
+
+def test_temperatures_warp_both_laws_and_zero_teaches_the_best_token() -> None:
+    student, batch = student_of(), batch_of((9, [(4, 9)]))
+    p, q = TARGET.model(batch.ids).logits[0, 3:8], student.model(batch.ids).logits[0, 3:8]
+    warm = 0.5 * divergence("kl", log_law(q / 0.5), log_law(p / 0.5), batch.ids[0, 4:9]).mean()
+    torch.testing.assert_close(loss_of(student, batch, temperatures=[0.5]), warm)
+    cold = torch.nn.functional.cross_entropy(q, p.argmax(-1))
+    torch.testing.assert_close(loss_of(student, batch, temperatures=[0.0]), cold)
+    # Drawn by document, and not by anything that ranks or batches change.
+    aim = objective(student, temperatures=[0.0, 0.5, 1.0])
+    many = batch_of(*[(5, [(2, 5)])] * 40)
+    drawn = aim._temperatures(many)
+    assert sorted(set(drawn.flatten().tolist())) == [0.0, 0.5, 1.0]
+    assert all(len(set(drawn[0, 5 * d : 5 * d + 5].tolist())) == 1 for d in range(40))
+    later = Batch(many.ids, many.positions, many.documents, many.mask, (7,))
+    assert not torch.equal(aim._temperatures(later), drawn)
+    with pytest.raises(UserError, match="means nothing"):
+        DistillLoss(loss="ce", temperatures=[0.5])
+
+
+def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_kept(tmp_path) -> None:
+    student, batch = student_of(hidden_size=16), batch_of((9, [(4, 9)]))
+    aim = objective(student, hidden_weight=2.0)
+    features = LiveTarget(TARGET).features(batch)
+    loss, _ = aim.forward(student, features, aim.weights(batch))
+    plain, _ = objective(student).forward(student, features, aim.weights(batch))
+    states = student.model.get_decoder()(batch.ids).last_hidden_state[0, 3:8]
+    assert aim.projection is not None
+    apart = torch.nn.functional.smooth_l1_loss(aim.projection(states), features.last[0, 3:8])
+    torch.testing.assert_close(loss, plain + 2 * apart)
+    loss.backward()
+    assert aim.projection.weight.grad is not None and float(aim.projection.weight.grad.abs().sum()) > 0
+    Artifact(student, TARGET.fingerprint()).save(tmp_path / "student")
+    assert not any(
+        "projection" in name
+        for name in Artifact.load(tmp_path / "student", TARGET.fingerprint(), TARGET.ends).drafter.state_dict()
+    )
+
+
+def test_every_weight_learns_and_a_batch_without_replies_still_takes_part() -> None:
+    student = student_of()
+    loss_of(student, batch_of((9, [(4, 9)]))).backward()
+    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in student.parameters())
+    student.zero_grad(set_to_none=True)
+    aim = objective(student)
+    loss, _ = aim.forward(student, LiveTarget(TARGET).features(batch_of((6, []))), {"rows": 3.0})
+    loss.backward()
+    assert float(loss.detach()) == 0 and all(p.grad is not None for p in student.parameters())
+
+
+def test_a_trimmed_student_counts_what_it_cannot_say_as_missed() -> None:
+    student = student_of(vocab_size=20)
+    batch = batch_of((9, [(4, 9)]))
+    features = LiveTarget(TARGET).features(batch)
+    aim = objective(student)
+    _, sums = aim.forward(student, features, aim.weights(batch))
+    p = TARGET.head(features.last[0, 3:8]).softmax(-1)
+    q = student.model(batch.ids.clamp(max=19)).logits[0, 3:8].softmax(-1)
+    torch.testing.assert_close(sums["alpha@1"][0], torch.minimum(p[:, :20], q).sum().float())
+
+
+# Adaptive chains.
+
+
+def test_chains_end_with_the_draft_that_takes_the_product_below_the_threshold() -> None:
+    sure = torch.tensor([0.9, 0.9, 0.5, 0.9, 0.2, 0.9])
+    assert chain_lengths(sure, 0.5, 3) == [3, 2, 2, 2, 1, 3]
+    assert chain_lengths(sure, 0.0, 4) == [4] * 6
+    assert accepted_runs(torch.tensor([1, 1, 0, 1, 1, 1]).bool(), 2) == [2, 1, 0, 2, 2, 1]
+    calibration = {"adaptive": [[0.5, 2, 1.5, 1.0], [0.2, 4, 2.0, 2.0], [0.0, 8, 2.2, 8.0]]}
+    assert best_adaptive(calibration, 0.25) == (0.2, 4)  # 1.5 / 1.25 = 1.2, 2 / 1.5 = 1.33, 2.2 / 3
+    assert best_adaptive(calibration, 0.01) == (0.0, 8)
+    assert best_adaptive(calibration, 3.0) == (0.5, 2)
+
+
+def greedy_texts(target: Target, count: int = 6) -> list[tuple[list[int], int]]:
+    prompts = [[5 + i, 90 + 7 * i, 40 + i, 11] for i in range(count)]
+    plain = generate(target, load_proposer("none", target, print), prompts, 40)
+    return [(g.prompt_ids + g.token_ids, len(g.prompt_ids)) for g in plain]
+
+
+def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
+    artifact = Artifact.load(DISTILLED, quickstart.fingerprint(), quickstart.ends)
+    texts = greedy_texts(quickstart)
+    forced = []
+    for ids, start in texts:
+        row = torch.tensor(ids)
+        forced.append((teacher_forced(artifact.drafter, quickstart.forward(row[None]), row), start))
+    found = calibrate(forced, 1)["adaptive"]
+    assert [row[3] for row in found] == sorted(row[3] for row in found) and found[-1][2] > found[0][2] > 1
+    for threshold, longest, expected, _ in found[:: len(found) // 4]:
+        proposer = make_proposer(artifact, length=int(longest), threshold=threshold)
+        kept = []
+        for ids, start in texts:
+            (text,) = generate(quickstart, proposer, [ids[:start]], 40)
+            assert text.prompt_ids + text.token_ids == ids
+            kept.append([len(r.tokens) for r in text.rounds])
+        assert tau(kept) == pytest.approx(expected)
+    assert accepted_by_root(forced[0][0], {"length": 3}) == accepted_runs(forced[0][0][:, 0] > 0, 3)
+    assert replay(accepted_runs(forced[0][0][:, 0] > 0, 4), texts[0][1], len(texts[0][0]))
+
+
+def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) -> None:
+    """sum min(p, q) at the positions that decoding drafted from, 1e-4 in float32."""
+    artifact = Artifact.load(DISTILLED, quickstart.fingerprint(), quickstart.ends)
+    sampling = Sampling(temperature=0.8, rule="rejection", seed=3)
+    proposer = make_proposer(artifact, length=3)
+    checked = 0
+    for text in generate(quickstart, proposer, [[5, 90, 40, 11], [7, 8, 9]], 60, sampling):
+        ids = torch.tensor([text.prompt_ids + text.token_ids])
+        p = (quickstart.head(quickstart.forward(ids).last[0]) / 0.8).softmax(-1)
+        student = runner_of(artifact.drafter)
+        q = (student.head(student.forward(ids).last[0]) / 0.8).softmax(-1)
+        alpha = torch.minimum(p, q).sum(-1)
+        root = len(text.prompt_ids)
+        for step in text.rounds:
+            assert step.overlap is not None
+            for place, logged in enumerate(step.overlap[: len(step.tokens)]):
+                assert logged == pytest.approx(float(alpha[root + place]), abs=1e-4)
+                checked += 1
+            root += len(step.tokens)
+    assert checked > 40

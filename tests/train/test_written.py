@@ -1,0 +1,160 @@
+"""Texts written while training goes on: which rows they take, what of a decoded text is trained, and that a resume has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import Generation, Request, Round
+from draftsmith.train.batches import ANY, Batches, collate
+from draftsmith.train.data import TokenTable
+from draftsmith.train.draft_lm import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.eagle import EagleLoss, EagleObjective
+from draftsmith.train.templates import Encoded
+from draftsmith.train.written import Document, Errors, Rollouts, Written, decoded_rounds, prompts_of, rounds_of, student_texts
+
+from tests.conftest import tiny_target
+from tests.train.test_draft_lm import student_of
+
+TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
+
+
+def table(count: int) -> TokenTable:
+    """Documents i of eight tokens i, of which the last five are the reply."""
+    return TokenTable.of([Encoded([i] * 8, [False] * 3 + [True] * 5) for i in range(count)], [1] * count)
+
+
+def write(prompts: Sequence[Request], seed: int) -> list[Document]:
+    """Each prompt with a reply of four tokens 100 + the first one of its prompt."""
+    found = []
+    for request in prompts:
+        ids = np.array([*request.prompt_ids, *[100 + request.prompt_ids[0]] * 4])
+        found.append((ids, np.arange(7) >= 3, np.full(7, ANY)))
+    return found
+
+
+def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0, **more: Any) -> Batches:
+    batches = Batches(table(30), 8, rows=2, accumulation=2 // ranks, ranks=ranks, seed=3)
+    config = Rollouts(share=share, begin=begin, every=5, prompts=6, **more)
+    batches.written = [Written("rollouts", config, write, batches, Accelerator(cpu=True), total=20)]
+    return batches
+
+
+def rows_of(batches: Batches, step: int) -> list[int]:
+    """First token of each row of a step, plus 100 if it was written."""
+    found = []
+    for accumulation in range(batches._accumulation):
+        for rank in range(batches._ranks):
+            batch = batches.micro_batch(step, accumulation, rank)
+            found += [int(row.max()) for row in batch.ids]
+    return found
+
+
+def test_every_fourth_row_is_written_and_the_others_follow_without_gaps() -> None:
+    plain = Batches(table(30), 8, rows=2, accumulation=2, ranks=1, seed=3)
+    mixed = stream()
+    expected = [token for step in range(6) for token in rows_of(plain, step)]
+    mixed.before_step(0)
+    found = [token for step in range(5) for token in rows_of(mixed, step)]
+    assert [token >= 100 for token in found] == [False, False, False, True] * 5
+    assert [token for token in found if token < 100] == expected[:15]
+    assert len({token for token in found if token >= 100}) == 5, "each of them once before any comes again"
+
+
+def test_ranks_share_the_same_stream() -> None:
+    one, two = stream(1), stream(2)
+    for batches in (one, two):
+        batches.before_step(0)
+    assert [rows_of(one, step) for step in range(4)] == [rows_of(two, step) for step in range(4)]
+
+
+def test_nothing_is_written_before_its_time_and_all_rows_can_be() -> None:
+    late = stream(begin=0.5, share=1.0)
+    for step in range(12):
+        late.before_step(step)
+        assert all((token >= 100) == (step >= 10) for token in rows_of(late, step))
+
+
+def test_texts_are_written_anew_from_other_prompts_and_a_resume_has_them(tmp_path: Path) -> None:
+    batches = stream(share=1.0)
+    seen = []
+    for step in range(10):
+        batches.before_step(step)
+        seen.append(rows_of(batches, step))
+        if step == 6:
+            batches.written[0].save(tmp_path)
+    assert {t for row in seen[:5] for t in row} != {t for row in seen[5:] for t in row}
+    resumed = stream(share=1.0)
+    resumed.written[0].load(tmp_path)
+    assert [rows_of(resumed, step) for step in range(7, 10)] == seen[7:]
+
+
+def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> None:
+    documents = [
+        Encoded([1, 2, 3, 4], [False, False, True, True]),
+        Encoded([5] * 4, [True] * 4),
+        Encoded([6] * 8, [False] * 7 + [True]),
+    ]
+    assert prompts_of(TokenTable.of(documents, [1, 1, 1]), 8) == [[1, 2]]
+    with pytest.raises(UserError, match="needs prompts"):
+        batches = Batches(TokenTable.of(documents[1:], [1, 1]), 8, 1, 1, 1, 0)
+        Written("rollouts", Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
+
+
+def decoded() -> Generation:
+    """Prompt of 3; the first token by the prefill; rounds: 2 of 3 right; 0 of 3; all 3 right, cut after the first."""
+    rounds = [Round([11, 12, 13], 3, 2), Round([14], 3, 0), Round([15], 3, 3)]
+    return Generation([1, 2, 3], [10, 11, 12, 13, 14, 15], rounds)
+
+
+def test_rounds_of_a_decoded_text() -> None:
+    """Roots at 3, 6 and 7: two right and a wrong one; a wrong one; a right one, for what was cut off nobody looked at."""
+    assert rounds_of(decoded()).tolist() == [0, 0, 0, 3, 0, 0, 1, -1, 0]
+
+
+def test_weights_of_drafts_of_a_decoded_text() -> None:
+    text = decoded()
+    ids = np.array([*text.prompt_ids, *text.token_ids])
+    decoded_row = (ids, np.arange(9) >= 3, rounds_of(text))
+    batch = collate([[decoded_row, (ids[:4], np.arange(4) >= 1)]])
+    weights = batch.draft_weights(4, 0.5)[0]
+    assert (
+        weights[3].tolist() == [0.5, 0.5, 1, 0] and weights[6].tolist() == [1, 0, 0, 0] and weights[7].tolist() == [0.5, 0, 0, 0]
+    )
+    assert weights[:3].sum() == weights[4:6].sum() == weights[8].sum() == 0 and (weights[9:] == 1).all()
+    # A language model's row t drafts x[t+1]: rows 3 and 4 were right, 5 wrong, 6 wrong, 7 right; ordinary text counts in full.
+    assert batch.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 1]
+    student = student_of()
+    aim = DistillObjective(DistillLoss(), runner_of(student), TARGET, accepted_weight=0.5)
+    assert aim.row_weights(batch)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 0]
+    # EAGLE's row t drafts from the root at t + 1, at step k the token x[t+2+k].
+    eagle = EagleObjective(EagleLoss(steps=3).resolved(3), (0, 1), TARGET.head, accepted_weight=0.5)
+    found = eagle.row_weights(batch)[0]
+    assert found[2].tolist() == [0.5, 0.5, 1] and found[5].tolist() == [1, 0, 0] and found[6].tolist() == [0.5, 0, 0]
+    assert found[[0, 1, 3, 4, 7, 8]].sum() == 0 and found[9].tolist() == [1, 1, 0] and found[10].tolist() == [1, 0, 0]
+    assert eagle.weights(batch) == {"step0": 4.0, "step1": 1.5, "step2": 1.0}
+
+
+def test_what_the_student_and_the_decoder_write() -> None:
+    student = student_of()
+    prompts = [Request([5, 6, 7], 0), Request([8, 9], 1)]
+    config = Rollouts(share=1, max_new_tokens=12, batch_size=1)
+    texts = student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 3)
+    together = student_texts(Rollouts(share=1, max_new_tokens=12), runner_of(student), TARGET.eos_ids, prompts, 3)
+    for (ids, mask, rounds), (same, *_), request in zip(texts, together, prompts, strict=True):
+        assert ids.tolist() == same.tolist(), "the noise belongs to the prompt, not to the batch"
+        assert ids[: len(request.prompt_ids)].tolist() == list(request.prompt_ids) and (rounds == ANY).all()
+        assert mask.tolist() == [False] * len(request.prompt_ids) + [True] * (len(ids) - len(request.prompt_ids))
+    assert student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 4)[0][0].tolist() != texts[0][0].tolist()
+    assert all(p.requires_grad for p in student.parameters()), "writing leaves the student as it was"
+    for ids, mask, rounds in decoded_rounds(Errors(share=1, max_new_tokens=12, length=2), TARGET, student, prompts, 3):
+        roots = rounds.nonzero()[0].tolist()
+        assert not mask[0] and all(mask[root] for root in roots) and abs(rounds).max() <= 2
+        for root in roots:  # where a draft was rejected, the text has another token than the student's own choice
+            assert root + abs(int(rounds[root])) < len(ids)

@@ -1,0 +1,204 @@
+"""How a draft language model learns: from the target's law at every position of a reply (DistillSpec, arXiv 2310.08461).
+
+Index table (drafter-recipes 0.3): row t reads the text up to x[t], its label is x[t+1], its teacher p[t], its weight R(t+1).
+Shapes: R rows with weight, S positions, h student width, H target width, V target vocabulary, Vs the student's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
+from ..distill.students import StudentConfig, make_student, plan_of
+from ..heads.artifact import Artifact
+from ..heads.draft_lm import DraftModel
+from ..heads.errors import UserError
+from ..inference.draft_lm import accepted_by_root, calibrate
+from ..inference.target import Hidden, Target
+from .batches import Batch, Batches
+from .config import RunConfig
+from .features import Features, check_packing
+from .objectives import Sums, depth_metrics
+from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
+
+log = logging.getLogger(__name__)
+
+__all__ = [
+    "EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced", "writers",
+]  # fmt: skip
+
+EXAMPLE = "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
+REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default: a chain
+STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
+
+
+@dataclass
+class DistillLoss:
+    """What the student is told."""
+
+    loss: Divergence = "kl"
+    """Between the student's law and the target's; ce learns the text's tokens: sequence-level distillation if the target wrote
+    them, plain language modelling if not."""
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    """Each text is taught at one of these, drawn anew every time: both laws are warped by it; 0: the target's best token."""
+    hidden_weight: float = 0.0
+    """Weight of SmoothL1 between the target's last state and a linear projection of the student's, which is not kept."""
+    rows_per_chunk: int = 1024
+    """Positions whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if self.rows_per_chunk < 1 or self.hidden_weight < 0:
+            raise UserError("objective.rows_per_chunk must be at least 1, objective.hidden_weight at least 0")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError("objective.temperatures must name at least one temperature of 0 or more")
+        if self.loss in NEEDS_LABELS and self.temperatures != [1.0]:
+            raise UserError(f"objective.loss {self.loss} learns the text's tokens, to which objective.temperatures means nothing")
+
+
+@dataclass
+class Run(RunConfig):
+    """Distil a small language model from a frozen target."""
+
+    student: StudentConfig = field(default_factory=StudentConfig)
+    objective: DistillLoss = field(default_factory=DistillLoss)
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    errors: Errors = field(default_factory=Errors)
+
+
+def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:
+    """The student that the run asks for, or the one `before`; prints what it will cost."""
+    if before is not None:
+        if run.student != StudentConfig():
+            raise UserError("init_from and student exclude each other; leave out student")
+        student = before.drafter.requires_grad_(True)
+    else:
+        student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
+    for line in plan_of(student.model, target.model).lines(torch.float32):
+        log.info(line)
+    check_packing(runner_of(student), f"student of {target.name}")
+    return student
+
+
+def runner_of(drafter: DraftModel) -> Target:
+    """The student behind the interface of a target: prefill, trees, head."""
+    return Target(drafter.model, drafter.tokenizer, "the student", frozen=False)
+
+
+def make_objective(run: Run, target: Target, drafter: DraftModel) -> DistillObjective:
+    return DistillObjective(run.objective, runner_of(drafter), target, run.seed, run.errors.accepted_weight)
+
+
+class DistillObjective(nn.Module):
+    """A divergence at every row that predicts a reply token."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, config: DistillLoss, student: Target, target: Target, seed: int = 0, accepted_weight: float = 1.0) -> None:
+        super().__init__()
+        self.config, self._target_head, self._seed = config, target.head, seed
+        self._accepted_weight = accepted_weight
+        # Not a module of this one: its parameters are the drafter's.
+        self._student = [student]
+        self.projection = None
+        if config.hidden_weight:
+            self.projection = nn.Linear(student.hidden_size, target.hidden_size, bias=False)
+            nn.init.eye_(self.projection.weight)
+            self.projection.to(target.device)
+
+    def begin(self, progress: float) -> None: ...
+
+    def row_weights(self, batch: Batch) -> Tensor:
+        """`[B, S]` on the CPU: what the loss at each row is multiplied with before it is divided by the sum of all."""
+        return batch.reply_run(1, 1) * batch.row_weights(self._accepted_weight)
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        return {"rows": float(self.row_weights(batch).sum())}
+
+    def forward(self, drafter: DraftModel, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
+        batch, device = features.batch, features.last.device
+        student = self._student[0]
+        send = partial(torch.Tensor.to, device=device, non_blocking=True)
+        ids = send(batch.ids)
+        hidden = student.forward(ids.clamp(max=student.vocab_size - 1), send(batch.positions)).last.flatten(0, 1)
+        weights = self.row_weights(batch).flatten()
+        places = weights.nonzero()[:, 0]  # on the CPU
+        rows = send(places)
+        factors = send(weights[places]) / max(denominators["rows"], 1e-9)
+        last = features.last.flatten(0, 1)
+        hidden, labels = hidden[rows], ids.flatten()[(rows + 1) % ids.numel()]
+        temperatures = send(self._temperatures(batch).flatten()[places])
+        loss, losses, right, alpha = sum_in_chunks(
+            partial(self._table, student, last),
+            hidden,
+            (rows, labels, temperatures, factors),
+            student.head_parameters,
+            self.config.rows_per_chunk,
+        )
+        if self.projection is not None:
+            apart = functional.smooth_l1_loss(self.projection(hidden), last[rows].to(hidden.dtype), reduction="none").mean(-1)
+            loss = loss + self.config.hidden_weight * (apart * factors).sum()
+        tables = (table[:, None] for table in (losses, right, alpha, torch.ones_like(losses)))
+        return loss, depth_metrics(*tables)
+
+    def _temperatures(self, batch: Batch) -> Tensor:
+        """`[B, S]` on the CPU: one for each document, a pure function of seed and place in the data, whatever the ranks."""
+        choices = np.array(self.config.temperatures, np.float32)
+        if len(choices) == 1:
+            return torch.full(batch.ids.shape, float(choices[0]))
+        count = int(batch.documents.max()) + 2  # padding is document -1
+        drawn = [np.random.default_rng([self._seed, number]).choice(choices, count) for number in batch.numbers]
+        return torch.from_numpy(np.stack(drawn)).gather(1, batch.documents + 1)
+
+    def _table(
+        self, student: Target, last: Tensor, hidden: Tensor, rows: Tensor, labels: Tensor, temperatures: Tensor, factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The loss, and `[R]` each: losses, whether the best token is the target's, overlap; the last two at T = 1.
+
+        Tokens that the student does not have keep their share of the target's law, so overlap counts them as missed.
+        """
+        logits = student.head(hidden)
+        size = logits.shape[-1]
+        with torch.no_grad():
+            teacher = self._target_head(last[rows])
+            best = teacher.argmax(-1)
+        warmth = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        log_p, log_q = log_law(teacher / warmth)[:, :size], log_law(logits / warmth)
+        named = labels.clamp(max=size - 1)
+        losses = divergence(self.config.loss, log_q, log_p, named)
+        if self.config.loss in NEEDS_LABELS:
+            losses = losses.masked_fill(labels >= size, 0.0)
+        # d/dz of the warped loss carries 1 / T; at T = 0 it is cross-entropy to the best token.
+        losses = torch.where(temperatures > 0, losses * warmth[:, 0], 0.0)
+        if 0.0 in self.config.temperatures:
+            cold = divergence("ce", log_q, log_p, best.clamp(max=size - 1)).masked_fill(best >= size, 0.0)
+            losses = torch.where(temperatures > 0, losses, cold)
+        with torch.no_grad():
+            right = (logits.argmax(-1) == best).float()
+            alpha = overlap(log_law(logits), log_law(teacher)[:, :size])
+        return (losses * factors).sum(), losses, right, alpha
+
+
+def writers(run: Run, target: Target, drafter: DraftModel) -> list[tuple[str, Rollouts, Writer]]:
+    """What writes texts while the run goes on: name, how often, how."""
+    student = runner_of(drafter)
+    return [
+        ("rollouts", run.rollouts, partial(student_texts, run.rollouts, student, target.eos_ids)),
+        ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
+    ]
+
+
+@torch.no_grad()
+def teacher_forced(drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
+    """`[S, 2]` of a text: whether the student's best token after each row is the text's own, and how likely it holds it."""
+    student = runner_of(drafter)
+    states = student.forward(ids[None].clamp(max=student.vocab_size - 1)).last[0]
+    likely, best = student.head(states).float().softmax(-1).max(-1)
+    right = functional.pad(best[:-1] == ids[1:], (0, 1))
+    return torch.stack([right.float(), likely], dim=-1)

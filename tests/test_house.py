@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from draftsmith.train.arguments import parse
+from draftsmith.train.cli import METHODS
 
 from tests.conftest import ROOT
 
@@ -77,16 +78,17 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_shipped_config_parses(path: Path) -> None:
-    method = importlib.import_module(f"draftsmith.train.{path.parent.name}")
+    method = importlib.import_module(f"draftsmith.train.{METHODS[path.parent.name]}")
     run, dumped = parse(method.Run, ["--config", str(path)], "test", "")
     assert run.output and "target:" in dumped
 
 
-def test_every_field_of_a_config_is_explained() -> None:
-    from draftsmith.train import medusa
+@pytest.mark.parametrize("name", METHODS.values())
+def test_every_field_of_a_config_is_explained(name: str) -> None:
     from draftsmith.train.arguments import build_parser
 
-    text = " ".join(build_parser(medusa.Run, "x", "y").format_help().split())
+    method = importlib.import_module(f"draftsmith.train.{name}")
+    text = " ".join(build_parser(method.Run, "x", "y").format_help().split())
     assert "--optim.warmup-share" in text and "--optim.warmup_share" not in text
     assert "Share of the steps over which the rate rises from zero" in text
     assert "example:" in text

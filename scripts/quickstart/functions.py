@@ -135,13 +135,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-body", type=int, default=80, help="characters")
     parser.add_argument("--max-chars", type=int, default=700, help="longest prompt, in characters")
+    parser.add_argument("--bodies", action="store_true", help="the functions' own bodies as replies: the raw corpus")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     chosen = select(stdlib_functions(), args.split, args.count, args.seed, args.min_body, args.max_chars)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as out:
         for f in chosen:
-            row = {"id": f"{f.module}.{f.name}", "messages": [{"role": "user", "content": f.prompt}]}
+            messages = [{"role": "user", "content": f.prompt}]
+            if args.bodies:
+                messages.append({"role": "assistant", "content": f.body})
+            row = {"id": f"{f.module}.{f.name}", "messages": messages}
             out.write(json.dumps(row) + "\n")
     print(f"{len(chosen)} prompts of split {args.split} -> {args.out}", file=sys.stderr)
 

@@ -12,7 +12,7 @@ from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
 from draftsmith.train.arguments import parse
 from draftsmith.train.batches import Batches
-from draftsmith.train.cli import leave
+from draftsmith.train.cli import METHODS, leave
 from draftsmith.train.data import build
 from draftsmith.train.loop import Trainer
 from safetensors.torch import save_file
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 def main() -> None:
     name, config, accumulation, out = sys.argv[1:]
-    method = importlib.import_module(f"draftsmith.train.{name}")
+    method = importlib.import_module(f"draftsmith.train.{METHODS[name]}")
     run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
     accelerator = Accelerator()
     set_seed(run.seed)

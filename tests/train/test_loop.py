@@ -23,10 +23,16 @@ from tests.train.test_data import chat, write
 RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 
+WRITTEN = {"share": 0.3, "every": 3, "prompts": 6, "max_new_tokens": 12, "batch_size": 4}
 METHODS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": {"num_heads": 3}},
-    "eagle": {"heads": {"taps": [0, 1], "draft_vocab_size": 80}, "objective": {"steps": 3, "single_step_share": 0.4}},
+    "eagle": {
+        "heads": {"taps": [0, 1], "draft_vocab_size": 80},
+        "objective": {"steps": 3, "single_step_share": 0.4},
+        "errors": WRITTEN,
+    },
     "eagle1": {"heads": {"version": 1}},
+    "distill": {"student": {"layers": 1}, "objective": {"temperatures": [0.0, 1.0]}, "rollouts": WRITTEN, "errors": WRITTEN},
 }
 
 
@@ -111,7 +117,7 @@ def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(
         assert float(difference) < 1e-6, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
 def test_loss_curve_of_two_ranks_equals_that_of_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     """20 steps within 1e-4."""
     curves = []
@@ -162,6 +168,8 @@ def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 1
         ([7], 2, "medusa"),
         ([7], 1, "eagle"),
         pytest.param([7, 13], 2, "eagle1", marks=pytest.mark.full),
+        ([7], 1, "distill"),
+        pytest.param([4, 13], 2, "distill", marks=pytest.mark.full),
     ],
 )
 def test_killed_and_resumed_weights_are_bit_identical(
@@ -213,16 +221,14 @@ def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> N
     assert logged(train(config).stdout, "tau_measured")[2] >= 1
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
 def test_warm_start_continues_at_the_measured_tau_of_its_artifact(tmp_path: Path, saved_tiny: Path, method: str) -> None:
-    """An EAGLE drafter brings its taps and vocabulary along: the second config names neither."""
+    """An EAGLE drafter brings its taps and vocabulary along, a student its size: the second config names none of them."""
     first = train(make_config(tmp_path, saved_tiny, method, max_steps=20), method=method)
     best = (tmp_path / "run" / "best").resolve()
     tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
-    heads = {} if method == "eagle" else METHODS[method]["heads"]
-    config = make_config(
-        tmp_path, saved_tiny, method, output=str(tmp_path / "second"), max_steps=1, init_from=str(best), heads=heads
-    )
+    kept = {"eagle": {"heads": {}}, "distill": {"student": {}}}.get(method, {})
+    config = make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "second"), max_steps=1, init_from=str(best), **kept)
     second = train(config, "--optim.lr", "1e-9", method=method)
     assert logged(second.stdout, "tau_measured")[1] == pytest.approx(tau)
 

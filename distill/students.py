@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
-from ..inference.target import Target
+from ..inference.target import Target, check_there
 
 Choice = Literal["even", "ends", "importance"]
 
@@ -46,10 +46,13 @@ class StudentConfig:
     the student. Trimming padding rows past the tokenizer's last token loses nothing."""
 
     def __post_init__(self) -> None:
-        cuts = [name for name in ("layers", "hidden_size", "intermediate_size", "vocab_size") if getattr(self, name) is not None]
+        default = {name: field.default for name, field in self.__dataclass_fields__.items()}
+        cuts = [name for name in default if name not in ("path", "config") and getattr(self, name) != default[name]]
         given = [name for name in ("path", "config") if getattr(self, name) is not None]
         if len(given) > 1 or (given and cuts):
             raise UserError(f"student.{(given + cuts)[0]} and student.{(given + cuts)[1]} exclude each other; give one")
+        if isinstance(self.layers, list) and self.choose != "even":
+            raise UserError(f"student.layers names them, so student.choose {self.choose} means nothing; leave it out")
         for name in ("hidden_size", "intermediate_size", "vocab_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"student.{name} must be at least 1, not {value}")
@@ -91,9 +94,8 @@ def make_student(config: StudentConfig, target: Target, texts: Callable[[], Sequ
     Random weights come from torch's global generator. Raises `UserError`.
     """
     if config.path is not None:
+        check_there(config.path)
         student = DraftModel.load(Path(config.path), torch.float32, target.ends)
-        if (size := student.model.get_output_embeddings().weight.shape[0]) > target.vocab_size:
-            raise UserError(f"student {config.path} has {size} tokens, the target {target.vocab_size}; use a model of its family")
     elif config.config is not None:
         student = DraftModel(_from_scratch(config.config, target), target.tokenizer, target.vocab_size)
     else:
@@ -107,10 +109,15 @@ def _from_scratch(path: str, target: Target) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(path)
         config.vocab_size = target.vocab_size
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(target.config, name, None))
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot make a student from {path}: {first_line}") from error
+    except Exception as error:  # each architecture demands other things of its config, each in its own way
+        raise UserError(f"cannot make a student from {path}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def chosen_layers(config: StudentConfig, total: int, importance: Callable[[], list[float]]) -> list[int]:
@@ -156,8 +163,8 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
 
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
-    """The list of the target's decoder layers, and its name within the model. Raises `UserError`."""
-    for name, module in target.model.named_modules():
+    """The list of the target's decoder layers, and its name within the decoder. Raises `UserError`."""
+    for name, module in target.decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == target.num_layers:
             return name, module
     raise UserError(
@@ -168,10 +175,30 @@ def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
 def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:
     """A model of the target's architecture, smaller, with the target's weights where it has the same ones."""
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
+    small = _smaller(config, target, kept)
+    width = _Width(config, target, small, texts)
+    try:
+        student: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+        _copy_weights(config, target, student, kept, width)
+    except UserError:
+        raise
+    except Exception as error:  # each architecture demands other things of its config, each in its own way
+        raise UserError(
+            f"cannot cut a student from {target.config.model_type} ({_first_line(error)}); give student.path or student.config"
+        ) from error
+    untied = target.model.get_input_embeddings().weight is not target.model.get_output_embeddings().weight
+    if not width.narrow and not (config.head == "tie" and untied):
+        _check_cut(target, Target(student, target.tokenizer, "student", frozen=False), kept)
+    return student
+
+
+def _smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
+    """The target's config with fewer layers and tokens."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
-    if getattr(small, "layer_types", None):
-        small.layer_types = [target.config.layer_types[i] for i in kept]
+    for name, value in small.to_dict().items():  # layer_types, no_rope_layers and their like
+        if isinstance(value, list) and len(value) == target.num_layers:
+            setattr(small, name, [value[i] for i in kept])
     if config.head == "tie":
         small.tie_word_embeddings = True
     if config.vocab_size is not None:
@@ -180,26 +207,54 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
                 f"student.vocab_size {config.vocab_size} must hold the target's end tokens and be at most {target.vocab_size}"
             )
         small.vocab_size = config.vocab_size
-    width = _Width(config, target, small, texts)
-    try:
-        student: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"cannot make a smaller {target.config.model_type}: {str(error).splitlines()[0]}") from error
+        if (small.pad_token_id or 0) >= config.vocab_size:
+            small.pad_token_id = None
+    return small
+
+
+@torch.no_grad()
+def _copy_weights(config: StudentConfig, target: Target, student: Any, kept: list[int], width: _Width) -> None:
     prefix, _ = layers_of(target)
-    theirs = dict(target.model.state_dict())
+    theirs = dict(target.decoder.state_dict())
+    head = target.model.get_output_embeddings()
     if config.head == "tie":
         table = target.model.get_input_embeddings().weight
-        name = next(name for name, parameter in target.model.named_parameters() if parameter is table)
-        theirs[name] = target.model.get_output_embeddings().weight
-    with torch.no_grad():
-        for name, tensor in student.state_dict().items():
-            tensor.copy_(width.cut(theirs, _in_target(name, prefix, kept), tensor.shape))
+        name = next(name for name, parameter in target.decoder.named_parameters() if parameter is table)
+        theirs[name] = head.weight
+    for name, tensor in student.get_decoder().state_dict().items():
+        tensor.copy_(width.cut(theirs, _in_target(name, prefix, kept), tensor.shape))
     student.tie_weights()
-    return student
+    if student.get_output_embeddings().weight is not student.get_input_embeddings().weight:
+        for name, tensor in student.get_output_embeddings().state_dict().items():
+            tensor.copy_(width.cut({f"lm_head.{name}": head.state_dict()[name]}, f"lm_head.{name}", tensor.shape))
+
+
+@torch.no_grad()
+def _check_cut(target: Target, student: Target, kept: list[int]) -> None:
+    """Demand that the student is the target with its other layers skipped: configs may hold more that belongs to one layer."""
+
+    def skip(module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
+        before = arguments[0] if arguments else named["hidden_states"]
+        return (before, *output[1:]) if isinstance(output, tuple) else before
+
+    hooks = [layer.register_forward_hook(skip, with_kwargs=True) for i, layer in enumerate(layers_of(target)[1]) if i not in kept]
+    try:
+        ids = (torch.arange(24, device=target.device) * 7 % student.vocab_size)[None]
+        theirs = target.forward(ids).last.float().cpu()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ours = student.forward(ids.cpu()).last.float()
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
+    if not (error := float((ours - theirs).norm() / theirs.norm())) <= tolerance:
+        raise UserError(
+            f"layers {kept} of {target.config.model_type} alone are not what they are in the target (relative difference "
+            f"{error:.1e}): the config says more of single layers than is known here; choose others, or give student.path"
+        )
 
 
 def _in_target(name: str, prefix: str, kept: list[int]) -> str:
-    """The target's name of a student's tensor."""
+    """The name of a student's tensor in the target's decoder."""
     if not name.startswith(prefix + "."):
         return name
     number, _, rest = name[len(prefix) + 1 :].partition(".")
@@ -223,8 +278,8 @@ class _Width:
     share; refuses others."""
 
     def __init__(self, config: StudentConfig, target: Target, small: Any, texts: Callable[[], Sequence[Tensor]]) -> None:
-        self._narrow = config.hidden_size is not None or config.intermediate_size is not None
-        if not self._narrow:
+        self.narrow = config.hidden_size is not None or config.intermediate_size is not None
+        if not self.narrow:
             return
         hidden, inner = target.config.hidden_size, target.config.intermediate_size
         small.hidden_size = config.hidden_size or hidden
@@ -243,7 +298,7 @@ class _Width:
     def cut(self, theirs: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
         """The part of the target's tensor `name` that the student's of `shape` starts as, in float32 on the CPU."""
         tensor = theirs[name].to("cpu", torch.float32)
-        if not self._narrow:
+        if not self.narrow:
             return tensor[: shape[0]] if tensor.dim() else tensor  # a trimmed vocabulary keeps the first rows
         module, kind = name.split(".")[-2:]
         if module in ("q_norm", "k_norm") or (module in ("q_proj", "k_proj", "v_proj") and kind == "bias"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -36,7 +35,13 @@ class DraftModel(nn.Module):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        copy.deepcopy(self.model).to("cpu", dtype).save_pretrained(directory)
+        weights = {name: weight.detach().to("cpu", dtype) for name, weight in self.model.state_dict().items()}
+        with torch.device("meta"):  # a second model of no size, so that the device holds one only
+            copy: Any = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype)
+        copy.load_state_dict(weights, assign=True)
+        copy.tie_weights()
+        copy.generation_config = self.model.generation_config
+        copy.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
     @classmethod
@@ -45,7 +50,7 @@ class DraftModel(nn.Module):
         if ends is None:
             raise UserError("a draft model needs the target's tokenizer to be checked against; load it together with its target")
         try:
-            model, found = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+            model, found = cast(Any, AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True))
             tokenizer = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]

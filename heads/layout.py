@@ -11,11 +11,19 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .ends import TargetEnds
 from .errors import UserError
 from .files import read_json, write_json
+
+
+@torch.no_grad()
+def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Move a drafter and cast its parameters; buffers keep their type: rotary frequencies in bf16 would be other positions."""
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 class EngineLayout:

@@ -157,16 +157,17 @@ def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[s
     the drafter held it; and where the reply begins. Rounds are walked as decoding walks them; drafts past the first wrong one are
     taken to be as sure as those of the text.
     """
-    right = [accepted_runs(outcome[:, 0] > 0, LONGEST) for outcome, _ in outcomes]
+    replies = [outcome[start:] for outcome, start in outcomes]
+    right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]
     found = []
     for threshold in THRESHOLDS:
-        sure = [chain_lengths(outcome[:, 1], threshold, LONGEST) for outcome, _ in outcomes]
+        sure = [chain_lengths(reply[:, 1], threshold, LONGEST) for reply in replies]
         for longest in range(1, LONGEST + 1):
             kept = drafted = rounds = 0
-            for runs, lengths, (_, start) in zip(right, sure, outcomes, strict=True):
+            for runs, lengths in zip(right, sure, strict=True):
                 lengths = [min(length, longest) for length in lengths]
-                root = start
-                for count in replay([min(pair) for pair in zip(runs, lengths, strict=True)], start, len(runs)):
+                root = 0
+                for count in replay([min(pair) for pair in zip(runs, lengths, strict=True)], 0, len(runs)):
                     drafted += lengths[root]
                     root += count
                     kept, rounds = kept + count, rounds + 1

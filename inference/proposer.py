@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
+from ..heads.layout import place
 from .cache import TreeCache
 from .sampling import Draws
 from .target import Hidden, Target
@@ -167,7 +168,7 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
         arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.ends, warn)
-        artifact.drafter.to(target.device, target.dtype)
+        place(artifact.drafter, target.device, target.dtype)
         make = method_module(artifact.method).make_proposer
         arguments = (artifact,)
     else:

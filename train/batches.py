@@ -17,6 +17,7 @@ from torch import Tensor
 from .data import TokenTable
 
 PADDING = -1  # document number of padding
+GOLDEN = (5**0.5 - 1) / 2
 ANY = -(1 << 20)  # in `rounds`: an ordinary position, at which any draft may begin
 
 
@@ -59,7 +60,9 @@ class Batch:
         total = (self.rounds == ANY).float()
         table = self.draft_weights(max(steps, 1), accepted) * (decoded != 0)[..., None]
         for depth in range(steps):
-            total[:, depth:] += table[:, : table.shape[1] - depth, depth]
+            here, root = slice(depth, None), slice(None, table.shape[1] - depth)
+            same = self.documents[:, here] == self.documents[:, root]  # a text may have been cut within its last round
+            total[:, here] += table[:, root, depth] * same
         return total
 
     def document_lengths(self) -> Tensor:
@@ -101,6 +104,37 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
+class Turns:
+    """Which rows of an endless stream each of several parts takes: a share of them from a first row on, evenly spread, no row
+    twice; what is left goes to the part after the last."""
+
+    BLOCK = 1 << 12
+
+    def __init__(self, parts: Sequence[tuple[float, int]]) -> None:
+        """`parts`: share and first row of each; the shares sum to 1 at most."""
+        self._parts = parts
+        self._before = [np.zeros(len(parts) + 1, np.int64)]  # rows of each part before every block
+
+    def of(self, number: int) -> tuple[int, int]:
+        """The part that takes row `number`, and how many rows it has taken before."""
+        block, inside = divmod(number, self.BLOCK)
+        while len(self._before) <= block:
+            owners = self._owners(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(owners, minlength=len(self._parts) + 1))
+        owners = self._owners(block)
+        owner = int(owners[inside])
+        return owner, int(self._before[block][owner] + (owners[:inside] == owner).sum())
+
+    def _owners(self, block: int) -> np.ndarray:
+        numbers = np.arange(block * self.BLOCK, (block + 1) * self.BLOCK)
+        points = (numbers + 0.5) * GOLDEN % 1.0  # any stretch of these is spread evenly over [0, 1)
+        owners, low = np.full(self.BLOCK, len(self._parts)), 0.0
+        for i, (share, first) in enumerate(self._parts):
+            owners[(points >= low) & (points < low + share) & (numbers >= first)] = i
+            low += share
+        return owners
+
+
 class Batches:
     """The endless stream of packed rows, dealt out by step, accumulation and rank.
 
@@ -114,7 +148,8 @@ class Batches:
         self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
         self.max_length = max_length
         self.written: list[Any] = []
-        """Parts of the stream that are written while training goes on, see `written.Written`; the last one is asked first."""
+        """Parts of the stream that are written while training goes on, see `written.Written`."""
+        self._turns: Turns | None = None
         self._epoch, self._order = -1, np.arange(0)
 
     @property
@@ -161,11 +196,12 @@ class Batches:
         return torch.from_numpy(counts)
 
     def _row(self, number: int) -> list[tuple[np.ndarray, ...]]:
-        for part in reversed(self.written):
-            if (documents := part.row(number)) is not None:
-                return documents
-            number -= part.rows_before(number)  # the others follow one another without gaps
-        return self._pack_at(number)
+        if not self.written:
+            return self._pack_at(number)
+        if self._turns is None:
+            self._turns = Turns([(part.config.share, part.first_row) for part in self.written])
+        owner, place = self._turns.of(number)
+        return self.written[owner].row(place) if owner < len(self.written) else self._pack_at(place)
 
     def _pack_at(self, index: int) -> list[tuple[np.ndarray, ...]]:
         epoch, place = divmod(index, self.packs)

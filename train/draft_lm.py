@@ -20,6 +20,7 @@ from ..distill.students import StudentConfig, make_student, plan_of
 from ..heads.artifact import Artifact
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
+from ..heads.layout import place
 from ..inference.draft_lm import accepted_by_root, calibrate
 from ..inference.target import Hidden, Target
 from .batches import Batch, Batches
@@ -36,6 +37,7 @@ __all__ = [
 
 EXAMPLE = "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
 REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default: a chain
+ROWS_AT_ONCE = 1024  # whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
 
@@ -71,6 +73,13 @@ class Run(RunConfig):
     rollouts: Rollouts = field(default_factory=Rollouts)
     errors: Errors = field(default_factory=Errors)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective.loss in NEEDS_LABELS and self.rollouts.share:
+            raise UserError(
+                f"objective.loss {self.objective.loss} would teach the student its own words; use kl with rollouts.share"
+            )
+
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:
     """The student that the run asks for, or the one `before`; prints what it will cost."""
@@ -78,17 +87,30 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
         if run.student != StudentConfig():
             raise UserError("init_from and student exclude each other; leave out student")
         student = before.drafter.requires_grad_(True)
+        place(student, target.device, torch.float32)
     else:
         student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
     for line in plan_of(student.model, target.model).lines(torch.float32):
         log.info(line)
-    check_packing(runner_of(student), f"student of {target.name}")
+    check_student(runner_of(student), run.data.max_length)
     return student
+
+
+def check_student(student: Target, longest: int) -> None:
+    """Demand what training and decoding rely on, before either begins."""
+    if student.max_positions < longest:
+        raise UserError(f"the student has {student.max_positions} positions, data.max_length is {longest}; lower it")
+    try:
+        student.check_head()
+        check_packing(student, student.name)
+        student.check_tree()
+    except UserError as error:
+        raise UserError(f"this student cannot be used as a draft model: {error}") from error
 
 
 def runner_of(drafter: DraftModel) -> Target:
     """The student behind the interface of a target: prefill, trees, head."""
-    return Target(drafter.model, drafter.tokenizer, "the student", frozen=False)
+    return Target(drafter.model, drafter.tokenizer, "student", frozen=False)
 
 
 def make_objective(run: Run, target: Target, drafter: DraftModel) -> DistillObjective:
@@ -163,25 +185,29 @@ class DistillObjective(nn.Module):
 
         Tokens that the student does not have keep their share of the target's law, so overlap counts them as missed.
         """
-        logits = student.head(hidden)
-        size = logits.shape[-1]
         with torch.no_grad():
             teacher = self._target_head(last[rows])
             best = teacher.argmax(-1)
+        logits = student.head(hidden)[:, : teacher.shape[-1]]  # a student's padding rows are never drafted
+        size = logits.shape[-1]
+        warm = self.config.temperatures != [1.0]
         warmth = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-        log_p, log_q = log_law(teacher / warmth)[:, :size], log_law(logits / warmth)
+        if warm:
+            log_p, log_q = log_law(teacher / warmth)[:, :size], log_law(logits / warmth)
+        else:
+            log_p, log_q = log_law(teacher)[:, :size], log_law(logits)
         named = labels.clamp(max=size - 1)
         losses = divergence(self.config.loss, log_q, log_p, named)
         if self.config.loss in NEEDS_LABELS:
             losses = losses.masked_fill(labels >= size, 0.0)
-        # d/dz of the warped loss carries 1 / T; at T = 0 it is cross-entropy to the best token.
-        losses = torch.where(temperatures > 0, losses * warmth[:, 0], 0.0)
+        if warm:  # the gradient of a warped loss carries 1 / T
+            losses = losses * warmth[:, 0]
         if 0.0 in self.config.temperatures:
             cold = divergence("ce", log_q, log_p, best.clamp(max=size - 1)).masked_fill(best >= size, 0.0)
             losses = torch.where(temperatures > 0, losses, cold)
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
-            alpha = overlap(log_law(logits), log_law(teacher)[:, :size])
+            alpha = overlap(log_law(logits), log_law(teacher)[:, :size]) if warm else overlap(log_q, log_p)
         return (losses * factors).sum(), losses, right, alpha
 
 
@@ -198,7 +224,10 @@ def writers(run: Run, target: Target, drafter: DraftModel) -> list[tuple[str, Ro
 def teacher_forced(drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
     """`[S, 2]` of a text: whether the student's best token after each row is the text's own, and how likely it holds it."""
     student = runner_of(drafter)
-    states = student.forward(ids[None].clamp(max=student.vocab_size - 1)).last[0]
-    likely, best = student.head(states).float().softmax(-1).max(-1)
-    right = functional.pad(best[:-1] == ids[1:], (0, 1))
-    return torch.stack([right.float(), likely], dim=-1)
+    seen = ids[: student.max_positions].clamp(max=student.vocab_size - 1)
+    found = torch.zeros(len(ids), 2, device=ids.device)
+    for start, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
+        part = slice(start * ROWS_AT_ONCE, start * ROWS_AT_ONCE + len(states))
+        found[part, 1], best = student.head(states).float()[:, : drafter.vocab_size].softmax(-1).max(-1)
+        found[part, 0] = best == functional.pad(ids, (0, 1), value=-1)[part.start + 1 : part.stop + 1]
+    return found

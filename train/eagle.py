@@ -341,7 +341,7 @@ class TeacherPlaces:
         taught = by_teacher > 0
         teachers = taught.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
-        roots = valid[:, 0].nonzero()[:, 0]
+        roots = valid.any(-1).nonzero()[:, 0]
         # Where each position stands among the teachers, and among the roots; one past the end means nowhere.
         among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
         among_teachers[teachers] = torch.arange(len(teachers))

@@ -146,11 +146,10 @@ class Trainer:
         module = TrainingModule(self.drafter, self.objective)
         self.optimizer: Any
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(run.optim, module))
-        batches.written = [
-            Written(name, config, write, batches, accelerator, total_steps)
-            for name, config, write in method.writers(run, target, self.drafter)
-            if config.share
-        ]
+        parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
+        if sum(config.share for _, config, _ in parts) > 1:
+            raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
+        batches.written = [Written(name, config, write, batches, accelerator, total_steps) for name, config, write in parts]
         self.provenance = provenance()
 
     def step(self, index: int) -> tuple[Sums, Any, int]:

@@ -6,6 +6,7 @@ texts themselves are saved with every checkpoint, since the weights that wrote t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Rollouts:
     """Texts of the student's own, on which the target is asked what it would have said (on-policy distillation)."""
 
     share: float = 0.0
-    """Share of the packed rows that hold such texts; 0 writes none, 1 nothing else."""
+    """Share of the packed rows that hold such texts; 0 writes none, 1 nothing else. Epochs count all rows, these too."""
     begin: float = 0.0
     """Share of the run before the first of them."""
     every: int = 200
@@ -55,10 +56,11 @@ class Rollouts:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        section = type(self).__name__.lower()
         if not 0 <= self.share <= 1 or not 0 <= self.begin < 1:
-            raise UserError("share of rollouts or errors must lie in [0, 1], begin in [0, 1)")
+            raise UserError(f"{section}.share must lie in [0, 1], {section}.begin in [0, 1)")
         if min(self.every, self.prompts, self.max_new_tokens, self.batch_size) < 1:
-            raise UserError("every, prompts, max_new_tokens and batch_size of rollouts or errors must be at least 1")
+            raise UserError(f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1")
         self.sampling(0)
 
     def sampling(self, seed: int) -> Sampling:
@@ -90,11 +92,11 @@ class Written:
         """`total`: steps of the run."""
         self.name, self.config, self._write, self._accelerator = name, config, write, accelerator
         self._prompts = prompts_of(batches.table, batches.max_length)
-        if not self._prompts:
-            raise UserError(f"{name} needs prompts that leave room for a reply of data.max_length; the sources hold none")
-        self._batches, self._seed = batches, batches.seed
+        if not len(self._prompts):
+            raise UserError(f"{name}.share needs prompts of at most half of data.max_length; the sources hold none")
+        self._batches, self._seed = batches, [batches.seed, zlib.crc32(name.encode())]
         self._first_step = round(config.begin * total)
-        self._first_row = self._first_step * batches.rows_per_step
+        self.first_row = self._first_step * batches.rows_per_step
         self._documents: list[Document] = []
         self._packs: list[list[int]] = []
 
@@ -104,12 +106,15 @@ class Written:
         if since < 0 or since % self.config.every:
             return
         number = since // self.config.every
-        order = np.random.default_rng([self._seed, len(self.name), number]).permutation(len(self._prompts))
-        chosen = [self._prompts[i] for i in order[: self.config.prompts]]
+        random = np.random.default_rng([*self._seed, number])
+        chosen = self._prompts[random.permutation(len(self._prompts))[: self.config.prompts]]
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        requests = [Request(prompt, i) for i, prompt in enumerate(chosen)]
+        requests = [
+            Request(self._batches.table.document(document)[0][:start].tolist(), i)
+            for i, (document, start) in enumerate(chosen.tolist())
+        ]
         mine = requests[rank::ranks]
-        documents = self._write(mine, self._seed * 1_000_003 + number)
+        documents = self._write(mine, int(random.integers(1 << 31)))
         found = gather_object([(request.id, document) for request, document in zip(mine, documents, strict=True)])
         longest = self._batches.max_length
         self._take([tuple(part[:longest] for part in document) for _, document in sorted(found, key=lambda pair: pair[0])])
@@ -118,15 +123,8 @@ class Written:
         self._documents = documents
         self._packs = pack([len(ids) for ids, *_ in documents], self._batches.max_length)
 
-    def rows_before(self, number: int) -> int:
-        """How many of the first `number` rows of the stream are of this kind."""
-        return max(0, int((number - self._first_row) * self.config.share + 1e-9))
-
-    def row(self, number: int) -> list[Document] | None:
-        """The documents of row `number` of the stream, None if it is not of this kind."""
-        place = self.rows_before(number)
-        if self.rows_before(number + 1) == place:
-            return None
+    def row(self, place: int) -> list[Document]:
+        """The documents of a row, `place` rows of this kind after the first one."""
         return [self._documents[i] for i in self._packs[place % len(self._packs)]]
 
     def save(self, folder: Path) -> None:
@@ -146,23 +144,27 @@ class Written:
 PARTS = ("ids", "mask", "rounds")
 
 
-def prompts_of(table: TokenTable, longest: int) -> list[list[int]]:
-    """What stands before the first reply token of each document, where that leaves room for a reply as long as the prompt."""
-    prompts = []
-    for i in range(len(table)):
-        ids, mask = table.document(i)
-        start = int(mask.argmax())
-        if 0 < start <= longest // 2:
-            prompts.append(ids[:start].tolist())
-    return prompts
+def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
+    """`[P, 2]`: documents, and where their first reply begins, where that leaves room for a reply as long as the prompt."""
+    starts = np.array([int(table.document(i)[1].argmax()) for i in range(len(table))])
+    fit = np.flatnonzero((starts > 0) & (starts <= longest // 2))
+    return np.stack([fit, starts[fit]], axis=1)
 
 
 def student_texts(
     config: Rollouts, student: Target, ends: frozenset[int], prompts: Sequence[Request], seed: int
 ) -> list[Document]:
-    """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a gradient."""
-    texts = _in_batches(config, student, PlainDecoding(), prompts, seed, ends)
-    return [_document(text, np.full(len(text.prompt_ids) + len(text.token_ids), ANY, np.int64)) for text in texts]
+    """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a gradient.
+
+    Prompt tokens that a trimmed student does not have are read as its last one, as everywhere.
+    """
+    known = [Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id) for r in prompts]
+    texts = _in_batches(config, student, PlainDecoding(), known, seed, ends)
+    documents = []
+    for text, request in zip(texts, prompts, strict=True):
+        text.prompt_ids = list(request.prompt_ids)
+        documents.append(_document(text, np.full(len(text.prompt_ids) + len(text.token_ids), ANY, np.int64)))
+    return documents
 
 
 def decoded_rounds(config: Errors, target: Target, drafter: Any, prompts: Sequence[Request], seed: int) -> list[Document]:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How scripts/quickstart/drafters were made: two sampled replies of the quickstart target to each of 2,846 functions, then the same
-# two epochs for Medusa, EAGLE-1 and EAGLE-3, stored in bf16. About 40 minutes on two CPU cores.   ./scripts/quickstart/make_drafters.sh
+# two epochs for Medusa, EAGLE-1, EAGLE-3 and a one-layer draft model, stored in bf16. About 50 minutes on two CPU cores.
+#     ./scripts/quickstart/make_drafters.sh
 # More options go to all trainings; SKIP_DATA=1 keeps the replies that are there.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
@@ -39,14 +40,16 @@ train() { # method, name, options
 train medusa medusa --optim.lr 2e-3 --heads.num-heads 3 "$@" # a fourth head would take the file above 3 MB
 train eagle eagle1 --optim.lr 4e-3 --heads.version 1 "$@"
 train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --heads.norm-output \
-    --objective.steps 5 --objective.decay 0.4 --objective.single-step-share 0.6 "$@"
+    --objective.steps 5 --objective.decay 0.6 --objective.single-step-share 0.6 --objective.feature-weight 1 \
+    --objective.token-weight 0.2 --objective.freeze-head --optim.schedule wsd --optim.decay-share 0.3 "$@"
+train distill distill --optim.lr 2e-3 --student.layers 1 "$@"
 python - <<END
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.target import TargetConfig, load_target
 
 target = load_target(TargetConfig("$target"))
-for name in ("medusa", "eagle1", "eagle3"):
+for name in ("medusa", "eagle1", "eagle3", "distill"):
     artifact = Artifact.load(f"$run/{name}/best", target.fingerprint(), target.ends)
     artifact.save(f"scripts/quickstart/drafters/{name}", torch.bfloat16)
 END

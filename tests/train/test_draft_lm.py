@@ -13,12 +13,21 @@ from draftsmith.inference.decode import generate
 from draftsmith.inference.draft_lm import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposer import load_proposer
-from draftsmith.inference.replay import replay
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.batches import Batch
-from draftsmith.train.draft_lm import DistillLoss, DistillObjective, accepted_by_root, runner_of, teacher_forced
+from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.draft_lm import (
+    DistillLoss,
+    DistillObjective,
+    Run,
+    accepted_by_root,
+    check_student,
+    runner_of,
+    teacher_forced,
+)
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.written import Errors, Rollouts
 
 from tests.conftest import ROOT, tiny_target
 from tests.train.test_alignment import batch_of
@@ -125,6 +134,24 @@ def test_a_trimmed_student_counts_what_it_cannot_say_as_missed() -> None:
     torch.testing.assert_close(sums["alpha@1"][0], torch.minimum(p[:, :20], q).sum().float())
 
 
+def test_a_students_padding_rows_are_not_part_of_its_law() -> None:
+    student = student_of()
+    batch = batch_of((9, [(4, 9)]))
+    plain = loss_of(student, batch)
+    student.model.resize_token_embeddings(TARGET.vocab_size + 8, mean_resizing=False)
+    torch.testing.assert_close(loss_of(student, batch), plain)
+
+
+def test_what_cannot_work_is_refused_before_training() -> None:
+    with pytest.raises(UserError, match="lower it"):
+        check_student(runner_of(student_of()), 257)
+    config = {"output": "x", "target": TargetConfig("x"), "data": Data([Source("x")])}
+    with pytest.raises(UserError, match="would teach the student its own words"):
+        Run(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="errors.begin in"):
+        Errors(begin=1.0)
+
+
 # Adaptive chains.
 
 
@@ -163,7 +190,6 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
             kept.append([len(r.tokens) for r in text.rounds])
         assert tau(kept) == pytest.approx(expected)
     assert accepted_by_root(forced[0][0], {"length": 3}) == accepted_runs(forced[0][0][:, 0] > 0, 3)
-    assert replay(accepted_runs(forced[0][0][:, 0] > 0, 4), texts[0][1], len(texts[0][0]))
 
 
 def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) -> None:

@@ -57,7 +57,7 @@ def test_rows_sorted_by_teacher_and_back() -> None:
     valid = torch.stack([batch.reply_run(1, 2 + k) for k in range(STEPS)], dim=-1)
     places = TeacherPlaces(valid, torch.device("cpu"))
     assert places.teachers.tolist() == [4, 5, 6, 7]
-    assert places.valid.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert places.weights.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 1, 1]]
     outputs = [torch.arange(9.0).view(1, 9, 1) + 100 * k for k in range(STEPS)]
     assert places.by_teacher(outputs)[2, :, 0].tolist() == [5, 104, 203]
     by_teacher = (places.by_teacher(outputs)[..., 0] + 1) * places.weights

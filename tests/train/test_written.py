@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Request, Round
-from draftsmith.train.batches import ANY, Batches, collate
+from draftsmith.train.batches import ANY, Batches, Turns, collate
 from draftsmith.train.data import TokenTable
 from draftsmith.train.draft_lm import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.eagle import EagleLoss, EagleObjective
@@ -39,9 +38,9 @@ def write(prompts: Sequence[Request], seed: int) -> list[Document]:
     return found
 
 
-def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0, **more: Any) -> Batches:
+def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0) -> Batches:
     batches = Batches(table(30), 8, rows=2, accumulation=2 // ranks, ranks=ranks, seed=3)
-    config = Rollouts(share=share, begin=begin, every=5, prompts=6, **more)
+    config = Rollouts(share=share, begin=begin, every=5, prompts=6)
     batches.written = [Written("rollouts", config, write, batches, Accelerator(cpu=True), total=20)]
     return batches
 
@@ -56,15 +55,29 @@ def rows_of(batches: Batches, step: int) -> list[int]:
     return found
 
 
-def test_every_fourth_row_is_written_and_the_others_follow_without_gaps() -> None:
+def test_turns_are_shares_without_overlap_from_their_first_rows_on() -> None:
+    turns = Turns([(0.25, 5000), (0.5, 0)])
+    turns.BLOCK = 64  # type: ignore[misc]
+    found = [turns.of(number) for number in range(9000)]
+    for part in range(3):
+        assert [place for owner, place in found if owner == part] == list(range(sum(owner == part for owner, _ in found)))
+    early, late = [owner for owner, _ in found[:5000]], [owner for owner, _ in found[5000:]]
+    assert 0 not in early and abs(early.count(1) - 2500) < 5
+    assert abs(late.count(0) - 1000) < 5 and abs(late.count(1) - 2000) < 5 and abs(late.count(2) - 1000) < 5
+    assert max(b - a for a, b in zip(*(lambda at: (at, at[1:]))([n for n, o in enumerate(late) if o == 0]), strict=False)) <= 8
+    again = Turns([(0.25, 5000), (0.5, 0)])
+    assert again.of(8999) == found[8999], "whoever asks first"
+
+
+def test_a_quarter_of_the_rows_is_written_and_the_others_follow_without_gaps() -> None:
     plain = Batches(table(30), 8, rows=2, accumulation=2, ranks=1, seed=3)
     mixed = stream()
     expected = [token for step in range(6) for token in rows_of(plain, step)]
     mixed.before_step(0)
     found = [token for step in range(5) for token in rows_of(mixed, step)]
-    assert [token >= 100 for token in found] == [False, False, False, True] * 5
+    written = [token for token in found if token >= 100]
+    assert len(written) == 5 == len(set(written)), "each of them once before any comes again"
     assert [token for token in found if token < 100] == expected[:15]
-    assert len({token for token in found if token >= 100}) == 5, "each of them once before any comes again"
 
 
 def test_ranks_share_the_same_stream() -> None:
@@ -101,7 +114,7 @@ def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> Non
         Encoded([5] * 4, [True] * 4),
         Encoded([6] * 8, [False] * 7 + [True]),
     ]
-    assert prompts_of(TokenTable.of(documents, [1, 1, 1]), 8) == [[1, 2]]
+    assert prompts_of(TokenTable.of(documents, [1, 1, 1]), 8).tolist() == [[0, 2]]
     with pytest.raises(UserError, match="needs prompts"):
         batches = Batches(TokenTable.of(documents[1:], [1, 1]), 8, 1, 1, 1, 0)
         Written("rollouts", Rollouts(share=0.5), write, batches, Accelerator(cpu=True), 10)
@@ -128,6 +141,9 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
         weights[3].tolist() == [0.5, 0.5, 1, 0] and weights[6].tolist() == [1, 0, 0, 0] and weights[7].tolist() == [0.5, 0, 0, 0]
     )
     assert weights[:3].sum() == weights[4:6].sum() == weights[8].sum() == 0 and (weights[9:] == 1).all()
+    # A text that was cut within its last round says nothing of the document behind it.
+    cut = collate([[(ids[:5], np.arange(5) >= 3, rounds_of(text)[:5]), (ids[:3], np.arange(3) >= 1, np.zeros(3, int))]])
+    assert cut.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 0, 0, 0]
     # A language model's row t drafts x[t+1]: rows 3 and 4 were right, 5 wrong, 6 wrong, 7 right; ordinary text counts in full.
     assert batch.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 1]
     student = student_of()
@@ -153,8 +169,17 @@ def test_what_the_student_and_the_decoder_write() -> None:
         assert mask.tolist() == [False] * len(request.prompt_ids) + [True] * (len(ids) - len(request.prompt_ids))
     assert student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 4)[0][0].tolist() != texts[0][0].tolist()
     assert all(p.requires_grad for p in student.parameters()), "writing leaves the student as it was"
-    for ids, mask, rounds in decoded_rounds(Errors(share=1, max_new_tokens=12, length=2), TARGET, student, prompts, 3):
-        roots = rounds.nonzero()[0].tolist()
-        assert not mask[0] and all(mask[root] for root in roots) and abs(rounds).max() <= 2
-        for root in roots:  # where a draft was rejected, the text has another token than the student's own choice
-            assert root + abs(int(rounds[root])) < len(ids)
+    greedy = Errors(share=1, max_new_tokens=24, length=2, temperature=0.0)
+    rejected = 0
+    for ids, mask, rounds in decoded_rounds(greedy, TARGET, student, prompts, 3):
+        best = student.model(torch.tensor(ids)[None]).logits[0].argmax(-1).tolist()
+        assert not mask[0] and abs(rounds).max() <= 2
+        for root in rounds.nonzero()[0].tolist():
+            count = int(rounds[root])
+            right = [best[row] == ids[row + 1] for row in range(root, root + abs(count))]
+            assert right == [True] * (count - 1) + [False] if count > 0 else all(right)
+            rejected += count > 0
+    assert rejected > 4
+    trimmed = student_of(vocab_size=20)
+    (text,) = student_texts(config, runner_of(trimmed), TARGET.eos_ids, [Request([5, 200], 0)], 3)
+    assert text[0][:2].tolist() == [5, 200]

@@ -102,12 +102,11 @@ def make_proposer(
     nodes: int | None = None,
     threshold: float | str = 0.0,
     cost: float = DRAFT_COST,
-    name: str = "draft-lm",
 ) -> DraftLM:
     """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out texts for this `cost`."""
     if threshold == "auto":
         if not artifact.calibration.get("adaptive"):
-            raise UserError(f"drafter {name} has no calibrated threshold; give a number, such as threshold=0.3")
+            raise UserError("this draft model has no calibrated threshold; give a number, such as threshold=0.3")
         threshold, longest = best_adaptive(artifact.calibration, cost)
         length = longest if length is None else length
     return on_model(artifact.drafter, DEFAULT_LENGTH if length is None else length, width, nodes, threshold)

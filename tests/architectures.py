@@ -118,6 +118,7 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "suffix": SuffixLookup(length=5),
         "lookahead": Lookahead(window=3, ngram=3, candidates=3),
         "draft-lm chain": DraftLM(drafter, target.vocab_size, length=3),
+        "draft-lm adaptive": DraftLM(drafter, target.vocab_size, length=5, threshold=0.3),
         "draft-lm tree": DraftLM(drafter, target.vocab_size, length=3, width=3, nodes=9),
         "medusa": MedusaProposer(heads, ranks),
         "medusa best-first": MedusaProposer(heads, 9),

@@ -4,8 +4,8 @@
         --draft-lm scripts/quickstart/draft_lm --draft-lm scripts/quickstart/drafters/distill
 
 Greedy agreement: share of positions of greedy texts at which both have the same best token. Alpha: mean of sum min(p, q) over the
-positions of texts sampled at T = 1, which is how often a sampled draft is accepted by rejection. With the standard error of the
-mean over texts.
+positions of texts sampled at T = 1, which is how often a sampled draft is accepted by rejection. With standard errors over texts,
+and in brackets the difference to the first model on the same texts.
 """
 
 from __future__ import annotations
@@ -69,13 +69,21 @@ def show(found: dict[str, dict[str, list[torch.Tensor]]]) -> None:
         table.add_column(column)
     for folder, values in found.items():
         cells = []
-        for parts in values.values():
-            mean = float(torch.cat(parts).mean())
-            apart = torch.stack([(part - mean).sum() for part in parts])  # of a ratio of sums over texts
-            error = float(apart.square().sum().sqrt()) / sum(map(len, parts))
-            cells.append(f"{mean:.3f} +- {error:.3f}")
+        for what, parts in values.items():
+            cell = "{:.3f} +- {:.3f}".format(*mean_and_error(parts))
+            if values is not texts:
+                apart = [one - other for one, other in zip(parts, texts[what], strict=True)]
+                cell += " ({:+.3f} +- {:.3f})".format(*mean_and_error(apart))
+            cells.append(cell)
         table.add_row(folder, *cells)
     Console(width=120).print(table)
+
+
+def mean_and_error(parts: list[torch.Tensor]) -> tuple[float, float]:
+    """Mean over all positions, and its standard error with texts as what was drawn: positions of a text go together."""
+    mean = float(torch.cat(parts).mean())
+    apart = torch.stack([(part - mean).sum() for part in parts])
+    return mean, float(apart.square().sum().sqrt()) / sum(map(len, parts))
 
 
 if __name__ == "__main__":

@@ -117,6 +117,10 @@ def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) ->
     specs = ["none", "ngram", "suffix", "lookahead", "early-exit:layers=2,length=3"]
     if which == "quickstart":
         specs += [str(ROOT / "scripts/quickstart/draft_lm") + f":{s}" for s in ("length=4", "length=3,width=3,nodes=9")]
+        specs += [
+            str(ROOT / "scripts/quickstart/drafters/distill") + f":{s}"
+            for s in ("length=4", "threshold=auto", "length=3,width=2")
+        ]
         for name in ("eagle1", "eagle3"):
             specs += [
                 str(ROOT / "scripts/quickstart/drafters" / name) + f":{s}" for s in ("length=4,width=1", "length=4,nodes=12")

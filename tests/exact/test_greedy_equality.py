@@ -114,6 +114,9 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
         trained[f"committed {name}"] = load_proposer(f"{folder}:nodes=12", quickstart, print)
         if name != "medusa":
             trained[f"committed {name} chain"] = load_proposer(f"{folder}:length=4,width=1", quickstart, print)
+    folder = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
+    for settings in ("length=4", "threshold=auto", "length=4,width=3,nodes=9"):
+        trained[f"committed distill {settings}"] = load_proposer(f"{folder}:{settings}", quickstart, print)
     drafters |= trained
     found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 48, alone=2)
     assert all(accepted(found[name]) > count for name in ("draft-lm length=4", "medusa", "ngram", "early-exit"))

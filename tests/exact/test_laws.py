@@ -92,6 +92,7 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     four = random_eagle(target, "eagle3", draft_vocab_size=4)  # one token of five can never be drafted
     return {
         "rejection chain": (DraftLM(drafter, VOCAB, length=2), "block"),
+        "rejection adaptive chain": (DraftLM(drafter, VOCAB, length=3, threshold=0.4), "block"),
         "rejection tree": (DraftLM(drafter, VOCAB, **tree), "traversal"),
         "recursive tree": (DraftLM(drafter, VOCAB, **tree), "rrs"),
         "rejection heads": (MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]), "match"),
@@ -144,7 +145,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.full)])
-@pytest.mark.parametrize("spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1"])
+@pytest.mark.parametrize("spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1", "drafters/distill:length=1"])
 def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(quickstart: Target, count: int, spec: str) -> None:
     """One draft a round, where block verification is the token-level rule: accepted against sum min(p, q), round by round."""
     drafter = load_proposer(str(ROOT / "scripts/quickstart" / spec), quickstart, print)

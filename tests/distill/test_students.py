@@ -14,7 +14,8 @@ from draftsmith.heads.draft_lm import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.draft_lm import make_proposer
-from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -220,6 +221,36 @@ def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(
     proposer = load_proposer(str(tmp_path / "student"), quickstart, pytest.fail)
     ours = generate(quickstart, proposer, [ids[0].tolist()], 40)[0]
     assert ours.token_ids == theirs.tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": [0, 3]},
+        {"layers": 1, "head": "tie"},
+        {"layers": 2, "hidden_size": 96},
+        {"layers": 1, "intermediate_size": 100},
+        {"layers": 2, "vocab_size": 600},
+        {"config": "scratch"},
+    ],
+    ids=str,
+)
+def test_decoding_is_lossless_with_every_student_saved_and_loaded(
+    tmp_path: Path, quickstart: Target, options: dict[str, Any]
+) -> None:
+    if "config" in options:
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+        options = {"config": str(tmp_path)}
+    student = make_student(StudentConfig(**options), quickstart, texts)
+    Artifact(student, quickstart.fingerprint()).save(tmp_path / "student", torch.bfloat16)
+    prompts = [[5, 90, 40, 11], [7, 8, 9]]
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
+        plain = generate(quickstart, PlainDecoding(), prompts, 30, sampling)
+        for settings in ("length=3", "length=3,width=2", "length=5,threshold=0.3"):
+            proposer = load_proposer(f"{tmp_path / 'student'}:{settings}", quickstart, pytest.fail)
+            found = generate(quickstart, proposer, prompts, 30, sampling)
+            assert [g.token_ids for g in found] == [g.token_ids for g in plain]
+            assert all(r.drafted for g in found for r in g.rounds)
 
 
 def test_an_incomplete_or_foreign_student_is_refused(tmp_path: Path, quickstart: Target) -> None:

@@ -9,6 +9,7 @@ from draftsmith.distill.students import StudentConfig, make_student
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_lm import DraftModel
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
 from draftsmith.inference.draft_lm import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
 from draftsmith.inference.metrics import tau
@@ -31,6 +32,7 @@ from draftsmith.train.written import Errors, Rollouts
 
 from tests.conftest import ROOT, tiny_target
 from tests.train.test_alignment import batch_of
+from tests.trained import chat_prompts
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 DISTILLED = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
@@ -166,14 +168,20 @@ def test_chains_end_with_the_draft_that_takes_the_product_below_the_threshold() 
     assert best_adaptive(calibration, 3.0) == (0.5, 2)
 
 
+def distilled(target: Target) -> Artifact:
+    """The committed draft model, in float32."""
+    artifact = Artifact.load(DISTILLED, target.fingerprint(), target.ends)
+    place(artifact.drafter, target.device, torch.float32)
+    return artifact
+
+
 def greedy_texts(target: Target, count: int = 6) -> list[tuple[list[int], int]]:
-    prompts = [[5 + i, 90 + 7 * i, 40 + i, 11] for i in range(count)]
-    plain = generate(target, load_proposer("none", target, print), prompts, 40)
+    plain = generate(target, load_proposer("none", target, print), chat_prompts(target, "test", count), 40)
     return [(g.prompt_ids + g.token_ids, len(g.prompt_ids)) for g in plain]
 
 
 def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quickstart: Target) -> None:
-    artifact = Artifact.load(DISTILLED, quickstart.fingerprint(), quickstart.ends)
+    artifact = distilled(quickstart)
     texts = greedy_texts(quickstart)
     forced = []
     for ids, start in texts:
@@ -194,7 +202,7 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
 
 def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) -> None:
     """sum min(p, q) at the positions that decoding drafted from, 1e-4 in float32."""
-    artifact = Artifact.load(DISTILLED, quickstart.fingerprint(), quickstart.ends)
+    artifact = distilled(quickstart)
     sampling = Sampling(temperature=0.8, rule="rejection", seed=3)
     proposer = make_proposer(artifact, length=3)
     checked = 0
@@ -207,8 +215,8 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
         root = len(text.prompt_ids)
         for step in text.rounds:
             assert step.overlap is not None
-            for place, logged in enumerate(step.overlap[: len(step.tokens)]):
-                assert logged == pytest.approx(float(alpha[root + place]), abs=1e-4)
+            for node, logged in enumerate(step.overlap[: len(step.tokens)]):
+                assert logged == pytest.approx(float(alpha[root + node]), abs=1e-4)
                 checked += 1
             root += len(step.tokens)
     assert checked > 40

@@ -139,7 +139,9 @@ def test_at_most_one_synchronisation_a_round(sampling: Sampling, monkeypatch: py
         for prompts in (PROMPTS[:1], PROMPTS):
             count = 0
             found = generate(target, proposer, prompts, 20, sampling, NONE)
-            assert 2 <= count <= max(len(g.rounds) for g in found) + 1, name  # one more: the prefill's token
+            rounds = max(len(g.rounds) for g in found)
+            asked = 5 if name == "draft-lm adaptive" else 1  # an adaptive chain asks after every draft but the last
+            assert 2 <= count <= asked * rounds + 1, name  # one more: the prefill's token
 
 
 def test_what_is_asked_for_must_make_sense(tiny: Target) -> None:

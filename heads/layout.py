@@ -5,6 +5,7 @@ Loading demands every tensor by name, shape and dtype, and nothing besides.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,26 +27,26 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-class EngineLayout:
+class EngineLayout(ABC):
     """`save` and `load` of a module that says what its files hold."""
 
     weights_file: str
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
 
+    @abstractmethod
     def serving_state(self) -> dict[str, Tensor]:
         """This module's tensors under their names on disk (views, so that loading can fill them)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
         """`config.json` beside the tensors."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
         """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
-        raise NotImplementedError
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:

@@ -75,7 +75,7 @@ def _log(value: float) -> float:
 
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
     """alpha = sum_v min(p, q) `[R]`: the largest chance that any lossless rule accepts one sampled draft."""
-    return torch.minimum(log_q, log_p).exp().sum(-1)
+    return torch.minimum(log_q, log_p).exp_().sum(-1)
 
 
 def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:

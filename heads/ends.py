@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -19,3 +19,7 @@ class TargetEnds:
     """`[..., Ht]` after the final norm -> the target's logits `[..., V]`."""
     vocab_size: int = 0
     tokenizer: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a drafter borrows from the same target."""
+        return self

@@ -15,7 +15,7 @@ train() {
 }
 
 say "1/5 prompts: functions of this Python's standard library"
-python scripts/quickstart/functions.py --split train --count 1500 --out $run/train.prompts.jsonl
+python scripts/quickstart/functions.py --split train --count 1300 --out $run/train.prompts.jsonl
 python scripts/quickstart/functions.py --split valid --count 60 --out $run/valid.prompts.jsonl
 python scripts/quickstart/functions.py --split test --count 40 --out $run/test.prompts.jsonl
 

@@ -153,6 +153,11 @@ class Batches:
         self._epoch, self._order = -1, np.arange(0)
 
     @property
+    def accumulation(self) -> int:
+        """Micro-batches of a rank in a step."""
+        return self._accumulation
+
+    @property
     def packs(self) -> int:
         """Packed rows in an epoch."""
         return len(self._packs)

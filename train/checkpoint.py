@@ -34,7 +34,12 @@ class TrainerState:
     best_step: int = -1
     evaluations_without_gain: int = 0
     rows_per_step: int = 0
-    """Changes with ranks, accumulation and batch; a resume under another value would skip or repeat data."""
+    """Ranks times accumulation times batch; a resume under another value would skip or repeat data."""
+    engine: str = "replicated"
+    """How weights and optimiser lie in the checkpoint, see `parallel.engine_of`."""
+    skipped: int = 0
+    """Steps whose gradient was not finite."""
+    skipped_in_a_row: int = 0
     total_steps: int = 0
     identity: dict[str, str] = field(default_factory=dict)
     """Hashes of the target's weights and of the data: the config names both only by path."""
@@ -76,6 +81,11 @@ class RunFolder:
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
         accelerator.load_state(str(self.at(step) / "state"))
         return TrainerState(**read_json(self.at(step) / "trainer.json"))
+
+    def shape_of(self, step: int) -> tuple[str, int]:
+        """The engine and the rows a step of a checkpoint."""
+        facts = read_json(self.at(step) / "trainer.json")
+        return facts.get("engine", "replicated"), facts["rows_per_step"]
 
     def check_identity(self, step: int, identity: dict[str, str]) -> None:
         """Demand that target and data are those of the checkpoint, before anything of it is overwritten."""
@@ -127,7 +137,10 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
     return steps[-1]
 
 
-FREE_TO_CHANGE = {"log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep", "evaluation.patience"}
+FREE_TO_CHANGE = {
+    "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep", "evaluation.patience", "profile.first",
+    "profile.steps", "optim.max_skipped",
+}  # fmt: skip
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 
@@ -46,7 +45,7 @@ def _main(argv: list[str]) -> None:
 
 def train_main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
-    from .arguments import fail, is_main_rank, parse
+    from .arguments import fail, is_main_rank, leave, parse
 
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] not in METHODS:
@@ -61,22 +60,11 @@ def train_main(argv: list[str] | None = None) -> None:
         from .loop import train
 
         best = train(run, method, config_yaml)
-        if is_main_rank():
+        if is_main_rank() and best is not None:
             print(f"best drafter: {best}")
 
     guarded(start, "the same command goes on from the last checkpoint")
     leave()
-
-
-def leave() -> None:
-    """End one of several ranks, whose work is done and saved, without shutting the interpreter down.
-
-    A gloo rank sometimes aborts while it shuts down (6 of 60 in a trial), and the launcher then reports a good run as failed.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def guarded(work: Callable[[], None], if_interrupted: str) -> None:

@@ -92,10 +92,14 @@ class Optim:
     """Decay of matrices; biases and norms have none."""
     clip_norm: float = 1.0
     """Largest global gradient norm."""
+    max_skipped: int = 10
+    """Steps in a row that are skipped because their gradient is not finite; one more ends the run. DeepSpeed skips none."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:
             raise UserError("optim.lr and optim.clip_norm must be above 0")
+        if self.max_skipped < 0:
+            raise UserError("optim.max_skipped must be at least 0")
         if not all(0 <= beta < 1 for beta in self.betas) or self.weight_decay < 0:
             raise UserError("optim.betas must lie in [0, 1), optim.weight_decay be at least 0")
         if not (0 <= self.warmup_share < 1 and 0 <= self.decay_share <= 1):
@@ -141,6 +145,20 @@ class Checkpoints:
 
 
 @dataclass
+class Profile:
+    """A window of steps for the profiler."""
+
+    first: int = 10
+    """Steps before it, counted from the start of this process."""
+    steps: int = 0
+    """Steps in it; 0 profiles nothing. OUTPUT/profile/rank-N.json opens in Perfetto."""
+
+    def __post_init__(self) -> None:
+        if min(self.first, self.steps) < 0:
+            raise UserError("profile.first and profile.steps must be at least 0")
+
+
+@dataclass
 class RunConfig:
     """What every method's run has."""
 
@@ -152,6 +170,7 @@ class RunConfig:
     optim: Optim = field(default_factory=Optim)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    profile: Profile = field(default_factory=Profile)
     epochs: float = 1.0
     """Passes over the data; fractions are fine."""
     max_steps: int | None = None
@@ -159,7 +178,7 @@ class RunConfig:
     batch_rows: int = 4
     """Packed rows in a forward pass of one rank."""
     accumulation: int = 1
-    """Forward passes of one rank in an optimiser step."""
+    """Forward passes of one rank in an optimiser step; a resume on other ranks adjusts it, so that steps keep their rows."""
     precision: Literal["no", "bf16"] = "no"
     """bf16: autocast with fp32 master weights."""
     init_from: str | None = None

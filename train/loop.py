@@ -1,7 +1,7 @@
 """The training loop, one for every method.
 
 A step: count the weights of all its micro-batches over all ranks, then forward and backward each with those counts as
-denominators, clip, step. So ranks and accumulations only share work, they do not change the objective.
+denominators, clip, step (`trainer.Trainer`). So ranks and accumulations only share work, they do not change the objective.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 import logging
 import math
 import shutil
-import time
-from contextlib import nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,36 +24,50 @@ from tqdm import tqdm
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
-from ..inference.target import Target, check_there, load_target, resolve_device
+from ..inference.target import check_there, load_target, resolve_device
 from . import data as data_module
-from .batches import Batch, Batches
+from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .evaluation import HeldOut, evaluate
-from .features import FeatureSource, LiveTarget
-from .objectives import Objective, Sums, TrainingModule, acceptance_lengths, add_sums
-from .provenance import provenance
-from .schedule import make_optimizer, rate_at
-from .written import Written
+from .features import LiveTarget
+from .objectives import Sums, acceptance_lengths, add_sums
+from .parallel import engine_of, on_main
+from .profiling import profiler
+from .schedule import rate_at
+from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 CANDIDATE = ".candidate"
 METRICS_FILE = "metrics.jsonl"
+UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 
 
-def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
-    """Train one drafter to its end and return the folder of the best one. `method` is a file of this folder (train/medusa.py)."""
+def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
+    """Train one drafter to its end and return the folder of the best one, or None if the run was asked to stop before.
+
+    `method` is a file of this folder (train/medusa.py).
+    """
     folder = RunFolder(run.output)
-    resume_from = find_resume(folder, config_yaml, run.checkpoints.resume)
     check_before_loading(run)
     accelerator = Accelerator(
-        mixed_precision=run.precision,
+        mixed_precision="no",
+        gradient_accumulation_steps=run.accumulation,
         log_with=None if run.tracker == "none" else run.tracker,
         project_dir=run.output,
         # The other ranks wait while one prepares the data; ten minutes, the default, may not be enough.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
     )
+    resume_from = on_main(accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume))
+    if resume_from is not None:
+        engine, rows = on_main(accelerator, lambda: folder.shape_of(resume_from))
+        if engine != (now := engine_of(accelerator)):
+            raise UserError(
+                f"{run.output} was trained under {engine}, this launch is {now}; use the same accelerate config, or start "
+                f"another output with init_from {folder.path}/last"
+            )
+        accelerator.gradient_accumulation_steps = accumulation_for(rows, run, accelerator)
     set_seed(run.seed)
     target = load_target(_on_rank(run.target, accelerator))
     if run.data.max_length > target.max_positions:
@@ -71,22 +83,21 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     with accelerator.main_process_first():
         tables = data_module.prepare(run.data, target, folder.path / "data", run.seed)
     batches = Batches(
-        tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed
+        tables.train, run.data.max_length, run.batch_rows, accelerator.gradient_accumulation_steps, accelerator.num_processes,
+        run.seed,
     )  # fmt: skip
     total_steps = steps_of(run, batches)
-    trainer = Trainer(run, method, target, accelerator, batches, total_steps)
-    state = TrainerState(rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=identity)
+    trainer = Trainer(run, method, target, accelerator, batches, total_steps, lambda taps: LiveTarget(target, taps))
+    state = TrainerState(
+        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=identity, engine=engine_of(accelerator)
+    )
     if resume_from is not None:
         state = folder.load(accelerator, resume_from)
         for part in batches.written:
             part.load(folder.at(resume_from))
         if state.best_step >= 0 and accelerator.is_main_process:
             folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
-        if state.rows_per_step != batches.rows_per_step:
-            raise UserError(
-                f"{run.output} was trained with {state.rows_per_step} rows a step, now there are {batches.rows_per_step}; use as "
-                "many ranks as before, or change accumulation to match"
-            )
+        trainer.gather()
     held_out = HeldOut(target, tables.held_out, run.evaluation, accelerator, method, trainer.drafter.taps)
     if accelerator.is_main_process:
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -98,12 +109,29 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
         accelerator.end_training()
-    return folder.path / "best"
+    return folder.path / "best" if state.step == total_steps or out_of_patience(run, state) else None
 
 
 def steps_of(run: RunConfig, batches: Batches) -> int:
     """Optimiser steps of the run: `max_steps`, or `epochs` passes over the packed rows."""
     return run.max_steps or max(1, math.ceil(run.epochs * batches.packs / batches.rows_per_step))
+
+
+def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int:
+    """Forward passes of a rank in a step of `rows` rows, as in the checkpoint, on the ranks that there are now."""
+    ranks, ours = accelerator.num_processes, run.batch_rows * accelerator.num_processes
+    if rows % ours:
+        raise UserError(
+            f"{run.output} was trained with {rows} rows a step, which {ranks} ranks of {run.batch_rows} rows cannot share "
+            "evenly; use another number of ranks, or the same as before"
+        )
+    if rows != ours * run.accumulation and accelerator.is_main_process:
+        log.warning(
+            "going on with %d ranks and accumulation %d instead of %d: the same rows in each step, added up in another order, so "
+            "equal to the uninterrupted run but for rounding",
+            ranks, rows // ours, run.accumulation,
+        )  # fmt: skip
+    return rows // ours
 
 
 def _on_rank(target: Any, accelerator: Accelerator) -> Any:
@@ -129,63 +157,6 @@ def check_before_loading(run: Any) -> None:
         raise UserError(f"tracker is {run.tracker}, but it is not installed; pip install {run.tracker}")
 
 
-class Trainer:
-    """Drafter, optimiser and feature source, prepared for the launcher's engine."""
-
-    def __init__(
-        self, run: Any, method: ModuleType, target: Target, accelerator: Accelerator, batches: Batches, total_steps: int
-    ) -> None:
-        self.run, self.target, self.accelerator = run, target, accelerator
-        self.batches, self.total_steps = batches, total_steps
-        before = drafter_before(run, target, method) if run.init_from is not None else None
-        self.drafter: Any = method.make_drafter(run, target, batches, before)
-        if before is not None:
-            warm_start(self.drafter, before, run.init_from or "")
-        self.objective: Objective = method.make_objective(run, target, self.drafter)
-        self.source: FeatureSource = LiveTarget(target, self.objective.taps)
-        module = TrainingModule(self.drafter, self.objective)
-        self.optimizer: Any
-        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(run.optim, module))
-        parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
-        if sum(config.share for _, config, _ in parts) > 1:
-            raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
-        batches.written = [Written(name, config, write, batches, accelerator, total_steps) for name, config, write in parts]
-        self.provenance = provenance()
-
-    def step(self, index: int) -> tuple[Sums, Any, int]:
-        """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank."""
-        self.objective.begin(index / self.total_steps)
-        self.batches.before_step(index)
-        micro = [self.batches.micro_batch(index, a, self.accelerator.process_index) for a in range(self.run.accumulation)]
-        denominators = self._global_weights(micro)
-        sums: Sums = {}
-        for number, batch in enumerate(micro):
-            last = number == len(micro) - 1
-            with self.accelerator.no_sync(self.module) if not last else nullcontext():
-                loss, more = self.module(self.source.features(batch), denominators)
-                # DDP averages gradients over ranks; the denominators are global, so the sum is what is wanted.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
-            add_sums(sums, more | {"loss": (loss.detach(), torch.tensor(1.0 / len(micro)))})
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate_at(self.run.optim, index, self.total_steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums, norm, sum(batch.ids.numel() for batch in micro)
-
-    def _global_weights(self, micro: list[Batch]) -> dict[str, float]:
-        """Each term's weight over all micro-batches of the step and all ranks, known before the first forward."""
-        local = [self.objective.weights(batch) for batch in micro]
-        names = list(local[0])
-        sums = torch.tensor([sum(weights[name] for weights in local) for name in names], dtype=torch.float64)
-        if self.accelerator.num_processes > 1:
-            sums = cast(Tensor, self.accelerator.reduce(sums.to(self.accelerator.device), "sum"))
-        return dict(zip(names, sums.tolist(), strict=True))
-
-    def artifact(self, calibration: dict[str, Any], step: int) -> Artifact:
-        return Artifact(self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step})
-
-
 def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str) -> None:
     """From `state.step` to the last step: step, log, evaluate, save, stop."""
     run, accelerator, total = trainer.run, trainer.accelerator, trainer.total_steps
@@ -194,41 +165,65 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
         disable=None if accelerator.is_main_process else True,
     )  # fmt: skip
     sums: Sums = {}
-    clock, since_log = time.monotonic(), 0
     stop = state.step >= total or out_of_patience(run, state)
-    while not stop:
-        more, norm, positions = trainer.step(state.step)
-        add_sums(sums, more)
-        since_log += positions * accelerator.num_processes
-        state.step, state.tokens = state.step + 1, state.tokens + positions * accelerator.num_processes
-        progress.update()
-        last = state.step == total
-        evaluating = last or state.step % run.evaluation.every == 0
-        saving = state.step % run.checkpoints.every == 0
-        if evaluating or saving or state.step % run.log_every == 0:
-            now = time.monotonic()
-            metrics = means(sums, accelerator)
-            metrics |= {"grad_norm": float(norm), "lr": rate_at(run.optim, state.step - 1, total)}
-            metrics["tokens_s"] = since_log / (now - clock)
-            _log(state.step, total, metrics, accelerator, progress, folder.path)
-            if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):  # before anything of it is saved
-                raise UserError(f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no")
-            sums, clock, since_log = {}, now, 0
-        if evaluating:
-            stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or last
-            clock = time.monotonic()
-        elif saving:
-            save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
-            clock = time.monotonic()
+    trainer.pace.restart()
+    with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
+        while not stop:
+            more, norm, positions = trainer.step(state.step)
+            profiled()
+            state.step, state.tokens = state.step + 1, state.tokens + positions * accelerator.num_processes
+            progress.update()
+            if good := math.isfinite(norm):
+                add_sums(sums, more)
+                state.skipped_in_a_row = 0
+            else:
+                skip(trainer, folder, state)
+            last = state.step == total
+            evaluating = last or state.step % run.evaluation.every == 0
+            saving = (state.step % run.checkpoints.every == 0 or trainer.stopping) and good
+            if sums and (evaluating or saving or state.step % run.log_every == 0):
+                metrics = means(sums, accelerator)
+                metrics |= {"grad_norm": norm, "lr": rate_at(run.optim, state.step - 1, total), **trainer.pace.report()}
+                metrics["skipped"] = state.skipped
+                _log(state.step, total, metrics, accelerator, progress, folder.path)
+                if not math.isfinite(metrics["loss"]):  # before anything of it is saved
+                    raise UserError(f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no")
+                sums = {}
+            if evaluating and not trainer.stopping:
+                stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or last
+            elif saving:
+                trainer.gather()
+                save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
+            if evaluating or saving:
+                trainer.pace.restart()
+            if trainer.stopping and not stop:
+                stop = True
+                log.warning("asked to stop: saved step %d of %d; the same command goes on from there", state.step, total)
     progress.close()
     if accelerator.is_main_process:
         shutil.rmtree(folder.path / CANDIDATE, ignore_errors=True)
+
+
+def skip(trainer: Trainer, folder: RunFolder, state: TrainerState) -> None:
+    """Count a step whose gradient was not finite; give up when it is one too many, or when weights are ruined already."""
+    state.skipped, state.skipped_in_a_row = state.skipped + 1, state.skipped_in_a_row + 1
+    trainer.gather()
+    ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
+    if ruined or state.skipped_in_a_row > trainer.run.optim.max_skipped:
+        path = trainer.keep_batch(state.step - 1, folder.path)
+        raise UserError(
+            f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a row; lower optim.lr or "
+            f"optim.clip_norm, or look at what it saw: {path}; the same command goes on from the last checkpoint"
+        )
+    if trainer.accelerator.is_main_process:
+        log.warning("the gradient is not finite at step %d: skipped (%d so far)", state.step, state.skipped)
 
 
 def evaluate_and_save(
     trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str, progress: tqdm
 ) -> bool:
     """Measure the drafter as saved, keep it if it is the best so far; true if the run should stop early."""
+    trainer.gather()
     scratch = folder.path / CANDIDATE
 
     def save_candidate(artifact: Artifact) -> Path:
@@ -277,28 +272,6 @@ def save(trainer: Trainer, folder: RunFolder, state: TrainerState, calibration: 
         folder.prune(trainer.run.checkpoints.keep, state.best_step)
 
 
-def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
-    """The drafter to start from, which must be of this method and, unless the run says `retarget`, of this very target."""
-    differences: list[str] = []
-    loaded = Artifact.load(run.init_from, target.fingerprint(), target.ends, differences.append)
-    if loaded.method != (name := method.__name__.rpartition(".")[2]):
-        raise UserError(f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains {name}")
-    if differences and not run.retarget:
-        raise UserError(f"{'; '.join(differences)}; give --retarget to train it for this target")
-    for line in differences:
-        log.warning("%s; training it for this target", line)
-    return loaded
-
-
-def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
-    """Fill `drafter` with the weights of another of the same shape."""
-    try:
-        drafter.load_state_dict(before.drafter.state_dict())
-    except RuntimeError as error:
-        reason = [line.strip() for line in str(error).splitlines()][1]
-        raise UserError(f"init_from {folder} has another shape than this run's heads: {reason}") from error
-
-
 def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
     """Metrics over all ranks since the last log: sums reduced, then divided once."""
     names = ["loss", *(name for name in sums if name != "loss")]
@@ -314,7 +287,8 @@ def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelera
     if accelerator.is_main_process:
         with (folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
-        shown = {name: value for name, value in metrics.items() if "@" not in name or name.endswith("@1")}  # the file has all
+        # The file has all of them.
+        shown = {n: v for n, v in metrics.items() if not n.startswith(UNSEEN) and ("@" not in n or n.endswith("@1"))}
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
         progress.write(f"step {step}/{total}  {text}")
     if accelerator.trackers:

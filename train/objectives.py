@@ -41,13 +41,17 @@ class Objective(Protocol):
 class TrainingModule(nn.Module):
     """Drafter and objective as the one module that accelerate wraps, so that DDP and its kin see every forward."""
 
-    def __init__(self, drafter: nn.Module, objective: Objective) -> None:
+    def __init__(self, drafter: nn.Module, objective: Objective, bf16: bool = False) -> None:
+        """`bf16`: autocast over fp32 weights."""
         super().__init__()
         self.drafter = drafter
         self.objective = objective
+        self._bf16 = bf16
 
     def forward(self, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
-        return self.objective.forward(self.drafter, features, denominators)
+        with torch.autocast(features.last.device.type, torch.bfloat16, enabled=self._bf16):
+            loss, sums = self.objective.forward(self.drafter, features, denominators)
+        return loss.float(), sums
 
 
 def add_sums(into: Sums, more: Sums) -> None:

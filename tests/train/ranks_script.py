@@ -10,11 +10,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
-from draftsmith.train.arguments import parse
+from draftsmith.train.arguments import leave, parse
 from draftsmith.train.batches import Batches
-from draftsmith.train.cli import METHODS, leave
+from draftsmith.train.cli import METHODS
 from draftsmith.train.data import build
-from draftsmith.train.loop import Trainer
+from draftsmith.train.features import LiveTarget
+from draftsmith.train.trainer import Trainer
 from safetensors.torch import save_file
 
 
@@ -22,12 +23,12 @@ def main() -> None:
     name, config, accumulation, out = sys.argv[1:]
     method = importlib.import_module(f"draftsmith.train.{METHODS[name]}")
     run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
-    accelerator = Accelerator()
+    accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
     set_seed(run.seed)
     target = load_target(run.target)
     tables = build(run.data, target, run.seed)
     batches = Batches(tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed)
-    trainer = Trainer(run, method, target, accelerator, batches, total_steps=10)
+    trainer = Trainer(run, method, target, accelerator, batches, 10, lambda taps: LiveTarget(target, taps))
     torch.manual_seed(0)
     for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank
         parameter.data.add_(0.05 * torch.randn(parameter.shape))

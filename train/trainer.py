@@ -1,0 +1,180 @@
+"""One optimiser step, and what it is made of: drafter, objective, features, optimiser, under the launcher's engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..heads.artifact import Artifact
+from ..heads.errors import UserError
+from ..inference.target import Target
+from .batches import Batch, Batches
+from .features import FeatureSource
+from .objectives import Objective, Sums, TrainingModule, add_sums
+from .pace import Pace
+from .parallel import gather, norm_of, prepare, twin_of
+from .provenance import provenance
+from .schedule import make_optimizer, rate_at
+from .written import Writer, Written
+
+log = logging.getLogger(__name__)
+
+
+class Stop:
+    """Whether somebody has asked this process to end: SIGTERM, or SIGUSR1, which schedulers send before they kill."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+class Trainer:
+    """Drafter, optimiser and feature source, prepared for the launcher's engine."""
+
+    def __init__(
+        self,
+        run: Any,
+        method: ModuleType,
+        target: Target,
+        accelerator: Accelerator,
+        batches: Batches,
+        total_steps: int,
+        make_source: Any,
+    ) -> None:
+        """`make_source(taps)` gives the features."""
+        self.run, self.target, self.accelerator = run, target, accelerator
+        self.batches, self.total_steps = batches, total_steps
+        before = drafter_before(run, target, method) if run.init_from is not None else None
+        self._trained: Any = method.make_drafter(run, target, batches, before)
+        if before is not None:
+            warm_start(self._trained, before, run.init_from or "")
+        self.objective: Objective = method.make_objective(run, target, self._trained)
+        self.source: FeatureSource = make_source(self.objective.taps)
+        self.drafter: Any = twin_of(self._trained, accelerator)
+        """Whole, whatever the engine; as new as the last `gather`."""
+        module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
+        optimizer = make_optimizer(run.optim, module)
+        self.module, self.optimizer = prepare(accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm)
+        parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
+        if sum(config.share for _, config, _ in parts) > 1:
+            raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
+        batches.written = [
+            Written(name, config, self._up_to_date(write), batches, accelerator, total_steps) for name, config, write in parts
+        ]
+        self.provenance = provenance()
+        self.pace = Pace(target.device, accelerator.num_processes)
+        self.stop = Stop()
+        self.stopping = False
+        """True on every rank once any of them was asked to end."""
+
+    def gather(self) -> None:
+        """Bring `drafter` up to date; all ranks call this."""
+        gather(self._trained, self.drafter)
+
+    def _up_to_date(self, write: Writer) -> Writer:
+        def gathered(*arguments: Any) -> Any:
+            self.gather()
+            return write(*arguments)
+
+        return gathered
+
+    def step(self, index: int) -> tuple[Sums, float, int]:
+        """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank.
+
+        With a norm that is not finite nothing was changed, except under DeepSpeed, which steps on its own.
+        """
+        self.objective.begin(index / self.total_steps)
+        with self.pace.part("data"):
+            self.batches.before_step(index)
+            micro = self.micro_batches(index)
+            denominators = self._global_weights(micro)
+        for group in self.optimizer.param_groups:  # first, since DeepSpeed steps within its backward pass
+            group["lr"] = rate_at(self.run.optim, index, self.total_steps)
+        positions = sum(batch.ids.numel() for batch in micro)
+        sums = self.pace.counted(lambda: self._forward_backward(micro, denominators), positions)
+        with self.pace.part("optimiser"):
+            norm = norm_of(self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm))
+            if math.isfinite(norm):
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.pace.count(positions)
+        return sums, norm, positions
+
+    def micro_batches(self, index: int) -> list[Batch]:
+        """What this rank sees in a step."""
+        return [self.batches.micro_batch(index, a, self.accelerator.process_index) for a in range(self.batches.accumulation)]
+
+    def _forward_backward(self, micro: list[Batch], denominators: dict[str, float]) -> Sums:
+        sums: Sums = {}
+        # Engines average gradients over ranks, accelerate over micro-batches; the denominators are global, so the sum is wanted.
+        scale = self.accelerator.num_processes * len(micro)
+        for batch in micro:
+            with self.accelerator.accumulate(self.module):
+                with self.pace.part("target"):
+                    features = self.source.features(batch)
+                with self.pace.part("drafter"):
+                    loss, more = self.module(features, denominators)
+                    self.accelerator.backward(loss * scale)
+            add_sums(sums, more | {"loss": (loss.detach(), torch.tensor(1.0 / len(micro)))})
+        return sums
+
+    def _global_weights(self, micro: list[Batch]) -> dict[str, float]:
+        """Each term's weight over all micro-batches of the step and all ranks, known before the first forward."""
+        local = [self.objective.weights(batch) for batch in micro]
+        names = list(local[0])
+        sums = torch.tensor(
+            [*(sum(weights[name] for weights in local) for name in names), float(self.stop.asked)], dtype=torch.float64
+        )
+        if self.accelerator.num_processes > 1:
+            sums = cast(Tensor, self.accelerator.reduce(sums.to(self.accelerator.device), "sum"))
+        *counts, asked = sums.tolist()
+        self.stopping = asked > 0  # the same on every rank, after the same step
+        return dict(zip(names, counts, strict=True))
+
+    def artifact(self, calibration: dict[str, Any], step: int) -> Artifact:
+        return Artifact(self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step})
+
+    def keep_batch(self, index: int, folder: Path) -> Path:
+        """Write what this rank saw in a step, for a person to look at."""
+        path = folder / f"bad-batch-step-{index + 1:06d}-rank-{self.accelerator.process_index}.safetensors"
+        tensors = {}
+        for number, batch in enumerate(self.micro_batches(index)):
+            for name in ("ids", "positions", "documents", "mask"):
+                tensors[f"{number}.{name}"] = getattr(batch, name).contiguous()
+        save_file(tensors, path)
+        return path
+
+
+def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
+    """The drafter to start from, which must be of this method and, unless the run says `retarget`, of this very target."""
+    differences: list[str] = []
+    loaded = Artifact.load(run.init_from, target.fingerprint(), target.ends, differences.append)
+    if loaded.method != (name := method.__name__.rpartition(".")[2]):
+        raise UserError(f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains {name}")
+    if differences and not run.retarget:
+        raise UserError(f"{'; '.join(differences)}; give --retarget to train it for this target")
+    for line in differences:
+        log.warning("%s; training it for this target", line)
+    return loaded
+
+
+def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
+    """Fill `drafter` with the weights of another of the same shape."""
+    try:
+        drafter.load_state_dict(before.drafter.state_dict())
+    except RuntimeError as error:
+        reason = [line.strip() for line in str(error).splitlines()][1]
+        raise UserError(f"init_from {folder} has another shape than this run's heads: {reason}") from error

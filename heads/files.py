@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,8 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
+CHECKSUMS = "checksums.json"
+STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -59,7 +62,7 @@ def write_failure(error: BaseException) -> str | None:
         return error.strerror
     if isinstance(error, SafetensorError) and "I/O error" in str(error):
         return str(error).split("I/O error: ")[-1]
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in ("PytorchStreamWriter", "unexpected pos")):
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in STREAM_ERRORS):
         return "the disk is full or refuses the file"
     return None
 
@@ -101,6 +104,38 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """Note size and SHA-256 of every file below `folder`, for `damage` to look at."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    table = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files}
+    write_json(folder / CHECKSUMS, table)
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `write_checksums` has seen, or None."""
+    try:
+        table = read_json(folder / CHECKSUMS)
+        for name, facts in table.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if (size := path.stat().st_size) != facts["bytes"]:
+                return f"{name} has {size} bytes instead of {facts['bytes']}"
+            if checksum(path) != facts["sha256"]:
+                return f"{name} has changed since it was written (its SHA-256 differs)"
+    except (UserError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+        return f"{CHECKSUMS} is missing or garbled"
+    known = {*table, CHECKSUMS}
+    surplus = [path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in known]
+    return f"{surplus[0].relative_to(folder)} does not belong to it" if surplus else None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -7,6 +7,7 @@ OUTPUT/best, OUTPUT/last        links to the drafter of the best and of the late
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from contextlib import nullcontext
@@ -19,7 +20,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from ..heads.errors import UserError
-from ..heads.files import read_json, remove_partials, whole_directory, write_json
+from ..heads.files import damage, read_json, remove_partials, whole_directory, write_checksums, write_json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -73,6 +76,8 @@ class RunFolder:
                 (aside / "config.yaml").write_text(config_yaml)
                 save_parts(aside)
             accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                write_checksums(aside)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             self._link("last", final / "drafter")
@@ -117,15 +122,21 @@ class RunFolder:
 
 
 def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None:
-    """The step to go on from, or None to start. Called before anything is loaded or written.
+    """The step of the newest sound checkpoint to go on from, or None to start. Called before anything is loaded or written.
 
-    A folder with checkpoints of another config is an error: going on would mix two runs, starting anew would destroy one.
+    A folder with checkpoints of another config is an error: going on would mix two runs, starting anew would destroy one. A
+    checkpoint that has been damaged since it was written is passed over, aloud.
     """
     steps = folder.steps()
     if not steps:
         return None
     if not resume:
         raise UserError(f"{folder.path} already holds checkpoints; choose another output, or go on with checkpoints.resume=true")
+    while found := damage(folder.at(steps[-1])):
+        log.warning("checkpoint %s is damaged: %s; looking at the one before it", folder.at(steps[-1]), found)
+        if len(steps) == 1:
+            raise UserError(f"{folder.path} holds no sound checkpoint ({found}); choose another output")
+        steps.pop()
     before = _flat(yaml.safe_load((folder.at(steps[-1]) / "config.yaml").read_text()))
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):

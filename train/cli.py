@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -73,7 +74,7 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
 
     from ..heads.errors import UserError
     from ..heads.files import write_failure
-    from .arguments import fail, is_main_rank
+    from .arguments import fail, is_main_rank, leave
 
     logging.basicConfig(level=logging.INFO if is_main_rank() else logging.WARNING, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
@@ -89,10 +90,22 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
         if (reason := write_failure(error)) is None:
             raise
         fail(f"cannot write {error.filename or 'output'}: {reason}; free some space or choose another folder")
+    except RuntimeError as error:
+        if not lost_peer(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        print(f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted}", file=sys.stderr)
+        leave(1)
     except KeyboardInterrupt:
         if is_main_rank():
             print(f"interrupted; {if_interrupted}", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether a collective failed because a rank has died: gloo and NCCL each say it in their own words."""
+    words = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "nccl", "gloo")
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(word in str(error).lower() for word in words)
 
 
 def _usage() -> str:

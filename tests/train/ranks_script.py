@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
 from draftsmith.train.arguments import leave, parse
-from draftsmith.train.batches import Batches
+from draftsmith.train.batches import Batch, Batches
 from draftsmith.train.cli import METHODS
 from draftsmith.train.data import build
 from draftsmith.train.features import LiveTarget
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 
 def main() -> None:
-    name, config, accumulation, out = sys.argv[1:]
+    name, config, accumulation, out, *blank = sys.argv[1:]
     method = importlib.import_module(f"draftsmith.train.{METHODS[name]}")
     run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
@@ -28,6 +28,15 @@ def main() -> None:
     target = load_target(run.target)
     tables = build(run.data, target, run.seed)
     batches = Batches(tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed)
+    if blank:  # the micro-batch of this number, counted over ranks, has nothing to learn from
+        make = batches.micro_batch
+
+        def blanked(step: int, number: int, rank: int) -> Batch:
+            batch = make(step, number, rank)
+            batch.mask &= number * accelerator.num_processes + rank != int(blank[0])
+            return batch
+
+        batches.micro_batch = blanked
     trainer = Trainer(run, method, target, accelerator, batches, 10, lambda taps: LiveTarget(target, taps))
     torch.manual_seed(0)
     for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank

@@ -1,0 +1,78 @@
+"""FSDP2 and DeepSpeed ZeRO on two CPU ranks against one process: curves, artifacts, resume."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.inference.target import TargetConfig, load_target
+
+from tests.train.test_faults import curve, disturb
+from tests.train.test_loop import environment, make_config, train, weights
+
+SCRIPT = Path(__file__).with_name("engine_rank.py")
+SMALL = [("eagle", "fsdp2"), ("eagle", "zero2"), ("eagle", "zero3")]
+FULL = [(method, engine) for method in ("medusa", "distill", "eagle1") for engine in ("fsdp2", "zero2", "zero3")]
+
+
+def command(engine: str, method: str, config: Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    return [*launcher, str(SCRIPT), engine, method.rstrip("1"), "--config", str(config)]
+
+
+def train_under(engine: str, method: str, config: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(engine, method, config), env=environment(), capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize(("method", "engine"), [*SMALL, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
+def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path, method: str, engine: str) -> None:
+    """20 steps with clipping, accumulation and unequal token counts, within 1e-4; the artifact loads and weighs the same."""
+    for name, accumulation in (("one", 4), (engine, 2)):
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, saved_tiny, method, accumulation=accumulation)
+        if name == "one":
+            train(config, method=method)
+        else:
+            done = train_under(engine, method, config)
+            assert done.returncode == 0, done.stderr[-3000:]
+    one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
+    assert one.keys() == other.keys() == set(range(1, 21))
+    for step in one:
+        assert one[step] == pytest.approx(other[step], abs=1e-4), step
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    loaded = Artifact.load(tmp_path / engine / "run" / "last", target.fingerprint(), target.ends)
+    assert loaded.calibration
+    mine, theirs = weights(tmp_path / "one" / "run", 20), weights(tmp_path / engine / "run", 20)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], atol=1e-4, rtol=1e-3)
+
+
+FULL_RESUMES = [pytest.param(engine, marks=pytest.mark.full) for engine in ("zero2", "zero3")]
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", *FULL_RESUMES])
+def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
+    """SIGTERM to one rank: both save the same step and leave; the same command ends where an undisturbed run does."""
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, saved_tiny, "eagle")
+        if name == "parts":
+            code, _, errors = disturb(command(engine, "eagle", config), 7, signal.SIGTERM, rank=1)
+            assert code == 0 and "asked to stop: saved step" in errors, errors[-2000:]
+        done = train_under(engine, "eagle", config)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, other = weights(tmp_path / "whole" / "run", 20), weights(tmp_path / "parts" / "run", 20)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, "medusa", max_steps=2, accumulation=4)
+    train(config)
+    done = train_under("fsdp2", "medusa", config)
+    assert done.returncode != 0 and "was trained under replicated, this launch is fsdp2" in done.stderr

@@ -1,0 +1,253 @@
+"""What may befall a run: signals, dead ranks, damaged files, a full disk, other ranks, numbers that are not finite."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.train.checkpoint import RunFolder, find_resume
+
+from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, train, weights
+
+
+def disturb(command: list[str], step: int, number: int, rank: int | None = None, timeout: float = 120) -> tuple[int, str, str]:
+    """Start a run and send it a signal when the line of `step` is printed: one rank alone, or the process started.
+
+    Returns its exit code and what it printed.
+    """
+    with subprocess.Popen(
+        command, env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith(f"step {step}/"):
+                (process if rank is None else ranks_of(process)[rank]).send_signal(number)
+                break
+        out, errors = process.communicate(timeout=timeout)
+        return process.returncode, "".join(lines) + out, errors
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The launcher's workers by rank."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return sorted((c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"]))
+
+
+def command_of(config: Path, method: str = "medusa", ranks: int = 1) -> list[str]:
+    if ranks == 1:
+        return [sys.executable, "-m", "draftsmith.train", method, "--config", str(config)]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "--multi_gpu", "--num_processes", str(ranks)]
+    return [*launcher, "-m", "draftsmith.train", method, "--config", str(config)]
+
+
+def curve(folder: Path) -> dict[int, tuple[float, float]]:
+    """step -> loss and gradient norm."""
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def undisturbed(folder: Path, target: Path, ranks: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+    folder.mkdir()
+    train(make_config(folder, target, **changes), ranks=ranks)
+    return weights(folder / "run", 20)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(tmp_path: Path, saved_tiny: Path, ranks: int) -> None:
+    whole = undisturbed(tmp_path / "whole", saved_tiny, ranks)
+    config = make_config(tmp_path, saved_tiny)
+    code, out, errors = disturb(command_of(config, ranks=ranks), 7, signal.SIGTERM, rank=None if ranks == 1 else 1)
+    assert code == 0 and "Traceback" not in errors and "best drafter" not in out
+    saved = RunFolder(str(tmp_path / "run")).steps()[-1]
+    assert 7 <= saved < 20 and f"asked to stop: saved step {saved} of 20" in errors
+    train(config, ranks=ranks)
+    found = weights(tmp_path / "run", 20)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny: Path) -> None:
+    whole = undisturbed(tmp_path / "whole", saved_tiny, 2)
+    config = make_config(tmp_path, saved_tiny)
+    started = time.monotonic()
+    code, _, errors = disturb(command_of(config, ranks=2), 7, signal.SIGKILL, rank=1)
+    assert code != 0 and time.monotonic() - started < 100
+    assert "error: rank 0 lost another one" in errors and "goes on from the last checkpoint" in errors
+    train(config, ranks=2)
+    found = weights(tmp_path / "run", 20)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+@pytest.mark.full
+def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> None:
+    """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that was left alone."""
+    whole = undisturbed(tmp_path / "whole", saved_tiny)
+    config = make_config(tmp_path, saved_tiny, checkpoints={"every": 2})
+    started = time.monotonic()
+    train(make_config(tmp_path / "whole", saved_tiny, output=str(tmp_path / "timed"), checkpoints={"every": 2}))
+    length = time.monotonic() - started
+    moments, killed, finished = random.Random(0), 0, 0
+    while killed < 20:
+        process = subprocess.Popen(
+            command_of(config), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            process.wait(moments.uniform(0.3, 1.0) * length)
+            shutil.rmtree(tmp_path / "run")  # it came to its end: begin anew
+            finished += 1
+            assert finished < 20
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            killed += 1
+    train(config)
+    found = weights(tmp_path / "run", 20)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+CORRUPTIONS: dict[str, Callable[[Path], Any]] = {
+    "a bit in the weights": lambda c: flip(c / "state" / "model.safetensors"),
+    "a bit in the optimiser": lambda c: flip(c / "state" / "optimizer.bin"),
+    "weights cut short": lambda c: truncate(c / "state" / "model.safetensors"),
+    "optimiser cut short": lambda c: truncate(c / "state" / "optimizer.bin"),
+    "no random state": lambda c: (c / "state" / "random_states_0.pkl").unlink(),
+    "an empty trainer.json": lambda c: (c / "trainer.json").write_text(""),
+    "another step in trainer.json": lambda c: (c / "trainer.json").write_text(
+        (c / "trainer.json").read_text().replace('"step": 10', '"step": 11')
+    ),
+    "a bit in the drafter": lambda c: flip(next((c / "drafter").glob("*.safetensors"))),
+    "no config": lambda c: (c / "config.yaml").unlink(),
+    "a garbled table of checksums": lambda c: flip(c / "checksums.json"),
+    "no table of checksums": lambda c: (c / "checksums.json").unlink(),
+    "a file that does not belong there": lambda c: (c / "state" / "model-2.safetensors").write_bytes(b"0"),
+}
+
+
+def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(tmp_path, saved_tiny, max_steps=10)
+    train(config)
+    run, sound = tmp_path / "run", tmp_path / "sound"
+    resolved = (run / "config.yaml").read_text()
+    shutil.copytree(run / "checkpoints", sound)
+    assert find_resume(RunFolder(str(run)), resolved, True) == 10
+    for name, corrupt in CORRUPTIONS.items():
+        shutil.rmtree(run / "checkpoints")
+        shutil.copytree(sound, run / "checkpoints")
+        corrupt(run / "checkpoints" / "step-000010")
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert find_resume(RunFolder(str(run)), resolved, True) == 5, name
+        assert "step-000010 is damaged" in caplog.text, name
+    flip(run / "checkpoints" / "step-000005" / "state" / "model.safetensors")
+    with pytest.raises(UserError, match="holds no sound checkpoint"):
+        find_resume(RunFolder(str(run)), resolved, True)
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path: Path, saved_tiny: Path) -> None:
+    whole = undisturbed(tmp_path / "whole", saved_tiny)
+    config = make_config(tmp_path, saved_tiny)
+    disturb(command_of(config), 12, signal.SIGKILL)
+    flip(tmp_path / "run" / "checkpoints" / "step-000010" / "state" / "optimizer.bin")
+    done = train(config)
+    assert "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr and "going on from step 5" in done.stderr
+    found = weights(tmp_path / "run", 20)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny: Path) -> None:
+    """The limit on file sizes stands for the disk: it lets everything through but the optimiser."""
+    whole = undisturbed(tmp_path / "whole", saved_tiny)
+    config = make_config(tmp_path, saved_tiny)
+    disturb(command_of(config), 7, signal.SIGKILL)
+    size = (tmp_path / "run" / "checkpoints" / "step-000005" / "state" / "optimizer.bin").stat().st_size
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, size - 1000))
+
+    done = subprocess.run(command_of(config), env=environment(), capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: cannot write"), done.stderr[-2000:]
+    folder = RunFolder(str(tmp_path / "run"))
+    assert folder.steps() == [5] and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
+    train(config)
+    found = weights(tmp_path / "run", 20)
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
+    """Two ranks with accumulation 2, then one with 4, which it works out by itself: the curve is the same but for rounding."""
+    undisturbed(tmp_path / "whole", saved_tiny, 2)
+    config = make_config(tmp_path, saved_tiny)
+    disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
+    done = train(config)
+    assert "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr
+    one, other = curve(tmp_path / "whole"), curve(tmp_path)
+    assert one.keys() == other.keys() == set(range(1, 21))
+    for step in one:
+        assert one[step] == pytest.approx(other[step], abs=1e-4), step
+    done = launch("-m", "draftsmith.train", "medusa", "--config", make_config(tmp_path, saved_tiny), "--batch-rows", "3")
+    assert done.returncode != 0 and "batch_rows was 1, now it is 3" in done.stderr
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:
+    """A batch of its own, once in the run: weights after it are those of a run that goes on without it."""
+    script = tmp_path / "poisoned.py"
+    script.write_text(
+        "import sys\n"
+        "from draftsmith.train import features\n"
+        "plain = features.LiveTarget.features\n"
+        "def poisoned(self, batch):\n"
+        "    found = plain(self, batch)\n"
+        "    if 24 in batch.numbers:\n"
+        "        found.last[:] = float('nan')\n"
+        "    return found\n"
+        "features.LiveTarget.features = poisoned\n"
+        "from draftsmith.train.cli import train_main\n"
+        "train_main(sys.argv[1:])\n"
+    )
+    config = make_config(tmp_path, saved_tiny)
+    command = [sys.executable, str(script), "medusa", "--config", str(config)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "the gradient is not finite at step 13: skipped (1 so far)" in done.stderr, done.stderr[
+        -2000:
+    ]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [step for step in range(1, 21) if step != 13]
+    assert rows[-2]["skipped"] == 1 and logged(done.stdout, "tau_measured")[20] >= 1
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "strict"), "--optim.max-skipped", "0"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "the gradient is not finite at step 13, 1 in a row" in done.stderr
+    assert (tmp_path / "strict" / "bad-batch-step-000013-rank-0.safetensors").is_file()

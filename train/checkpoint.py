@@ -85,6 +85,7 @@ class RunFolder:
 
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
         accelerator.load_state(str(self.at(step) / "state"))
+        accelerator.step = 0  # it counts micro-batches, of which a step may have another number now
         return TrainerState(**read_json(self.at(step) / "trainer.json"))
 
     def shape_of(self, step: int) -> tuple[str, int]:

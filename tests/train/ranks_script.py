@@ -31,9 +31,9 @@ def main() -> None:
     if blank:  # the micro-batch of this number, counted over ranks, has nothing to learn from
         make = batches.micro_batch
 
-        def blanked(step: int, number: int, rank: int) -> Batch:
-            batch = make(step, number, rank)
-            batch.mask &= number * accelerator.num_processes + rank != int(blank[0])
+        def blanked(step: int, accumulation: int, rank: int) -> Batch:
+            batch = make(step, accumulation, rank)
+            batch.mask &= accumulation * accelerator.num_processes + rank != int(blank[0])
             return batch
 
         batches.micro_batch = blanked

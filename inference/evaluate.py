@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from . import replayed
 from .decode import Generation, Request, generate
 from .metrics import alpha, batch_seconds, bootstrap, kept_per_round, mean, split, summarise, tau
 from .proposer import PlainDecoding, Proposer, check_spec, load_proposer
@@ -41,9 +42,11 @@ class Options:
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """
 
-    target: TargetConfig
-    prompts: str
+    target: TargetConfig = field(default_factory=TargetConfig)
+    prompts: str | None = None
     """JSON or JSONL file of prompts or conversations."""
+    features: str | None = None
+    """Instead of a target and prompts: a feature store, on whose held-out texts drafters are replayed (greedy)."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
     ngram:length=8. May be given several times. Plain decoding is always there."""
@@ -63,6 +66,9 @@ class Options:
 
 def run(options: Options) -> None:
     check(options)
+    if options.features is not None:
+        return replayed.run(options)
+    assert options.prompts is not None
     target = load_target(options.target)
     proposers: list[Proposer] = [PlainDecoding()]
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
@@ -82,7 +88,9 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
-    if not Path(options.prompts).is_file():
+    if (options.features is None) == (options.prompts is None):
+        raise UserError("give either --target and --prompts to decode, or --features to replay")
+    if options.prompts is not None and not Path(options.prompts).is_file():
         raise UserError(f"cannot read {options.prompts}: there is no such file; check the path")
     for spec in options.drafter:
         check_spec(spec)

@@ -49,7 +49,7 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
 class TargetConfig:
     """Where the target is and how it is loaded."""
 
-    path: str
+    path: str = ""
     """Model folder, or its name on the hub. `--target X` is short for `--target.path X`."""
     dtype: str = "auto"
     """auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
@@ -73,6 +73,9 @@ class Hidden:
 
 class Target:
     """A causal language model with its tokenizer, split into decoder and head: the frozen target, or a small one that drafts."""
+
+    whole = True
+    """False where only its ends are at hand."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
         """Not `frozen`: a student, whose weights go on learning."""
@@ -167,17 +170,29 @@ class Target:
         """Token ids `[...]` -> embeddings `[..., H]`."""
         return self.model.get_input_embeddings()(ids)
 
+    def final_norm(self) -> nn.Module | None:
+        """The norm before the head, whatever its name; None where none is known."""
+        found = (getattr(self.decoder, name, None) for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"))
+        return next((norm for norm in found if getattr(norm, "weight", None) is not None), None)
+
     @torch.no_grad()
     def final_norm_weight(self) -> Tensor | None:
-        """`w` `[H]`, if the final norm is x / rms(x) * w: found by trying it on numbers, for it has many names."""
-        for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
-            norm = getattr(self.decoder, name, None)
-            weight = getattr(norm, "weight", None)
-            if norm is not None and weight is not None and weight.shape == (self.hidden_size,):
-                x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
-                plain = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
-                return weight if torch.allclose(norm(x).float(), plain, rtol=2e-2, atol=1e-2) else None
-        return None
+        """`w` `[H]`, if the final norm is x / rms(x) * w: found by trying it on numbers."""
+        norm = self.final_norm()
+        weight: Any = getattr(norm, "weight", None)
+        if norm is None or weight.shape != (self.hidden_size,):
+            return None
+        x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
+        plain = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
+        return weight if torch.allclose(norm(x).float(), plain, rtol=2e-2, atol=1e-2) else None
+
+    @torch.no_grad()
+    def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
+        """Root mean square of each tap, the median over positions: a first token's may be ten times the others'."""
+        if not taps:
+            return ()
+        ids = torch.linspace(0, self.vocab_size - 1, min(128, self.max_positions), device=self.device).long()[None]
+        return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in self.forward(ids, taps=taps).taps)
 
     def head(self, last: Tensor) -> Tensor:
         """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
@@ -394,6 +409,8 @@ def load_target(config: TargetConfig) -> Target:
 
 def check_there(path: str) -> None:
     """Demand a model folder, or a name that the hub or its local cache knows; the loaders would retry for a minute first."""
+    if not path:
+        raise UserError("name a target: --target FOLDER, or target.path in the config")
     if Path(path).is_dir():
         return
     if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:

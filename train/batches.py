@@ -208,11 +208,19 @@ class Batches:
         owner, place = self._turns.of(number)
         return self.written[owner].row(place) if owner < len(self.written) else self._pack_at(place)
 
-    def _pack_at(self, index: int) -> list[tuple[np.ndarray, ...]]:
-        epoch, place = divmod(index, self.packs)
+    def pack_of(self, number: int) -> int:
+        """Which pack is row `number` of the endless stream."""
+        epoch, place = divmod(number, self.packs)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.packs)
-        return [self.table.document(self._documents[i]) for i in self._packs[self._order[place]]]
+        return int(self._order[place])
+
+    def pack(self, index: int) -> list[tuple[np.ndarray, ...]]:
+        """The documents of a pack."""
+        return [self.table.document(self._documents[i]) for i in self._packs[index]]
+
+    def _pack_at(self, number: int) -> list[tuple[np.ndarray, ...]]:
+        return self.pack(self.pack_of(number))
 
 
 def collate(rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()) -> Batch:

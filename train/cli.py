@@ -11,6 +11,8 @@ from collections.abc import Callable
 # Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
 VERBS = {
+    "data plan": ("train.plan", "what a training run will cost, before anything runs"),
+    "data extract": ("train.extract", "store the target's features, so that training needs no target"),
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
     "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
@@ -40,7 +42,7 @@ def _main(argv: list[str]) -> None:
         fail(f"unknown command {verb!r}; there are: {', '.join(VERBS)}")
     module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
     options, _ = parse(module.Options, argv[words:], f"draftsmith {verb}", module.EXAMPLE)
-    resumable = "the same command goes on where it stopped" if verb == "data regenerate" else "nothing was written"
+    resumable = "the same command goes on where it stopped" if words == 2 else "nothing was written"
     guarded(lambda: module.run(options), resumable)
 
 
@@ -49,11 +51,14 @@ def train_main(argv: list[str] | None = None) -> None:
     from .arguments import fail, is_main_rank, leave, parse
 
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:2] == ["data", "extract"]:  # the one other command that many processes share
+        _main(argv)
+        return leave()
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
             print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
             return
-        fail(f"name a method to train: {', '.join(METHODS)}")
+        fail(f"name a method to train: {', '.join(METHODS)} (or data extract)")
     method = importlib.import_module(f".{METHODS[argv[0]]}", __package__)
     run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}", method.EXAMPLE)
 

@@ -145,6 +145,14 @@ class Checkpoints:
 
 
 @dataclass
+class FeatureOptions:
+    """Where the target's features come from; from the target in this process if nothing is given."""
+
+    store: str | None = None
+    """Folder that `draftsmith data extract` wrote for this run; the target is not loaded, and no held-out text is decoded."""
+
+
+@dataclass
 class Profile:
     """A window of steps for the profiler."""
 
@@ -170,6 +178,7 @@ class RunConfig:
     optim: Optim = field(default_factory=Optim)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
     profile: Profile = field(default_factory=Profile)
     epochs: float = 1.0
     """Passes over the data; fractions are fine."""

@@ -32,7 +32,8 @@ from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "make_drafter", "make_objective", "teacher_forced", "writers",
+    "EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
+    "teacher_forced", "writers",
 ]  # fmt: skip
 
 EXAMPLE = "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
@@ -81,6 +82,11 @@ class Run(RunConfig):
             )
 
 
+def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    return (), False
+
+
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:
     """The student that the run asks for, or the one `before`; prints what it will cost."""
     if before is not None:
@@ -88,6 +94,8 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
             raise UserError("init_from and student exclude each other; leave out student")
         student = before.drafter.requires_grad_(True)
         place(student, target.device, torch.float32)
+    elif not target.whole and run.student.path is None and run.student.config is None:
+        raise UserError("a student is cut from the target itself; give student.path, or leave out features.store")
     else:
         student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
     for line in plan_of(student.model, target.model).lines(torch.float32):
@@ -121,6 +129,7 @@ class DistillObjective(nn.Module):
     """A divergence at every row that predicts a reply token."""
 
     taps: tuple[int, ...] = ()
+    all_last = False
 
     def __init__(self, config: DistillLoss, student: Target, target: Target, seed: int = 0, accepted_weight: float = 1.0) -> None:
         super().__init__()

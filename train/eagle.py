@@ -40,6 +40,7 @@ __all__ = [
     "Run",
     "accepted_by_root",
     "calibrate",
+    "features_of",
     "make_drafter",
     "make_objective",
     "teacher_forced",
@@ -118,6 +119,12 @@ class Run(RunConfig):
     errors: Errors = field(default_factory=Errors)
 
 
+def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    shape = shape_for(run.heads, target.config)
+    return shape.taps, shape.version == 1
+
+
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> EagleDrafter:
     """An untrained drafter whose head starts as the target's, or the shape of the drafter `before`, to be filled with its
     weights.
@@ -133,7 +140,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
         ids = most_frequent(batches.token_counts(shape.vocab_size), shape.draft_vocab_size, special_ids(target))
     norm = target.final_norm_weight()
     weight = norm.float().cpu() if norm is not None else None
-    drafter.start_from(target.head_weight.float().cpu(), weight, ids, tap_sizes(target, shape.taps))
+    drafter.start_from(target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps))
     return drafter
 
 
@@ -150,15 +157,6 @@ def _shape_before(run: Run, target: Target, before: Artifact) -> EagleShape:
         if now[name] != value:
             log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
     return shape
-
-
-@torch.no_grad()
-def tap_sizes(target: Target, taps: tuple[int, ...]) -> tuple[float, ...]:
-    """Root mean square of each tap, the median over positions: a first token's may be ten times the others'."""
-    if not taps:
-        return ()
-    ids = torch.linspace(0, target.vocab_size - 1, min(128, target.max_positions), device=target.device).long()[None]
-    return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in target.forward(ids, taps=taps).taps)
 
 
 def special_ids(target: Target) -> set[int]:
@@ -180,7 +178,7 @@ def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObje
         )
     if config.freeze_head:
         drafter.freeze_head()
-    return EagleObjective(config, drafter.taps, target.head, run.seed, run.errors.accepted_weight)
+    return EagleObjective(config, drafter.taps, target.head, run.seed, run.errors.accepted_weight, shape.version == 1)
 
 
 def writers(run: Run, target: Target, drafter: EagleDrafter) -> list[tuple[str, Rollouts, Writer]]:
@@ -198,8 +196,11 @@ class EagleObjective:
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
         accepted_weight: float = 1.0,
+        all_last: bool = False,
     ) -> None:
+        """`all_last`: rows read the last state too, as in version 1."""
         assert config.steps is not None, "resolve the config first"
+        self.all_last = all_last
         self._accepted_weight = accepted_weight
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
         self.begin(1.0)

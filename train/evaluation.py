@@ -28,6 +28,7 @@ from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survi
 from ..inference.proposer import PlainDecoding, load_proposer, method_module
 from ..inference.replay import replay, rounds_on_text
 from ..inference.sampling import Sampling
+from ..inference.stored import HeldOutText
 from ..inference.target import Hidden, Target
 from .config import Evaluation
 from .data import TokenTable
@@ -37,16 +38,6 @@ log = logging.getLogger(__name__)
 # A penalty of the target's own would weigh on drafts and target alike in decoding; replay knows nothing of it.
 SAMPLING = Sampling(repetition_penalty=1.0)
 PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
-
-
-@dataclass
-class HeldOutText:
-    """A prompt, the target's greedy reply, and the features of every position `[S, H]` on the CPU."""
-
-    ids: list[int]
-    start: int
-    """Where the reply begins."""
-    hidden: Hidden
 
 
 @dataclass
@@ -76,6 +67,15 @@ class Measurement:
     by_position: dict[str, float]
 
 
+@torch.no_grad()
+def write_text(target: Target, prompt: list[int], taps: tuple[int, ...], max_new_tokens: int) -> HeldOutText:
+    """The target's greedy reply to a prompt, with the features of both."""
+    plain = generate_one(target, PlainDecoding(), prompt, max_new_tokens, sampling=SAMPLING)
+    ids = prompt + plain.token_ids
+    hidden = target.forward(torch.tensor([ids], device=target.device), taps=taps)
+    return HeldOutText(ids, len(prompt), Hidden(hidden.last[0].cpu(), tuple(tap[0].cpu() for tap in hidden.taps)))
+
+
 class HeldOut:
     """The held-out texts, each rank holding its share."""
 
@@ -87,22 +87,19 @@ class HeldOut:
         accelerator: Accelerator,
         method: ModuleType,
         taps: tuple[int, ...],
+        texts: list[HeldOutText] | None = None,
     ) -> None:
-        self._target, self._config, self._accelerator = target, config, accelerator
-        self._method, self._taps = method, taps
-        prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)
-        mine = prompts[accelerator.process_index :: accelerator.num_processes]
-        progress = tqdm(mine, desc="target writes held-out replies", disable=None, leave=False)
-        self.texts = [self._write(prompt) for prompt in progress]
+        """`texts`: all of them, where they have been written before (a feature store)."""
+        self._target, self._config, self._accelerator, self._method = target, config, accelerator, method
+        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        if texts is not None:
+            self.texts = texts[mine]
+        else:
+            prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[mine]
+            progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+            self.texts = [write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress]
         loops = gather_object([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
-
-    def _write(self, prompt: list[int]) -> HeldOutText:
-        plain = generate_one(self._target, PlainDecoding(), prompt, self._config.max_new_tokens, sampling=SAMPLING)
-        ids = prompt + plain.token_ids
-        with torch.no_grad():
-            hidden = self._target.forward(torch.tensor([ids], device=self._target.device), taps=self._taps)
-        return HeldOutText(ids, len(prompt), Hidden(hidden.last[0].cpu(), tuple(tap[0].cpu() for tap in hidden.taps)))
 
     def _there(self, text: HeldOutText, weight: Tensor) -> tuple[Tensor, Hidden]:
         """Ids and features beside the drafter, in its dtype."""
@@ -143,8 +140,10 @@ class HeldOut:
             kept.append(rounds_on_text(proposer, ids, text.start, hidden))
         return gather_object(kept)
 
-    def measure(self, drafter_folder: Path) -> Measurement:
-        """Decode the prompts with the drafter just saved, loaded back as a user would."""
+    def measure(self, drafter_folder: Path) -> Measurement | None:
+        """Decode the prompts with the drafter just saved, loaded back as a user would; None without a target to decode with."""
+        if not self._target.whole:
+            return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
         results: list[tuple[int, list[int], bool]] = []
         for text in tqdm(self.texts, desc="decoding held-out prompts", disable=None, leave=False):
@@ -178,12 +177,14 @@ def evaluate(
     drafter: Any,
     make_artifact: Callable[[dict[str, Any]], Artifact],
     save: Callable[[Artifact], Path],
-) -> tuple[Estimate, Measurement, dict[str, Any]]:
+) -> tuple[Estimate, Measurement | None, dict[str, Any]]:
     """Calibrate, estimate, save, measure what was saved; warn when training, drafting and decoding part."""
     calibration, outcomes = held_out.calibrate(drafter)
     artifact = make_artifact(calibration)
     estimate = held_out.estimate(artifact, outcomes)
     measured = held_out.measure(save(artifact))
+    if measured is None:
+        return estimate, None, calibration
     low, high = measured.interval
     for what, one, other in (
         ("estimated tau %.3f and measured tau %.3f", estimate.tau, measured.tau),

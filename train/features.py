@@ -32,6 +32,10 @@ class FeatureSource(Protocol):
 
     def features(self, batch: Batch) -> Features: ...
 
+    def finish(self) -> None:
+        """The run has come to its end."""
+        ...
+
 
 class LiveTarget:
     """Features from the frozen target in this process."""
@@ -49,6 +53,8 @@ class LiveTarget:
             batch.ids.to(device, non_blocking=True), batch.positions.to(device, non_blocking=True), taps=self._taps
         )
         return Features(batch, hidden.last, hidden.taps)
+
+    def finish(self) -> None: ...
 
 
 @torch.no_grad()

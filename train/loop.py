@@ -24,13 +24,14 @@ from tqdm import tqdm
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
-from ..inference.target import check_there, load_target, resolve_device
+from ..inference.stored import manifest_of
+from ..inference.target import check_there, resolve_device
 from . import data as data_module
 from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .evaluation import HeldOut, evaluate
-from .features import LiveTarget
+from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums
 from .parallel import engine_of, on_main
 from .profiling import profiler
@@ -69,36 +70,23 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
             )
         accelerator.gradient_accumulation_steps = accumulation_for(rows, run, accelerator)
     set_seed(run.seed)
-    target = load_target(_on_rank(run.target, accelerator))
-    if run.data.max_length > target.max_positions:
-        raise UserError(
-            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} positions; lower it"
-        )
-    identity = {
-        "target": target.fingerprint().weights_hash,
-        "data": data_module.tables_key(run.data, target, run.seed),
-    }
-    if resume_from is not None:
-        folder.check_identity(resume_from, identity)
-    with accelerator.main_process_first():
-        tables = data_module.prepare(run.data, target, folder.path / "data", run.seed)
+    inputs = inputs_of(
+        run, accelerator, folder.path, lambda found: folder.check_identity(resume_from, found) if resume_from else None
+    )
     batches = Batches(
-        tables.train, run.data.max_length, run.batch_rows, accelerator.gradient_accumulation_steps, accelerator.num_processes,
-        run.seed,
+        inputs.tables.train, run.data.max_length, run.batch_rows, accelerator.gradient_accumulation_steps,
+        accelerator.num_processes, run.seed,
     )  # fmt: skip
     total_steps = steps_of(run, batches)
-    trainer = Trainer(run, method, target, accelerator, batches, total_steps, lambda taps: LiveTarget(target, taps))
+    trainer = Trainer(run, method, inputs, accelerator, batches, total_steps)
     state = TrainerState(
-        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=identity, engine=engine_of(accelerator)
+        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=inputs.identity, engine=engine_of(accelerator)
     )
     if resume_from is not None:
-        state = folder.load(accelerator, resume_from)
-        for part in batches.written:
-            part.load(folder.at(resume_from))
-        if state.best_step >= 0 and accelerator.is_main_process:
-            folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
-        trainer.gather()
-    held_out = HeldOut(target, tables.held_out, run.evaluation, accelerator, method, trainer.drafter.taps)
+        state = resume(folder, resume_from, trainer)
+    held_out = HeldOut(
+        inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, trainer.drafter.taps, inputs.texts
+    )
     if accelerator.is_main_process:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "config.yaml").write_text(config_yaml)
@@ -109,7 +97,21 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
         accelerator.end_training()
-    return folder.path / "best" if state.step == total_steps or out_of_patience(run, state) else None
+    if state.step < total_steps and not out_of_patience(run, state):
+        return None
+    trainer.source.finish()
+    return folder.path / "best"
+
+
+def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
+    """Bring the trainer to where the checkpoint of `step` was."""
+    state = folder.load(trainer.accelerator, step)
+    for part in trainer.batches.written:
+        part.load(folder.at(step))
+    if state.best_step >= 0 and trainer.accelerator.is_main_process:
+        folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
+    trainer.gather()
+    return state
 
 
 def steps_of(run: RunConfig, batches: Batches) -> int:
@@ -134,23 +136,15 @@ def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int
     return rows // ours
 
 
-def _on_rank(target: Any, accelerator: Accelerator) -> Any:
-    """The target's config with this rank's device, unless the user named one."""
-    if target.device == "auto":
-        target.device = str(accelerator.device)
-    elif torch.device(target.device).type != accelerator.device.type:
-        raise UserError(
-            f"target.device is {target.device}, but accelerate trains on {accelerator.device}; leave target.device at auto"
-        )
-    return target
-
-
 def check_before_loading(run: Any) -> None:
     """What can be found wrong before a model is loaded."""
-    resolve_device(run.target.device)
-    check_there(run.target.path)
-    for source in run.data.sources:
-        data_module.source_files(source)
+    if run.features.store is None:
+        resolve_device(run.target.device)
+        check_there(run.target.path)
+        for source in run.data.sources:
+            data_module.source_files(source)
+    else:
+        manifest_of(run.features.store)
     if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():
         raise UserError(f"init_from {run.init_from} is not a drafter: it has no {OWN_FILE}")
     if run.tracker != "none" and find_spec(run.tracker) is None:
@@ -235,19 +229,21 @@ def evaluate_and_save(
     estimate, measured, calibration = evaluate(
         held_out, trainer.drafter, lambda found: trainer.artifact(found, state.step), save_candidate
     )
-    better = measured.tau > state.best_tau
+    tau = estimate.tau if measured is None else measured.tau
+    better = tau > state.best_tau
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
     if better:
-        state.best_tau, state.best_step = measured.tau, state.step
+        state.best_tau, state.best_step = tau, state.step
     save(trainer, folder, state, calibration, config_yaml)
     metrics = {
         "tau_training": estimate.tau_training, "tau_rows": estimate.tau_rows, "tau_walked": estimate.tau_walked,
-        "tau_estimated": estimate.tau, "tau_measured": measured.tau,
-        "tau_measured_low": measured.interval[0], "tau_measured_high": measured.interval[1],
-        "loop_share": held_out.loop_share,
+        "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
-        **{f"tau@{bucket}": value for bucket, value in measured.by_position.items()},
     }  # fmt: skip
+    if measured is not None:
+        low, high = measured.interval
+        metrics |= {"tau_measured": measured.tau, "tau_measured_low": low, "tau_measured_high": high}
+        metrics |= {f"tau@{bucket}": value for bucket, value in measured.by_position.items()}
     _log(state.step, trainer.total_steps, metrics, trainer.accelerator, progress, folder.path)
     return out_of_patience(trainer.run, state)
 

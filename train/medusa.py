@@ -31,6 +31,7 @@ __all__ = [
     "Run",
     "accepted_by_root",
     "calibrate",
+    "features_of",
     "make_drafter",
     "make_objective",
     "teacher_forced",
@@ -66,6 +67,11 @@ class Run(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
+def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    return (), False
+
+
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> MedusaHeads:
     """Untrained heads: each starts as the target's own head, so it guesses the next token's token."""
     drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
@@ -81,6 +87,7 @@ class MedusaObjective:
     """Medusa-1: the target is frozen, so decoding stays lossless relative to it."""
 
     taps: tuple[int, ...] = ()
+    all_last = False
 
     def __init__(self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]) -> None:
         self._config, self._num_heads, self._target_head = config, num_heads, target_head

@@ -21,6 +21,8 @@ class Objective(Protocol):
     """How a drafter learns. Nothing here averages: the loop knows the global counts, an objective only its own batch."""
 
     taps: tuple[int, ...]
+    all_last: bool
+    """Whether the last state is read at every position, not only where a reply token comes next."""
 
     def begin(self, progress: float) -> None:
         """An optimiser step begins, after this share of the run: for objectives that change on the way."""

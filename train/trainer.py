@@ -19,6 +19,7 @@ from ..heads.errors import UserError
 from ..inference.target import Target
 from .batches import Batch, Batches
 from .features import FeatureSource
+from .inputs import Inputs
 from .objectives import Objective, Sums, TrainingModule, add_sums
 from .pace import Pace
 from .parallel import gather, norm_of, prepare, twin_of
@@ -48,13 +49,12 @@ class Trainer:
         self,
         run: Any,
         method: ModuleType,
-        target: Target,
+        inputs: Inputs,
         accelerator: Accelerator,
         batches: Batches,
         total_steps: int,
-        make_source: Any,
     ) -> None:
-        """`make_source(taps)` gives the features."""
+        target = inputs.target
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
         before = drafter_before(run, target, method) if run.init_from is not None else None
@@ -62,13 +62,15 @@ class Trainer:
         if before is not None:
             warm_start(self._trained, before, run.init_from or "")
         self.objective: Objective = method.make_objective(run, target, self._trained)
-        self.source: FeatureSource = make_source(self.objective.taps)
+        self.source: FeatureSource = inputs.make_source(self.objective, batches)
         self.drafter: Any = twin_of(self._trained, accelerator)
         """Whole, whatever the engine; as new as the last `gather`."""
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
         optimizer = make_optimizer(run.optim, module)
         self.module, self.optimizer = prepare(accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm)
         parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
+        if parts and not target.whole:
+            raise UserError(f"{parts[0][0]}.share needs the target itself, to write or to read texts; leave out features.store")
         if sum(config.share for _, config, _ in parts) > 1:
             raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
         batches.written = [

@@ -15,6 +15,7 @@ from draftsmith.train.batches import Batch, Batches
 from draftsmith.train.cli import METHODS
 from draftsmith.train.data import build
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.inputs import Inputs
 from draftsmith.train.trainer import Trainer
 from safetensors.torch import save_file
 
@@ -37,7 +38,8 @@ def main() -> None:
             return batch
 
         batches.micro_batch = blanked
-    trainer = Trainer(run, method, target, accelerator, batches, 10, lambda taps: LiveTarget(target, taps))
+    inputs = Inputs(target, tables, {}, lambda objective, batches: LiveTarget(target, objective.taps))
+    trainer = Trainer(run, method, inputs, accelerator, batches, 10)
     torch.manual_seed(0)
     for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank
         parameter.data.add_(0.05 * torch.randn(parameter.shape))

@@ -1,0 +1,138 @@
+"""What a feature store knows of its target without holding it: both ends, tokenizer, fingerprint, and held-out texts.
+
+STORE/manifest.json     what the features are of, and how they lie in `shards/` (train/store.py)
+STORE/target/           config and tokenizer; ends.safetensors: embedding, head and final norm
+STORE/held_out.safetensors   prompts with the target's own greedy replies, and their features
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ..heads.errors import UserError
+from ..heads.files import checksum, read_json
+from ..heads.fingerprint import Fingerprint
+from .target import Hidden, Target, resolve_device
+
+MANIFEST = "manifest.json"
+ENDS_FILE = "ends.safetensors"
+TEXTS_FILE = "held_out.safetensors"
+
+
+@dataclass
+class HeldOutText:
+    """A prompt, the target's greedy reply, and the features of every position `[S, H]` on the CPU."""
+
+    ids: list[int]
+    start: int
+    """Where the reply begins."""
+    hidden: Hidden
+
+
+class StoredTarget(Target):
+    """A target of which only embedding, final norm and head are here; its decoder layers are shapes without numbers."""
+
+    whole = False
+
+    def __init__(self, model: nn.Module, tokenizer: Any, fingerprint: Fingerprint, sizes: dict[int, float]) -> None:
+        """`sizes`: root mean square of the taps that are stored."""
+        super().__init__(model, tokenizer, fingerprint.name)
+        self._fingerprint, self._sizes = fingerprint, sizes
+
+    def fingerprint(self) -> Fingerprint:
+        return self._fingerprint
+
+    def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
+        if missing := sorted(set(taps) - set(self._sizes)):
+            raise UserError(
+                f"the feature store has taps {sorted(self._sizes)}, not {missing}; extract again with this run's config"
+            )
+        return tuple(self._sizes[tap] for tap in taps)
+
+    def forward(self, *arguments: Any, **more: Any) -> Hidden:
+        raise UserError(f"this needs the target {self.name} itself; of a feature store there are only its embedding and head")
+
+
+def save_ends(target: Target, folder: Path) -> None:
+    """Write what `load_stored` reads: config, tokenizer, and the tensors of both ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target.model.config.save_pretrained(folder)
+    target.model.generation_config.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    wanted = [*target.model.get_input_embeddings().parameters(), *target.head_parameters]
+    if (norm := target.final_norm()) is not None:
+        wanted += norm.parameters()
+    ours = {id(parameter) for parameter in wanted}
+    tensors = {name: p.detach().cpu().contiguous() for name, p in target.model.named_parameters() if id(p) in ours}
+    save_file(tensors, folder / ENDS_FILE)
+
+
+def manifest_of(store: str | Path) -> dict[str, Any]:
+    """What `manifest.json` says; raises `UserError` where there is none."""
+    if not Path(store, MANIFEST).is_file():
+        raise UserError(f"{store} is not a feature store: it has no {MANIFEST}; write one with draftsmith data extract")
+    return read_json(Path(store, MANIFEST))
+
+
+def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
+    """The ends of the store's target. Raises `UserError` if they are incomplete or have changed."""
+    manifest, folder = manifest_of(store), Path(store, "target")
+    verify(folder / ENDS_FILE, manifest["files"][f"target/{ENDS_FILE}"])
+    config: Any = AutoConfig.from_pretrained(folder)
+    tensors = load_file(folder / ENDS_FILE)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=next(iter(tensors.values())).dtype)
+    place = resolve_device(device)
+    for name, tensor in tensors.items():
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, nn.Parameter(tensor.to(place), requires_grad=False))
+    model.tie_weights()
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    ends = [*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()]
+    if any(parameter.is_meta for parameter in ends):
+        raise UserError(f"{folder / ENDS_FILE} lacks the embedding or the head; extract again")
+    sizes = {int(tap): size for tap, size in manifest["tap_sizes"].items()}
+    return StoredTarget(model, AutoTokenizer.from_pretrained(folder), Fingerprint(**manifest["target"]), sizes)
+
+
+def verify(path: Path, expected: str) -> None:
+    """Demand that a file of a store is what was written. Raises `UserError`."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing from the feature store; run draftsmith data extract again to fill it in")
+    if checksum(path) != expected:
+        raise UserError(f"{path} is damaged (its SHA-256 differs); delete it and run draftsmith data extract again")
+
+
+def save_texts(texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path) -> None:
+    """Write held-out texts with their features, in the order given."""
+    tensors: dict[str, Tensor] = {
+        "lengths": torch.tensor([len(text.ids) for text in texts]),
+        "starts": torch.tensor([text.start for text in texts]),
+        "ids": torch.tensor([i for text in texts for i in text.ids]),
+        "last": torch.cat([text.hidden.last for text in texts]).to(dtype),
+    }
+    for place, tap in enumerate(taps):
+        tensors[f"tap{tap}"] = torch.cat([text.hidden.taps[place] for text in texts]).to(dtype)
+    save_file(tensors, path)
+
+
+def load_texts(store: str | Path) -> list[HeldOutText]:
+    """The held-out texts of a store."""
+    manifest, path = manifest_of(store), Path(store, TEXTS_FILE)
+    verify(path, manifest["files"][TEXTS_FILE])
+    tensors = load_file(path)
+    lengths = tensors["lengths"].tolist()
+    split = {name: tensor.split(lengths) for name, tensor in tensors.items() if name not in ("lengths", "starts")}
+    taps = [split[f"tap{tap}"] for tap in manifest["taps"]]
+    return [
+        HeldOutText(split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps)))
+        for i, start in enumerate(tensors["starts"].tolist())
+    ]

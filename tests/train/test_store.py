@@ -1,0 +1,250 @@
+"""Stored features: training from them is training from the target; they resume, fill their gaps, and replay drafters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.stored import load_stored, load_texts
+from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.train.store import encoded
+
+from tests.conftest import tiny_target
+from tests.train.test_faults import command_of, curve, disturb, flip
+from tests.train.test_loop import environment, launch, make_config, train, weights
+
+PLAIN = {"distill": {"rollouts": {}, "errors": {}}, "eagle": {"errors": {}}}
+
+
+def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
+    """As in test_loop, without texts written on the way, and with a student that needs no target to be made."""
+    folder.mkdir(exist_ok=True)
+    more = dict(PLAIN.get(method, {}))
+    if method == "distill":
+        student = folder.parent / "student"
+        if not student.is_dir():
+            small = tiny_target(seed=5, num_hidden_layers=1)
+            small.model.save_pretrained(student)
+            small.tokenizer.save_pretrained(student)
+        more["student"] = {"path": str(student)}
+    return make_config(folder, target, method, **(more | changes))
+
+
+def extract(config: Path, store: Path, method: str, *options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", method.rstrip("1"), "--run", str(config)]
+    command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle1", "distill"])
+def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+    """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's weights are gone by then."""
+    target = tmp_path / "target"
+    shutil.copytree(saved_tiny, target)
+    live = config_for(tmp_path / "live", target, method)
+    train(live, method=method)
+    extract(live, tmp_path / "store", method, "--dtype", "float32")
+    shutil.rmtree(target)
+    for source in ("train.jsonl", "held.jsonl"):
+        (tmp_path / "live" / source).unlink()
+    stored = config_for(tmp_path / "stored", target, method, features={"store": str(tmp_path / "store")})
+    done = train(stored, method=method)
+    one, other = curve(tmp_path / "live"), curve(tmp_path / "stored")
+    assert one.keys() == other.keys() == set(range(1, 21))
+    for step in one:
+        assert one[step] == pytest.approx(other[step], rel=1e-5, abs=1e-6), step
+    assert "tau_measured" not in done.stdout and "tau_estimated" in done.stdout
+    estimates = [
+        [row["tau_estimated"] for row in map(json.loads, (tmp_path / name / "run" / "metrics.jsonl").open()) if "tau_rows" in row]
+        for name in ("live", "stored")
+    ]
+    assert estimates[0] == pytest.approx(estimates[1])
+
+
+def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> None:
+    """The first loss differs by what rounding the features does."""
+    config = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=1)
+    train(config, method="eagle")
+    exact = curve(tmp_path / "live")[1][0]
+    sizes = {}
+    for dtype, limit in (("bfloat16", 0.01), ("fp8", 0.05)):
+        store = tmp_path / dtype
+        extract(config, store, "eagle", "--dtype", dtype)
+        sizes[dtype] = sum(path.stat().st_size for path in (store / "shards").glob("*.safetensors"))
+        stored = config_for(tmp_path / f"from-{dtype}", saved_tiny, "eagle", max_steps=1, features={"store": str(store)})
+        train(stored, method="eagle")
+        difference = abs(curve(tmp_path / f"from-{dtype}")[1][0] - exact)
+        assert 0 < difference < limit * exact, (dtype, difference)
+    assert sizes["fp8"] < 0.75 * sizes["bfloat16"]
+
+
+def test_fp8_has_a_scale_for_each_position() -> None:
+    states = torch.randn(5, 16) * torch.tensor([1e-4, 1.0, 30.0, 1e4, 0.0])[:, None]
+    tensors = encoded("last", states, "fp8")
+    back = tensors["last"].float() * tensors["last_scale"][:, None]
+    assert (
+        torch.allclose(back, states, rtol=0.07, atol=0)
+        or float(((back - states).norm(dim=-1) / (states.norm(dim=-1) + 1e-9)).max()) < 0.04
+    )
+    assert float(tensors["last"].float().abs().max()) == 448
+
+
+def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: Path) -> None:
+    """Two workers write what one writes, to the bit; a second call writes what is missing and touches nothing else."""
+    config = config_for(tmp_path / "run", saved_tiny, "eagle")
+    extract(config, tmp_path / "one", "eagle")
+    arguments = ["data", "extract", "--method", "eagle", "--run", config, "--out", tmp_path / "two", "--rows-per-shard", "3"]
+    done = launch("-m", "draftsmith.train", *arguments, ranks=2)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (sorted((tmp_path / name / "shards").glob("*.safetensors")) for name in ("one", "two"))
+    assert [p.name for p in one] == [p.name for p in two] and len(one) > 3
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+    written = {path: path.stat().st_mtime_ns for path in one}
+    one[1].with_suffix(".json").unlink()  # as after a kill between a shard and its note
+    one[2].unlink()
+    one[2].with_suffix(".json").unlink()
+    extract(config, tmp_path / "one", "eagle")
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
+    assert [path for path in one if path.stat().st_mtime_ns != written[path]] == one[1:3]
+    other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
+    with pytest.raises(AssertionError, match="holds features of another run"):
+        extract(other, tmp_path / "one", "eagle")
+
+
+def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) -> None:
+    config = config_for(tmp_path / "run", saved_tiny, "medusa")
+    store = tmp_path / "store"
+    extract(config, store, "medusa")
+
+    def refusal(method: str = "medusa", **changes: Any) -> str:
+        config = config_for(tmp_path / "run", saved_tiny, method, features={"store": str(store)}, **changes)
+        done = launch("-m", "draftsmith.train", method.rstrip("1"), "--config", config)
+        assert done.returncode != 0
+        return done.stderr
+
+    assert "has taps [], not [0, 1]; extract again" in refusal("eagle")
+    assert "has last states for replies only, EAGLE-1 reads them everywhere" in refusal("eagle1")
+    assert "was extracted with seed 0, this run has 3" in refusal(seed=3)
+    shard = store / "shards" / "shard-000001.safetensors"
+    flip(shard)
+    assert "shard-000001.safetensors is damaged (its SHA-256 differs)" in refusal()
+    shard.write_bytes(shard.read_bytes()[:-5])
+    assert "shard-000001.safetensors is damaged" in refusal()
+    shard.unlink()
+    assert "is missing from the feature store" in refusal()
+    flip(store / "target" / "ends.safetensors")
+    assert "ends.safetensors is damaged" in refusal()
+    flip(store / "held_out.safetensors")
+    with pytest.raises(UserError, match="held_out.safetensors is damaged"):
+        load_texts(store)
+    (store / "manifest.json").unlink()
+    assert "is not a feature store" in refusal()
+
+
+def test_killed_and_resumed_from_a_store_is_bit_identical(tmp_path: Path, saved_tiny: Path) -> None:
+    config = config_for(tmp_path / "whole", saved_tiny, "eagle")
+    store = tmp_path / "store"
+    extract(config, store, "eagle")
+    for name in ("whole", "broken"):
+        config = config_for(tmp_path / name, saved_tiny, "eagle", features={"store": str(store)})
+        if name == "broken":
+            disturb(command_of(config, "eagle"), 8, signal.SIGKILL)
+        train(config, method="eagle")
+    one, other = weights(tmp_path / "whole" / "run", 20), weights(tmp_path / "broken" / "run", 20)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
+    config = config_for(tmp_path / "one", saved_tiny, "eagle", accumulation=4)
+    extract(config, tmp_path / "store", "eagle", "--dtype", "float32")
+    for name, ranks in (("one", 1), ("two", 2)):
+        features = {"store": str(tmp_path / "store")}
+        config = config_for(tmp_path / name, saved_tiny, "eagle", accumulation=4 // ranks, features=features)
+        train(config, ranks=ranks, method="eagle")
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert all(one[step] == pytest.approx(two[step], abs=1e-4) for step in one)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+    """fp32, chains and trees: every round of every text."""
+    config = config_for(tmp_path / "run", saved_tiny, method)
+    train(config, method=method)
+    store, drafter = tmp_path / "store", str((tmp_path / "run" / "run" / "best").resolve())
+    extract(config, store, method, "--dtype", "float32")
+    settings = {"medusa": ["nodes=2", "nodes=6"], "eagle": ["length=3,width=1", "nodes=8,width=3"], "distill": ["length=3"]}
+    specs = [f"{drafter}:{setting}" for setting in settings[method]]
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "draftsmith.train.cli", "evaluate", "--features", str(store), "--json", str(out)]
+    for spec in specs:
+        command += ["--drafter", spec]
+    code = "import sys; from draftsmith.train.cli import main; main(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(out.read_text())["drafters"]
+    assert len(report) == len(specs)
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    longest = yaml.safe_load(config.read_text())["evaluation"]["max_new_tokens"]
+    for spec, found in zip(specs, report.values(), strict=True):
+        proposer = load_proposer(spec, target, print)
+        texts = load_texts(store)
+        decoded = [kept_per_round(generate_one(target, proposer, text.ids[: text.start], longest)) for text in texts]
+        assert found["kept"] == decoded
+    assert load_stored(store).whole is False
+
+
+def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, saved_tiny: Path) -> None:
+    """Extractor and trainer side by side; then again with both of them killed on the way."""
+    live = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=40)
+    train(live, method="eagle")
+    config = config_for(tmp_path / "ring", saved_tiny, "eagle", max_steps=40, features={"store": str(tmp_path / "store")})
+    command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(live), "--out"]
+    command += [str(tmp_path / "store"), "--rows-per-shard", "3", "--ring", "3", "--dtype", "float32"]
+    shards, most, over = tmp_path / "store" / "shards", [0], threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            files = [path for path in shards.glob("*.safetensors")] if shards.is_dir() else []
+            files += list(shards.glob(".*.partial")) if shards.is_dir() else []
+            most[0] = max(most[0], len([path for path in files if "json" not in path.name]))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = lambda: subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)  # noqa: E731
+    extractor = start()
+    try:
+        while not (tmp_path / "store" / "manifest.json").is_file():
+            assert extractor.poll() is None
+            time.sleep(0.1)
+        disturb(command_of(config, "eagle"), 13, signal.SIGKILL)
+        extractor.kill()
+        extractor.wait()
+        extractor = start()
+        train(config, method="eagle")
+        assert extractor.wait(60) == 0, "the trainer's end is the extractor's"
+    finally:
+        extractor.kill()
+        over.set()
+        watcher.join()
+    assert 2 <= most[0] <= 4
+    one, other = curve(tmp_path / "live"), curve(tmp_path / "ring")
+    assert one.keys() == other.keys()
+    for step in one:
+        assert one[step] == pytest.approx(other[step], rel=1e-5, abs=1e-6), step

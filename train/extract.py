@@ -1,0 +1,155 @@
+"""`draftsmith data extract`: run the target once over the data of a training run and keep its features on disk.
+
+Any number of workers: each writes its own shards, and a second call with the same arguments writes those that are missing. With
+`--ring N` there are never more than N shards: this command then runs beside the training, which reads them as they come.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from ..heads.errors import UserError
+from ..heads.files import checksum, read_json, whole_directory, whole_file, write_json
+from ..inference.metrics import repeats_itself
+from ..inference.stored import ENDS_FILE, MANIFEST, TEXTS_FILE, save_ends, save_texts
+from ..inference.target import Target, load_target
+from . import data as data_module
+from .arguments import parse
+from .batches import Batches, collate
+from .cli import METHODS
+from .config import RunConfig
+from .evaluation import held_out_prompts, write_text
+from .features import LiveTarget
+from .inputs import on_rank
+from .loop import check_before_loading
+from .parallel import on_main
+from .provenance import provenance
+from .store import Layout, ShardWriter, StoreType, shard_path, shards_to_write, tell, wanted
+
+log = logging.getLogger(__name__)
+
+EXAMPLE = "draftsmith data extract --method eagle --run configs/eagle/quickstart.yaml --out runs/quickstart/store"
+SCHEMA = 1
+
+
+@dataclass
+class Options:
+    """Store the target's features for a training run, so that it needs no target: only what its method reads.
+
+    With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE --out STORE
+    """
+
+    method: Literal["medusa", "eagle", "distill"]
+    run: str
+    """The run's config file; its target, data, heads, seed and evaluation are used."""
+    out: str
+    """Folder of the store."""
+    dtype: StoreType = "bfloat16"
+    """float32, bfloat16, or fp8 (e4m3 with a scale for each position: half of bfloat16)."""
+    rows_per_shard: int = 64
+    """Packed rows in a shard."""
+    ring: int | None = None
+    """Keep at most this many shards, those that the training which runs beside this needs next."""
+
+    def __post_init__(self) -> None:
+        if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):
+            raise UserError("rows_per_shard must be at least 1, ring at least 2: one shard is read while the next is written")
+
+
+def run(options: Options) -> None:
+    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
+    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run", EXAMPLE)
+    check_before_loading(config)
+    accelerator = Accelerator(mixed_precision="no")
+    target = load_target(on_rank(config.target, accelerator))
+    taps, all_last = method.features_of(config, target)
+    layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
+    store = Path(options.out)
+    tables = on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
+    tables = data_module.load(store / "data")
+    batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
+    on_main(accelerator, lambda: begin(store, options, config, target, layout, batches, tables))
+    if layout.ring is not None:
+        on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)  # a former run came to its end
+    write_shards(store, layout, LiveTarget(target, taps), batches, config.batch_rows, accelerator)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+        log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
+    accelerator.end_training()
+
+
+def begin(
+    store: Path, options: Options, config: RunConfig, target: Target, layout: Layout, batches: Batches, tables: data_module.Tables
+) -> None:
+    """Everything but the shards, or the check that what stands there is for the same run."""
+    facts = {
+        "schema": SCHEMA,
+        "method": options.method,
+        "target": target.fingerprint().as_dict(),
+        "layout": {**asdict(layout), "taps": list(layout.taps)},
+        "taps": list(layout.taps),
+        "max_length": config.data.max_length,
+        "seed": config.seed,
+        "packs": batches.packs,
+        "tables": read_json(store / "data" / "counts.json")["key"],
+        "held_out": {"prompts": config.evaluation.prompts, "max_new_tokens": config.evaluation.max_new_tokens},
+    }
+    if (store / MANIFEST).is_file():
+        before = read_json(store / MANIFEST)
+        for name, value in facts.items():
+            if before.get(name) != value:
+                raise UserError(f"{store} holds features of another run ({name} differs); choose another folder")
+        return
+    if (store / "shards").exists():
+        shutil.rmtree(store / "shards")  # of a run that died before there was a manifest
+    (store / "shards").mkdir(parents=True)
+    with whole_directory(store / "target") as aside:
+        save_ends(target, aside)
+    prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
+    progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+    texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
+    exact = torch.float32 if options.dtype == "float32" else torch.bfloat16
+    with whole_file(store / TEXTS_FILE) as aside:
+        save_texts(texts, layout.taps, exact, aside)
+    more = {
+        "tap_sizes": dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)),
+        "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
+        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "counts": tables.counts,
+        "files": {name: checksum(store / name) for name in (f"target/{ENDS_FILE}", TEXTS_FILE)},
+        "provenance": provenance(),
+    }
+    with whole_file(store / MANIFEST) as aside:
+        write_json(aside, facts | more)
+
+
+def write_shards(store: Path, layout: Layout, source: LiveTarget, batches: Batches, rows: int, accelerator: Accelerator) -> None:
+    """This worker's shards."""
+    whole = layout.ring is None
+    shards = -(-batches.packs // layout.rows_per_shard)
+    progress = tqdm(
+        total=shards if whole else None, desc="extracting", unit=" shards", disable=None if accelerator.is_main_process else True
+    )
+    for index in shards_to_write(store, layout, shards, accelerator.process_index, accelerator.num_processes):
+        first = index * layout.rows_per_shard
+        last = min(first + layout.rows_per_shard, batches.packs) if whole else first + layout.rows_per_shard
+        writer = ShardWriter(layout)
+        for start in range(first, last, rows):
+            numbers = tuple(range(start, min(start + rows, last)))
+            packs = numbers if whole else [batches.pack_of(number) for number in numbers]
+            writer.add(source.features(collate([batches.pack(pack) for pack in packs], numbers)))
+        writer.write(shard_path(store, index))
+        progress.update(accelerator.num_processes if whole else 1)
+        if not whole:
+            progress.set_postfix(wanted_row=wanted(store)[0])
+    progress.close()

@@ -1,0 +1,202 @@
+"""`draftsmith data plan`: bytes, GPU-hours and GPU memory of a training run, from the configs alone, before anything runs.
+
+Everything is arithmetic on shapes: the target and the drafter are built without numbers. What is assumed is printed beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..heads.ends import TargetEnds
+from ..heads.errors import UserError
+from ..heads.files import whole_file, write_json
+from .arguments import parse
+from .cli import METHODS
+from .pace import PEAK_TFLOPS
+
+EXAMPLE = "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 --gpu H100 --gpus 8"
+TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
+STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments
+DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
+
+
+@dataclass
+class Options:
+    """What a training run will cost: feature bytes, GPU-hours of each stage, memory of one GPU."""
+
+    method: Literal["medusa", "eagle", "distill"]
+    run: str
+    """The run's config file; its target, heads (or student), objective and batch are used."""
+    tokens: float = 1e9
+    """Tokens of data, prompts included."""
+    reply_share: float = 1.0
+    """Share of them that the target writes."""
+    gpu: str = "H100"
+    """GPU, as its data sheet names it."""
+    gpus: int = 8
+    """How many."""
+    mfu: float = 0.4
+    """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
+    json: str | None = None
+    """Write the numbers to this file."""
+
+    def __post_init__(self) -> None:
+        if self.gpu not in PEAK_TFLOPS:
+            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(PEAK_TFLOPS)}")
+        if self.tokens <= 0 or self.gpus < 1 or not 0 < self.mfu <= 1 or not 0 < self.reply_share <= 1:
+            raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the arithmetic needs of a target and its drafter."""
+
+    hidden: int
+    target_params: int
+    active_params: int
+    """Parameters that one token passes through; fewer than all in a mixture of experts."""
+    vocab: int
+    drafter_params: int
+    taps: int
+    all_last: bool
+    steps: int
+    """Passes of the drafter over a position in training."""
+
+
+def run(options: Options) -> None:
+    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
+    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data plan --run", EXAMPLE)
+    shape = shape_of(options.method, method, config)
+    plan = plan_for(shape, options, config)
+    if options.json is not None:
+        with whole_file(options.json) as aside:
+            write_json(aside, {"options": asdict(options), "shape": asdict(shape), "plan": plan})
+    show(shape, plan, options)
+
+
+class ConfigOnly:
+    """A target's config under the names that methods ask a target by."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config.get_text_config()
+        self.num_layers = self.config.num_hidden_layers
+
+
+def shape_of(name: str, method: Any, config: Any) -> Shape:
+    """Target and drafter by their shapes. Raises `UserError` where no config is to be had."""
+    model_config = _config_at(config.target.path, config.target.trust_remote_code)
+    target = ConfigOnly(model_config)
+    model = _empty(model_config)
+    total = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    used, there = (getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts"))
+    there = there or getattr(target.config, "num_local_experts", None)
+    active = total - experts + (experts * used // there if used and there else experts)
+    taps, all_last = method.features_of(config, target)
+    drafter, steps = _drafter(name, config, target, model)
+    return Shape(target.config.hidden_size, total, active, target.config.vocab_size, drafter, len(taps), all_last, steps)
+
+
+def _drafter(name: str, config: Any, target: ConfigOnly, model: Any) -> tuple[int, int]:
+    """Trained parameters of the run's drafter, and passes over a position."""
+    size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
+    nothing = TargetEnds(lambda ids: ids, lambda last: last)  # type: ignore[arg-type,return-value]
+    if name == "eagle":
+        from ..heads.eagle import EagleDrafter, shape_for
+
+        shape = shape_for(config.heads, target.config)
+        with torch.device("meta"):
+            return size(EagleDrafter(shape, nothing)), config.objective.resolved(shape.version).steps
+    if name == "medusa":
+        from ..heads.medusa import MedusaHeads
+
+        with torch.device("meta"):
+            return size(MedusaHeads(config.heads, target.config.hidden_size, target.config.vocab_size, nothing.head)), 1
+    if (path := config.student.path or config.student.config) is not None:
+        return size(_empty(_config_at(path, False))), 1
+    ends = size(model.get_input_embeddings()) + size(model.get_output_embeddings())
+    share = (config.student.layers or target.num_layers) / target.num_layers
+    return round(ends + share * (size(model) - ends)), 1
+
+
+def _config_at(path: str, trust: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot read the config of {path!r}: {reason}; a folder with its config.json is enough") from error
+
+
+def _empty(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
+    """Bytes, GPU-hours and bytes of GPU memory."""
+    last = 1.0 if shape.all_last else options.reply_share
+    per_token = 2 * shape.hidden * (shape.taps + last)
+    hours = 3600 * PEAK_TFLOPS[options.gpu] * 1e12
+    positions = config.batch_rows * config.data.max_length
+    chunk = getattr(config.objective, "rows_per_chunk", 1024)
+    activations = positions * (shape.taps + 2) * shape.hidden * 2 + positions * shape.steps * shape.hidden * 4 * 20
+    return {
+        "feature_bytes_per_token": per_token,
+        "feature_bytes": per_token * options.tokens,
+        "feature_bytes_fp8": per_token * options.tokens / 2,
+        "regenerate_gpu_hours": 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE),
+        "extract_gpu_hours": 2 * shape.active_params * options.tokens / (hours * options.mfu),
+        "train_gpu_hours": 6 * shape.drafter_params * shape.steps * options.tokens * config.epochs / (hours * options.mfu),
+        "target_bytes": 2.0 * shape.target_params,
+        "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
+        "activation_bytes": float(activations + 3 * chunk * shape.steps * shape.vocab * 4),
+    }
+
+
+def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
+    """Print the plan, and what to do where it asks for too much."""
+    states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
+    target = plan["target_bytes"]
+    table = Table("what", "how much", "of it")
+    for what, amount, remark in (
+        ("stored features", size(plan["feature_bytes"]), f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"),
+        ("stored in fp8", size(plan["feature_bytes_fp8"]), ""),
+        ("regenerate replies", hours(plan["regenerate_gpu_hours"]), f"decoding at {DECODE_SHARE:.0%} of peak"),
+        ("extract features", hours(plan["extract_gpu_hours"]), f"forward at {options.mfu:.0%} of peak; live or ring: each epoch"),
+        ("train the drafter", hours(plan["train_gpu_hours"]), f"{count(shape.drafter_params)}, {shape.steps} passes a position"),
+        ("GPU memory: target", size(target), f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU"),
+        ("GPU memory: drafter", size(plan["drafter_bytes"]), "fp32 weights, gradients, AdamW's moments"),
+        ("GPU memory: activations", size(plan["activation_bytes"]), "a rough upper bound for one forward pass of a rank"),
+    ):
+        table.add_row(what, amount, remark)
+    total = sum(plan[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train"))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu}, {total / options.gpus:,.1f} hours on {options.gpus}. "
+        "Estimates from shapes; nothing was run."
+    )
+    if plan["feature_bytes"] > TOO_MUCH:
+        console.print(
+            f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: train live, or keep a bounded ring "
+            "beside the training (draftsmith data extract --ring 8)."
+        )
+
+
+def size(bytes_: float) -> str:
+    return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
+
+
+def hours(gpu_hours: float) -> str:
+    return f"{gpu_hours:,.1f} GPU-hours"
+
+
+def count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M parameters"

@@ -27,7 +27,8 @@ class Fingerprint:
     weights_hash: str
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any, name: str) -> Fingerprint:
+    def of(cls, model: nn.Module, tokenizer: Any, name: str, weights: str | None = None) -> Fingerprint:
+        """`weights`: their hash, where the model no longer has them whole."""
         config: Any = model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         return cls(
@@ -38,7 +39,7 @@ class Fingerprint:
             vocab_size=config.vocab_size,
             tokenizer_hash=tokenizer_hash(tokenizer),
             template_hash=_digest(str(getattr(tokenizer, "chat_template", None))) if tokenizer is not None else "",
-            weights_hash=weights_hash(model),
+            weights_hash=weights or weights_hash(model),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
@@ -22,6 +22,7 @@ from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
 from .cache import TreeCache, visible_slots
+from .spread import load_spread
 from .tree import TreeShape
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class TargetConfig:
     """LoRA adapter folder, merged into the weights on load (needs peft)."""
     attention: str | None = None
     """Attention implementation to ask transformers for; its own choice if not given."""
+    spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
+    """whole: a copy on every rank; fsdp: each decoder layer shared by all ranks; tensor: every layer split between them
+    (tensor parallelism, where the model has a plan); devices: laid over this process's GPUs, for one process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources that you trust."""
 
@@ -84,6 +88,9 @@ class Target:
             self.model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
+        self.spread = "whole"
+        """How it lies on ranks and devices, see `TargetConfig`."""
+        self._digest: str | None = None
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
         output = self.model.get_output_embeddings()
@@ -158,8 +165,13 @@ class Target:
         """The penalty that `generate` would apply of its own accord; 1 is none."""
         return getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
 
+    @property
+    def together(self) -> bool:
+        """Whether a forward is one of all ranks: each has to make as many as the others."""
+        return self.spread in ("fsdp", "tensor")
+
     def fingerprint(self) -> Fingerprint:
-        return Fingerprint.of(self.model, self.tokenizer, self.name)
+        return Fingerprint.of(self.model, self.tokenizer, self.name, self._digest)
 
     @property
     def ends(self) -> TargetEnds:
@@ -388,17 +400,28 @@ def load_target(config: TargetConfig) -> Target:
         path = read_json(Path(path, "adapter_config.json")).get("base_model_name_or_path") or ""
         check_there(path)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+    if config.spread == "whole" and device.type == "cuda":
+        options["device_map"] = {"": device}  # straight to its place, quantised or not
     if config.attention is not None:
         options["attn_implementation"] = config.attention
+    if adapter is not None and config.spread != "whole":
+        raise UserError("an adapter is merged into a whole model; merge and save it first, or leave out target.spread")
+    digest = None
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        if config.spread == "whole":
+            model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+        else:
+            model, digest = load_spread(config.spread, path, device, options)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot load target {path!r}: {first_line}") from error
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    target = Target(model.to(device), tokenizer, config.path)
+    if config.spread == "whole" and not getattr(model, "is_quantized", False):  # a quantised model is placed as it is loaded
+        model = model.to(device)
+    target = Target(model, tokenizer, config.path)
+    target.spread, target._digest = config.spread, digest
     target.check_head()
     target.check_tree()
     if target.processors:

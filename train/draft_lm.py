@@ -94,6 +94,8 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
             raise UserError("init_from and student exclude each other; leave out student")
         student = before.drafter.requires_grad_(True)
         place(student, target.device, torch.float32)
+    elif target.together and run.student.path is None and run.student.config is None:
+        raise UserError("a student is cut from a whole target; give student.path, or leave out target.spread")
     elif not target.whole and run.student.path is None and run.student.config is None:
         raise UserError("a student is cut from the target itself; give student.path, or leave out features.store")
     else:

@@ -91,14 +91,16 @@ class HeldOut:
     ) -> None:
         """`texts`: all of them, where they have been written before (a feature store)."""
         self._target, self._config, self._accelerator, self._method = target, config, accelerator, method
-        mine = slice(accelerator.process_index, None, accelerator.num_processes)
+        # Ranks that make every forward together all hold all texts; others share them.
+        mine = slice(None) if target.together else slice(accelerator.process_index, None, accelerator.num_processes)
+        self._gather = (lambda found: found) if target.together else gather_object
         if texts is not None:
             self.texts = texts[mine]
         else:
             prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[mine]
             progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
             self.texts = [write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress]
-        loops = gather_object([repeats_itself(text.ids[text.start :]) for text in self.texts])
+        loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
 
     def _there(self, text: HeldOutText, weight: Tensor) -> tuple[Tensor, Hidden]:
@@ -113,7 +115,7 @@ class HeldOut:
         for text in self.texts:
             ids, hidden = self._there(text, weight)
             outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), text.start))
-        outcomes = gather_object(outcomes)
+        outcomes = self._gather(outcomes)
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
 
     def estimate(self, artifact: Artifact, outcomes: list[tuple[Tensor, int]]) -> Estimate:
@@ -138,7 +140,7 @@ class HeldOut:
         for text in self.texts:
             ids, hidden = self._there(text, weight)
             kept.append(rounds_on_text(proposer, ids, text.start, hidden))
-        return gather_object(kept)
+        return self._gather(kept)
 
     def measure(self, drafter_folder: Path) -> Measurement | None:
         """Decode the prompts with the drafter just saved, loaded back as a user would; None without a target to decode with."""
@@ -151,7 +153,7 @@ class HeldOut:
                 self._target, proposer, text.ids[: text.start], self._config.max_new_tokens, sampling=SAMPLING
             )
             results.append((text.start, kept_per_round(generation), generation.token_ids == text.ids[text.start :]))
-        results = gather_object(results)
+        results = self._gather(results)
         kept = [rounds for _, rounds, _ in results]
         by_position = tau_by_position([(start, rounds) for start, rounds, _ in results])
         return Measurement(kept, tau(kept), bootstrap(kept, tau), sum(not equal for *_, equal in results), by_position)

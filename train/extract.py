@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +22,7 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import checksum, read_json, whole_directory, whole_file, write_json
 from ..inference.metrics import repeats_itself
-from ..inference.stored import ENDS_FILE, MANIFEST, TEXTS_FILE, save_ends, save_texts
+from ..inference.stored import ENDS_FILE, MANIFEST, TEXTS_FILE, HeldOutText, save_ends, save_texts
 from ..inference.target import Target, load_target
 from . import data as data_module
 from .arguments import parse
@@ -71,16 +73,22 @@ def run(options: Options) -> None:
     check_before_loading(config)
     accelerator = Accelerator(mixed_precision="no")
     target = load_target(on_rank(config.target, accelerator))
+    if target.together and options.ring is not None:
+        raise UserError(f"a ring's workers go their own ways, target.spread={target.spread} needs them together; use devices")
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
     tables = on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
     tables = data_module.load(store / "data")
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
-    on_main(accelerator, lambda: begin(store, options, config, target, layout, batches, tables))
+    held_out = partial(judge_texts, config, target, layout, tables)
+    if target.together and not on_main(accelerator, (store / MANIFEST).is_file):
+        found = held_out()  # by all ranks, which then are the first one's to write down
+        held_out = lambda: found  # noqa: E731
+    on_main(accelerator, lambda: begin(store, options, config, target, layout, batches, tables, held_out))
     if layout.ring is not None:
         on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)  # a former run came to its end
-    write_shards(store, layout, LiveTarget(target, taps), batches, config.batch_rows, accelerator)
+    write_shards(store, layout, LiveTarget(target, taps), batches, config.batch_rows, accelerator, target.together)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
@@ -88,8 +96,25 @@ def run(options: Options) -> None:
     accelerator.end_training()
 
 
+def judge_texts(
+    config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables
+) -> tuple[list[HeldOutText], dict[int, float]]:
+    """The held-out texts with their features, and the sizes of the taps."""
+    prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
+    progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+    texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
+    return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True))
+
+
 def begin(
-    store: Path, options: Options, config: RunConfig, target: Target, layout: Layout, batches: Batches, tables: data_module.Tables
+    store: Path,
+    options: Options,
+    config: RunConfig,
+    target: Target,
+    layout: Layout,
+    batches: Batches,
+    tables: data_module.Tables,
+    held_out: Callable[[], tuple[list[HeldOutText], dict[int, float]]],
 ) -> None:
     """Everything but the shards, or the check that what stands there is for the same run."""
     facts = {
@@ -115,14 +140,12 @@ def begin(
     (store / "shards").mkdir(parents=True)
     with whole_directory(store / "target") as aside:
         save_ends(target, aside)
-    prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
-    progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
-    texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
+    texts, sizes = held_out()
     exact = torch.float32 if options.dtype == "float32" else torch.bfloat16
     with whole_file(store / TEXTS_FILE) as aside:
         save_texts(texts, layout.taps, exact, aside)
     more = {
-        "tap_sizes": dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)),
+        "tap_sizes": sizes,
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "counts": tables.counts,
@@ -133,23 +156,39 @@ def begin(
         write_json(aside, facts | more)
 
 
-def write_shards(store: Path, layout: Layout, source: LiveTarget, batches: Batches, rows: int, accelerator: Accelerator) -> None:
-    """This worker's shards."""
-    whole = layout.ring is None
+def write_shards(
+    store: Path, layout: Layout, source: LiveTarget, batches: Batches, rows: int, accelerator: Accelerator, together: bool
+) -> None:
+    """This worker's shards. Workers that make every forward `together` go through as many, and drop what is not theirs."""
+    whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes
     shards = -(-batches.packs // layout.rows_per_shard)
+    if together:
+        mine = in_step(on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1))), rank, ranks)
+    else:
+        mine = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
     progress = tqdm(
         total=shards if whole else None, desc="extracting", unit=" shards", disable=None if accelerator.is_main_process else True
     )
-    for index in shards_to_write(store, layout, shards, accelerator.process_index, accelerator.num_processes):
+    for index, ours in mine:
         first = index * layout.rows_per_shard
         last = min(first + layout.rows_per_shard, batches.packs) if whole else first + layout.rows_per_shard
         writer = ShardWriter(layout)
-        for start in range(first, last, rows):
-            numbers = tuple(range(start, min(start + rows, last)))
+        for start in range(first, first + layout.rows_per_shard if together else last, rows):
+            numbers = tuple(range(start, min(start + rows, last))) or (last - 1,)
             packs = numbers if whole else [batches.pack_of(number) for number in numbers]
-            writer.add(source.features(collate([batches.pack(pack) for pack in packs], numbers)))
-        writer.write(shard_path(store, index))
-        progress.update(accelerator.num_processes if whole else 1)
+            features = source.features(collate([batches.pack(pack) for pack in packs], numbers))
+            if start < last:
+                writer.add(features)
+        if ours:
+            writer.write(shard_path(store, index))
+        progress.update(ranks if whole else 1)
         if not whole:
             progress.set_postfix(wanted_row=wanted(store)[0])
     progress.close()
+
+
+def in_step(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
+    """A shard for each rank at a time, and whether it is to be written: one that has none left goes through another's."""
+    for start in range(0, len(missing), ranks):
+        group = missing[start : start + ranks]
+        yield group[min(rank, len(group) - 1)], rank < len(group)

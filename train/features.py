@@ -6,13 +6,13 @@ Shapes: B packed rows, S positions, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..inference.target import Target
+from ..inference.target import Hidden, Target
 from .batches import Batch
 
 
@@ -49,10 +49,26 @@ class LiveTarget:
     @torch.no_grad()
     def features(self, batch: Batch) -> Features:
         device = self._target.device
-        hidden = self._target.forward(
-            batch.ids.to(device, non_blocking=True), batch.positions.to(device, non_blocking=True), taps=self._taps
-        )
+        ids, positions = batch.ids.to(device, non_blocking=True), batch.positions.to(device, non_blocking=True)
+        if self._target.spread == "tensor":
+            hidden = self._in_turn(ids, positions)
+        else:
+            hidden = self._target.forward(ids, positions, taps=self._taps)
         return Features(batch, hidden.last, hidden.taps)
+
+    def _in_turn(self, ids: Tensor, positions: Tensor) -> Hidden:
+        """A model split within its layers runs one batch at a time, by all ranks: each rank's in turn, which keeps it."""
+        ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        shapes: list[Any] = [None] * ranks
+        torch.distributed.all_gather_object(shapes, tuple(ids.shape))
+        own = None
+        for turn, shape in enumerate(shapes):
+            both = torch.stack([ids, positions]) if turn == rank else ids.new_empty(2, *shape)
+            torch.distributed.broadcast(both, turn)
+            hidden = self._target.forward(both[0], both[1], taps=self._taps)
+            own = hidden if turn == rank else own
+        assert own is not None
+        return own
 
     def finish(self) -> None: ...
 

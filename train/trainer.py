@@ -74,7 +74,8 @@ class Trainer:
         if sum(config.share for _, config, _ in parts) > 1:
             raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
         batches.written = [
-            Written(name, config, self._up_to_date(write), batches, accelerator, total_steps) for name, config, write in parts
+            Written(name, config, self._up_to_date(write), batches, accelerator, total_steps, target.together)
+            for name, config, write in parts
         ]
         self.provenance = provenance()
         self.pace = Pace(target.device, accelerator.num_processes)

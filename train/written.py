@@ -87,9 +87,17 @@ class Written:
     """One kind of such texts as a part of the stream of packed rows."""
 
     def __init__(
-        self, name: str, config: Rollouts, write: Writer, batches: Batches, accelerator: Accelerator, total: int
+        self,
+        name: str,
+        config: Rollouts,
+        write: Writer,
+        batches: Batches,
+        accelerator: Accelerator,
+        total: int,
+        together: bool = False,
     ) -> None:
-        """`total`: steps of the run."""
+        """`total`: steps of the run. `together`: every rank writes all the texts, since none can call the target alone."""
+        self._together = together
         self.name, self.config, self._write, self._accelerator = name, config, write, accelerator
         self._prompts = prompts_of(batches.table, batches.max_length)
         if not len(self._prompts):
@@ -113,9 +121,10 @@ class Written:
             Request(self._batches.table.document(document)[0][:start].tolist(), i)
             for i, (document, start) in enumerate(chosen.tolist())
         ]
-        mine = requests[rank::ranks]
+        mine = requests if self._together else requests[rank::ranks]
         documents = self._write(mine, int(random.integers(1 << 31)))
-        found = gather_object([(request.id, document) for request, document in zip(mine, documents, strict=True)])
+        found: list[Any] = [(request.id, document) for request, document in zip(mine, documents, strict=True)]
+        found = found if self._together else gather_object(found)
         longest = self._batches.max_length
         self._take([tuple(part[:longest] for part in document) for _, document in sorted(found, key=lambda pair: pair[0])])
 

@@ -6,16 +6,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.target import TargetConfig, load_target
 
+from tests.conftest import ROOT
 from tests.train.test_faults import curve, disturb
 from tests.train.test_loop import environment, make_config, train, weights
 
-SCRIPT = Path(__file__).with_name("engine_rank.py")
+SCRIPT = ROOT / "scripts" / "bench" / "engine_rank.py"
 SMALL = [("eagle", "fsdp2"), ("eagle", "zero2"), ("eagle", "zero3")]
 FULL = [(method, engine) for method in ("medusa", "distill", "eagle1") for engine in ("fsdp2", "zero2", "zero3")]
 
@@ -76,3 +79,19 @@ def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Pa
     train(config)
     done = train_under("fsdp2", "medusa", config)
     assert done.returncode != 0 and "was trained under replicated, this launch is fsdp2" in done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_configs_are_read_by_accelerate(path: Path) -> None:
+    config: Any = load_config_from_file(str(path))
+    kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+    assert str(config.distributed_type).endswith(kinds.get(path.stem, "MULTI_GPU"))
+    assert config.num_machines == (2 if path.stem == "multi-node" else 1)
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
+    if path.stem.startswith("zero"):
+        assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
+
+
+def test_the_slurm_script_is_a_shell_script() -> None:
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / "slurm" / "train.sbatch")], check=True)

@@ -1,6 +1,6 @@
 """Run under `torchrun` as one of several CPU ranks: training under FSDP2 or DeepSpeed, which accelerate's launcher keeps to GPUs.
 
-    torchrun --nproc_per_node 2 tests/train/engine_rank.py fsdp2|zero2|zero3 METHOD --config FILE ...
+    torchrun --standalone --nproc_per_node 2 scripts/bench/engine_rank.py fsdp2|zero2|zero3 METHOD --config FILE ...
 
 Only the launch is another: with the process group there first, accelerate takes these engines on a CPU as well.
 """

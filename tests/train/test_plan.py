@@ -1,0 +1,100 @@
+"""`data plan` by hand, and the numbers that a run logs of its own pace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.train import medusa, plan
+from draftsmith.train.pace import PARTS, Pace
+from draftsmith.train.plan import Options, Shape, plan_for
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
+
+from tests.train.test_loop import make_config, train
+
+
+def run_of(tmp_path: Path, target: Path, method: str):
+    config = make_config(tmp_path, target, method)
+    module = {"medusa": medusa}.get(method) or __import__(f"draftsmith.train.{method}", fromlist=["Run"])
+    from draftsmith.train.arguments import parse
+
+    return config, module, parse(module.Run, ["--config", str(config)], "x", "x")[0]
+
+
+def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
+    """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a 1e9-parameter target at 40% of 989
+    TFLOP/s are 2e18 FLOP in 1.40 hours."""
+    _, _, config = run_of(tmp_path, saved_tiny, "eagle")
+    shape = Shape(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
+    found = plan_for(shape, Options("eagle", "x", tokens=1e9), config)
+    assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
+    assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
+    assert found["train_gpu_hours"] == pytest.approx(6 * 1e8 * 7 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs)
+    assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
+    half = plan_for(shape, Options("eagle", "x", tokens=1e9, reply_share=0.5), config)
+    assert half["feature_bytes"] == 7e12 and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
+
+
+def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(tmp_path: Path, saved_tiny: Path, capsys) -> None:
+    folder = tmp_path / "target"
+    LlamaConfig(
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        head_dim=128, vocab_size=151936, tie_word_embeddings=False,
+    ).save_pretrained(folder)  # fmt: skip
+    (tmp_path / "run").mkdir()
+    config = make_config(tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000}, errors={})
+    plan.run(Options("eagle", str(config), json=str(tmp_path / "plan.json")))
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["plan"]["feature_bytes"] == pytest.approx(40.96e12)
+    assert 30e9 < found["shape"]["target_params"] < 34e9 and 2e8 < found["shape"]["drafter_params"] < 2e9
+    assert "41.0 TB of features are more than an ordinary disk holds" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) -> None:
+    Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, vocab_size=100,
+    ).save_pretrained(tmp_path / "target")  # fmt: skip
+    (tmp_path / "run").mkdir()
+    _, _, config = run_of(tmp_path / "run", tmp_path / "target", "medusa")
+    shape = plan.shape_of("medusa", medusa, config)
+    experts = 2 * 8 * 3 * 64 * 32
+    assert shape.target_params - shape.active_params == experts * 6 // 8
+    assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+    config = make_config(tmp_path, saved_tiny, method, max_steps=1)
+    done = train(config, method=method)
+    size = float(done.stderr.split("drafter of ")[1].split("M")[0])
+    plan.run(Options(method, str(config), json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "plan.json").read_text())["shape"]["drafter_params"] / 1e6 == pytest.approx(size, abs=0.006)
+
+
+def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, "eagle", max_steps=8, profile={"first": 2, "steps": 2})
+    train(config, method="eagle")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row in (row for row in rows if "loss" in row):
+        shares = [row[f"share_{part}"] for part in PARTS]
+        assert all(share >= 0 for share in shares) and 0.1 < sum(shares) <= 1.0 and row["tokens_s"] > 0
+    trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
+    steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
+    assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+
+
+def test_mfu_counts_operations_once() -> None:
+    """A product of 64 x 32 by 32 x 16 is 65,536 floating-point operations, over 64 positions 1,024 each."""
+    pace = Pace(torch.device("cpu"), 2)
+    assert "mfu" not in pace.report()
+    pace._peak = 1e12
+    a, b = torch.randn(64, 32), torch.randn(32, 16)
+    for _ in range(2):
+        assert torch.equal(pace.counted(lambda: a @ b, 64), a @ b)
+        pace.count(64)
+    assert pace._flops_per_position == 1024
+    found = pace.report()
+    assert found["mfu"] == pytest.approx(1024 * found["tokens_s"] / 2 / 1e12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,11 +75,26 @@ def weights_hash(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.named_parameters()):
         if tensor.is_floating_point() and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
-            digest.update(name.encode())
-            digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+            _add_samples(digest, name, tensor)
     return digest.hexdigest()[:16]
+
+
+def hash_of_files(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
+    """`weights_hash` of a model that is only on disk: `names` of its parameters, and how to read one; those that the files do not
+    have under that name (quantised, or fused on loading) are left out, which makes it another hash than the loaded model's."""
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        tensor = read(name)
+        if tensor is not None and tensor.is_floating_point() and tensor.numel():
+            _add_samples(digest, name, tensor)
+    return digest.hexdigest()[:16]
+
+
+def _add_samples(digest: Any, name: str, tensor: torch.Tensor) -> None:
+    flat = tensor.detach().reshape(-1)
+    index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
+    digest.update(name.encode())
+    digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
 
 
 def _digest(text: str) -> str:

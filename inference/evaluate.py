@@ -42,7 +42,7 @@ class Options:
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """
 
-    target: TargetConfig = field(default_factory=TargetConfig)
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
     """JSON or JSONL file of prompts or conversations."""
     features: str | None = None

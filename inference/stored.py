@@ -7,7 +7,7 @@ STORE/held_out.safetensors   prompts with the target's own greedy replies, and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,21 +86,31 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     """The ends of the store's target. Raises `UserError` if they are incomplete or have changed."""
     manifest, folder = manifest_of(store), Path(store, "target")
     verify(folder / ENDS_FILE, manifest["files"][f"target/{ENDS_FILE}"])
-    config: Any = AutoConfig.from_pretrained(folder)
     tensors = load_file(folder / ENDS_FILE)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=next(iter(tensors.values())).dtype)
-    place = resolve_device(device)
-    for name, tensor in tensors.items():
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, nn.Parameter(tensor.to(place), requires_grad=False))
-    model.tie_weights()
-    model.generation_config = GenerationConfig.from_pretrained(folder)
-    ends = [*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters()]
-    if any(parameter.is_meta for parameter in ends):
-        raise UserError(f"{folder / ENDS_FILE} lacks the embedding or the head; extract again")
+    model = model_of_ends(folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get)
     sizes = {int(tap): size for tap, size in manifest["tap_sizes"].items()}
     return StoredTarget(model, AutoTokenizer.from_pretrained(folder), Fingerprint(**manifest["target"]), sizes)
+
+
+def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]) -> Any:
+    """The model of a folder with its embedding, final norm and head, and shapes for all else. `read` gives a tensor by name."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    shell = Target(model, None, str(folder))
+    norm = shell.final_norm()
+    wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
+    wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()
+    for name in [name for name, p in model.named_parameters() if id(p) in wanted]:
+        if (tensor := read(name)) is not None:
+            owner, _, own = name.rpartition(".")
+            there = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+            setattr(model.get_submodule(owner), own, nn.Parameter(there, requires_grad=False))
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if any(p.is_meta for p in (*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters())):
+        raise UserError(f"{folder} lacks the embedding or the head, or has them in a form that is not read here")
+    return model
 
 
 def verify(path: Path, expected: str) -> None:
@@ -124,14 +134,14 @@ def save_texts(texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch
     save_file(tensors, path)
 
 
-def load_texts(store: str | Path) -> list[HeldOutText]:
-    """The held-out texts of a store."""
+def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list[HeldOutText]:
+    """The held-out texts of a store, with the taps `wanted`, or all that there are."""
     manifest, path = manifest_of(store), Path(store, TEXTS_FILE)
     verify(path, manifest["files"][TEXTS_FILE])
     tensors = load_file(path)
     lengths = tensors["lengths"].tolist()
     split = {name: tensor.split(lengths) for name, tensor in tensors.items() if name not in ("lengths", "starts")}
-    taps = [split[f"tap{tap}"] for tap in manifest["taps"]]
+    taps = [split[f"tap{tap}"] for tap in (manifest["taps"] if wanted is None else wanted)]
     return [
         HeldOutText(split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps)))
         for i, start in enumerate(tensors["starts"].tolist())

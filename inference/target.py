@@ -50,7 +50,7 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
 class TargetConfig:
     """Where the target is and how it is loaded."""
 
-    path: str = ""
+    path: str
     """Model folder, or its name on the hub. `--target X` is short for `--target.path X`."""
     dtype: str = "auto"
     """auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""

@@ -150,6 +150,21 @@ class FeatureOptions:
 
     store: str | None = None
     """Folder that `draftsmith data extract` wrote for this run; the target is not loaded, and no held-out text is decoded."""
+    server: str | None = None
+    """Address of a running vLLM that gives hidden states, such as http://localhost:8000/v1; only the target's embedding, norm and
+    head are loaded from target.path."""
+    server_layers: list[int] = field(default_factory=list)
+    """Layer ids that it was started with, ascending: the run's taps, and the number of layers."""
+    server_model: str = "target"
+    """Its name for the target."""
+    concurrency: int = 8
+    """Requests under way at one time, for each rank."""
+
+    def __post_init__(self) -> None:
+        if self.store is not None and self.server is not None:
+            raise UserError("features.store and features.server exclude each other; leave one out")
+        if self.concurrency < 1:
+            raise UserError("features.concurrency must be at least 1")
 
 
 @dataclass

@@ -9,15 +9,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from ..heads.errors import UserError
-from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of
-from ..inference.target import Target, load_target
+from ..heads.fingerprint import Fingerprint, hash_of_files
+from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
+from ..inference.target import Target, load_target, resolve_device, resolve_dtype
 from . import data as data_module
 from .batches import Batches
+from .evaluation import held_out_prompts
 from .features import FeatureSource, LiveTarget
 from .objectives import Objective
 from .parallel import on_main
+from .served import Client, ServedFeatures, ServedTarget, served_texts
 from .store import StoredFeatures
 
 
@@ -30,13 +36,15 @@ class Inputs:
     identity: dict[str, str]
     """Hashes of the target's weights and of the data."""
     make_source: Callable[[Objective, Batches], FeatureSource]
-    texts: list[HeldOutText] | None = None
-    """Held-out texts, where they have been written before."""
+    make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
+    """Held-out texts with the features of these taps, where they are not the target's to write here."""
 
 
 def inputs_of(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
     """Load what the run's config names. `check` is given the identity before anything is written."""
-    find = stored_inputs if run.features.store is not None else live_inputs
+    if run.features.store is not None:
+        return stored_inputs(run, accelerator, check)
+    find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
 
@@ -54,7 +62,44 @@ def live_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callabl
     )
 
 
-def stored_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
+def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
+    options, model = run.features, run.target
+    target = ends_in(model.path, resolve_device(str(accelerator.device)), model.dtype)
+    target.client = Client(options.server, options.server_model, options.server_layers, options.concurrency)
+    identity = {"target": target.fingerprint().weights_hash, "data": data_module.tables_key(run.data, target, run.seed)}
+    check(identity)
+    on_main(accelerator, lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None)
+    tables = data_module.load(folder / "data")
+    prompts = held_out_prompts(tables.held_out, run.evaluation.prompts, target.max_positions - 2)
+    longest = run.evaluation.max_new_tokens
+
+    def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
+        return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
+
+    return Inputs(target, tables, identity, lambda objective, batches: ServedFeatures(target, objective.taps), make_texts)
+
+
+def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
+    """Embedding, final norm and head of the model in a folder, or of that name on the hub."""
+    folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder} holds no safetensors files to take the embedding and the head from")
+    opened = [safe_open(file, framework="pt") for file in files]
+    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+
+    def read(name: str) -> torch.Tensor | None:
+        return place[name].get_tensor(name) if name in place else None
+
+    kind = resolve_dtype(dtype, device)
+    stored = next(t.dtype for t in map(read, place) if t is not None and t.is_floating_point())
+    model = model_of_ends(folder, device, kind if isinstance(kind, torch.dtype) else stored, read)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    digest = hash_of_files([name for name, _ in model.named_parameters()], read)
+    return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
+
+
+def stored_inputs(run: Any, accelerator: Accelerator, check: Callable[[dict[str, str]], None]) -> Inputs:
     store = run.features.store
     manifest = manifest_of(store)
     for name, ours in (("max_length", run.data.max_length), ("seed", run.seed)):
@@ -70,7 +115,7 @@ def stored_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Calla
     def make_source(objective: Objective, batches: Batches) -> FeatureSource:
         return StoredFeatures(store, batches, target, objective.taps, objective.all_last, main)
 
-    return Inputs(target, data_module.load(Path(store, "data")), identity, make_source, load_texts(store))
+    return Inputs(target, data_module.load(Path(store, "data")), identity, make_source, lambda taps: load_texts(store, taps))
 
 
 def on_rank(target: Any, accelerator: Accelerator) -> Any:

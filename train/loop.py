@@ -84,9 +84,9 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
     )
     if resume_from is not None:
         state = resume(folder, resume_from, trainer)
-    held_out = HeldOut(
-        inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, trainer.drafter.taps, inputs.texts
-    )
+    taps = trainer.drafter.taps
+    texts = inputs.make_texts(taps) if inputs.make_texts is not None else None
+    held_out = HeldOut(inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, taps, texts)
     if accelerator.is_main_process:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "config.yaml").write_text(config_yaml)

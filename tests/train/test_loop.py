@@ -276,7 +276,7 @@ def test_only_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path, saved
     best = json.loads((tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text())["best_step"]
     assert kept == sorted({18, 20, best})
     beside = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
-    assert beside == {"state", "drafter", "trainer.json", "config.yaml", "provenance.json"}
+    assert beside == {"state", "drafter", "trainer.json", "config.yaml", "provenance.json", "checksums.json"}
 
 
 def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> None:

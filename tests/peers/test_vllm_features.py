@@ -1,0 +1,110 @@
+"""Features from a real vLLM against the live target's. Not in the default run:
+
+VLLM_PYTHON=/path/to/venv/bin/python python -m pytest -m vllm tests/peers/test_vllm_features.py
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.train.batches import PADDING, collate
+from draftsmith.train.features import LiveTarget
+from draftsmith.train.inputs import ends_in
+from draftsmith.train.served import Client, ServedFeatures
+
+from tests.conftest import QUICKSTART, ROOT
+from tests.train.test_faults import curve
+from tests.train.test_loop import launch, make_config, train
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
+]
+TAPS, LAYERS = (2, 4, 5), [2, 4, 5, 8]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Address of a server in fp32, and the folder of its files."""
+    folder = tmp_path_factory.mktemp("states")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
+    command = [ROOT / "scripts" / "vllm" / "hidden_states.sh", QUICKSTART, str(port), "2,4,5,8", folder, *options]
+    process = subprocess.Popen(list(map(str, command)), env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + 240
+        while True:
+            assert process.poll() is None and time.monotonic() < until
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.HTTPError:
+                time.sleep(1)
+        yield f"{url}/v1", folder
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
+    """Packed rows, fp32: relative error below 1e-5 (taps reach 150). Nothing is left behind."""
+    url, folder = server
+    live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
+    target = ends_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    assert target.fingerprint() == live.fingerprint()
+    target.client = Client(url, "target", LAYERS, 4)
+    generator = torch.Generator().manual_seed(0)
+    document = lambda n: (torch.randint(5, 2000, (n,), generator=generator).numpy(), torch.ones(n, dtype=torch.bool).numpy())  # noqa: E731
+    batch = collate([[document(60), document(7), document(2)], [document(150)]])
+    one, other = LiveTarget(live, TAPS).features(batch), ServedFeatures(target, TAPS).features(batch)
+    there = batch.documents != PADDING
+    for mine, theirs in zip((one.last, *one.taps), (other.last, *other.taps), strict=True):
+        assert float((mine[there] - theirs[there]).norm() / mine[there].norm()) < 1e-5
+    for mine, theirs in zip(live.tap_sizes(TAPS), target.tap_sizes(TAPS), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    assert not list(folder.iterdir())
+
+
+def test_training_from_the_server_is_training_from_the_target(server: tuple[str, Path], tmp_path: Path) -> None:
+    """20 steps of EAGLE-3 on the quickstart target: the same losses within 1e-3, the same estimate of tau."""
+    for name in ("live", "served"):
+        (tmp_path / name).mkdir()
+        more = {} if name == "live" else {"features": {"server": server[0], "server_layers": LAYERS}}
+        config = make_config(
+            tmp_path / name, QUICKSTART, "eagle", heads={"taps": list(TAPS), "draft_vocab_size": 500}, errors={}, **more
+        )
+        done = train(config, method="eagle")
+        assert ("tau_measured" in done.stdout) == (name == "live")
+    one, other = curve(tmp_path / "live"), curve(tmp_path / "served")
+    assert one.keys() == other.keys() == set(range(1, 21))
+    for step in one:
+        assert one[step] == pytest.approx(other[step], rel=1e-3), step
+
+
+def test_what_a_server_cannot_give_is_said(server: tuple[str, Path], tmp_path: Path) -> None:
+    url, _ = server
+    config = make_config(tmp_path, QUICKSTART, "eagle", heads={"taps": [1, 4, 5]}, errors={})
+    options = ["--features.server", url, "--features.server-layers", "[2,4,5,8]"]
+    done = launch("-m", "draftsmith.train", "eagle", "--config", config, *options)
+    assert done.returncode != 0 and "this run needs layers [1] of the server too" in done.stderr
+    target = ends_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    target.client = Client(url, "target", [2, 8], 1)
+    with pytest.raises(UserError, match="gives states of 4 layers, features.server_layers names 2"):
+        target.client.ask([[5, 6, 7]])
+    with pytest.raises(UserError, match="refuses 600 tokens"):
+        Client(url, "target", LAYERS, 1).ask([[5] * 600])
+    with pytest.raises(UserError, match="does not answer"):
+        Client("http://127.0.0.1:9", "target", LAYERS, 1).ask([[5]])

@@ -6,7 +6,9 @@ import argparse
 import inspect
 import os
 import re
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -17,6 +19,7 @@ from ..heads.errors import UserError
 from ..inference.target import TargetConfig
 
 T = TypeVar("T")
+MAIN_SPEAKS_S = 5.0  # how long another rank waits for the first one to say what is wrong
 WHOLE_PART = re.compile(r"^  --[\w.]+ CONFIG\s+Path to a configuration file\.\n", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
@@ -32,9 +35,14 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on stderr, of one rank only, and exit with 2."""
-    if is_main_rank():
-        print(f"error: {message}", file=sys.stderr)
+    """Print one line on stderr and exit with 2. Of several ranks the first speaks, whose end is the others'; another one does if it
+    finds that it is alone with its trouble."""
+    who = ""
+    if not is_main_rank():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(MAIN_SPEAKS_S)
+        who = f"rank {os.environ['RANK']}: "
+    print(f"error: {who}{message}", file=sys.stderr)
     leave(2)
     raise SystemExit(2)
 

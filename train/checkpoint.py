@@ -36,6 +36,8 @@ class TrainerState:
     best_tau: float = 0.0
     best_step: int = -1
     evaluations_without_gain: int = 0
+    evaluated: int = 0
+    """The last step that was evaluated: one that was told to stop leaves that to the run that goes on."""
     rows_per_step: int = 0
     """Ranks times accumulation times batch; a resume under another value would skip or repeat data."""
     engine: str = "replicated"

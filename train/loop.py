@@ -159,6 +159,9 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
         disable=None if accelerator.is_main_process else True,
     )  # fmt: skip
     sums: Sums = {}
+    due = lambda: state.step == total or (state.step and state.step % run.evaluation.every == 0)  # noqa: E731
+    if due() and state.evaluated != state.step:
+        evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
     stop = state.step >= total or out_of_patience(run, state)
     trainer.pace.restart()
     with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
@@ -172,8 +175,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
                 state.skipped_in_a_row = 0
             else:
                 skip(trainer, folder, state)
-            last = state.step == total
-            evaluating = last or state.step % run.evaluation.every == 0
+            evaluating = due()
             saving = (state.step % run.checkpoints.every == 0 or trainer.stopping) and good
             if sums and (evaluating or saving or state.step % run.log_every == 0):
                 metrics = means(sums, accelerator)
@@ -184,7 +186,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
                     raise UserError(f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no")
                 sums = {}
             if evaluating and not trainer.stopping:
-                stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or last
+                stop = evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress) or state.step == total
             elif saving:
                 trainer.gather()
                 save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
@@ -230,7 +232,7 @@ def evaluate_and_save(
         held_out, trainer.drafter, lambda found: trainer.artifact(found, state.step), save_candidate
     )
     tau = estimate.tau if measured is None else measured.tau
-    better = tau > state.best_tau
+    better, state.evaluated = tau > state.best_tau, state.step
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
     if better:
         state.best_tau, state.best_step = tau, state.step

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 PARTS = ("data", "target", "drafter", "optimiser")
 """Making batches and counting their weights; the target's features; the drafter forward and backward; clipping and the step."""
@@ -33,7 +32,8 @@ class Pace:
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._cuda, self._ranks, self._peak = device.type == "cuda", ranks, peak_of(device)
         self._spans: list[tuple[str, Any, Any]] = []
-        self._flops_per_position: float | None = None
+        self.flops_per_position = 0.0
+        """Of one position, forward and backward."""
         self._since = time.perf_counter()
         self._positions = 0
 
@@ -55,15 +55,6 @@ class Pace:
         """This rank has been through so many positions, padding included."""
         self._positions += positions
 
-    def counted(self, work: Callable[[], Any], positions: int) -> Any:
-        """`work`'s result; the first time on a GPU of known speed its floating-point operations are counted on the way."""
-        if self._peak is None or self._flops_per_position is not None:
-            return work()
-        with FlopCounterMode(display=False) as counter:
-            result = work()
-        self._flops_per_position = counter.get_total_flops() / positions
-        return result
-
     def restart(self) -> None:
         """Forget what has passed: an evaluation is no part of the pace."""
         self._spans, self._positions, self._since = [], 0, time.perf_counter()
@@ -78,7 +69,7 @@ class Pace:
             seconds[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         found = {"tokens_s": self._positions * self._ranks / passed}
         found |= {f"share_{name}": spent / passed for name, spent in seconds.items()}
-        if self._peak is not None and self._flops_per_position is not None:
-            found["mfu"] = self._flops_per_position * self._positions / passed / self._peak
+        if self._peak is not None:
+            found["mfu"] = self.flops_per_position * self._positions / passed / self._peak
         self.restart()
         return found

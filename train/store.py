@@ -243,9 +243,9 @@ def shards_to_write(store: Path, layout: Layout, shards: int, rank: int, ranks: 
             for note in (store / "shards").glob("shard-*.json"):
                 if not lowest <= int(note.stem.removeprefix("shard-")) < lowest + layout.ring:
                     remove_shard(note.with_suffix(".safetensors"))
-        window = range(lowest, lowest + layout.ring)
-        missing = [i for i in window if i % ranks == rank and not shard_done(shard_path(store, i))]
-        if missing:
-            yield missing[0]
-        else:
+        window = (i for i in range(lowest, lowest + layout.ring) if i % ranks == rank)
+        missing = next((i for i in window if not shard_done(shard_path(store, i))), None)
+        if missing is None:
             time.sleep(0.02)
+        else:
+            yield missing

@@ -107,7 +107,8 @@ class Trainer:
         for group in self.optimizer.param_groups:  # first, since DeepSpeed steps within its backward pass
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
-        sums = self.pace.counted(lambda: self._forward_backward(micro, denominators), positions)
+        self.pace.flops_per_position = self._flops()
+        sums = self._forward_backward(micro, denominators)
         with self.pace.part("optimiser"):
             norm = norm_of(self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm))
             if math.isfinite(norm):
@@ -115,6 +116,12 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         self.pace.count(positions)
         return sums, norm, positions
+
+    def _flops(self) -> float:
+        """By the usual count: two for each parameter that a position passes through, and twice that again for a backward pass."""
+        passes = getattr(self.objective, "steps", 1)
+        target = sum(p.numel() for p in self.target.decoder.parameters()) if self.target.whole else 0
+        return 6.0 * passes * sum(p.numel() for p in self.drafter.parameters()) + 2.0 * target
 
     def micro_batches(self, index: int) -> list[Batch]:
         """What this rank sees in a step."""

@@ -86,15 +86,11 @@ def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, sa
     assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
 
 
-def test_mfu_counts_operations_once() -> None:
-    """A product of 64 x 32 by 32 x 16 is 65,536 floating-point operations, over 64 positions 1,024 each."""
+def test_mfu_is_work_over_what_the_gpu_could_do() -> None:
+    """1,024 operations a position."""
     pace = Pace(torch.device("cpu"), 2)
     assert "mfu" not in pace.report()
-    pace._peak = 1e12
-    a, b = torch.randn(64, 32), torch.randn(32, 16)
-    for _ in range(2):
-        assert torch.equal(pace.counted(lambda: a @ b, 64), a @ b)
-        pace.count(64)
-    assert pace._flops_per_position == 1024
+    pace._peak, pace.flops_per_position = 1e12, 1024.0
+    pace.count(64)
     found = pace.report()
     assert found["mfu"] == pytest.approx(1024 * found["tokens_s"] / 2 / 1e12)

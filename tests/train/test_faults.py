@@ -94,6 +94,17 @@ def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
+def test_a_run_stopped_where_an_evaluation_was_due_makes_up_for_it(tmp_path: Path, saved_tiny: Path) -> None:
+    """Evaluations after every step, so that the stop meets one: each is there once in the end, the last one too."""
+    evaluation = {"every": 1, "prompts": 2, "max_new_tokens": 8, "tree_nodes": 4}
+    config = make_config(tmp_path, saved_tiny, evaluation=evaluation, max_steps=10)
+    code, _, errors = disturb(command_of(config), 4, signal.SIGTERM)
+    assert code == 0 and "asked to stop" in errors
+    train(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "tau_measured" in row] == list(range(1, 11))
+
+
 @pytest.mark.full
 def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> None:
     """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that was left alone."""

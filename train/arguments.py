@@ -35,8 +35,8 @@ class Parser(jsonargparse.ArgumentParser):
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with 2. Of several ranks the first speaks, whose end is the others'; another one does if it
-    finds that it is alone with its trouble."""
+    """Print one line on stderr and exit with 2. Of several ranks the first speaks, whose end is that of the others; another one
+    does if it finds that it is alone with its trouble."""
     who = ""
     if not is_main_rank():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

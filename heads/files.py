@@ -131,6 +131,8 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has {size} bytes instead of {facts['bytes']}"
             if checksum(path) != facts["sha256"]:
                 return f"{name} has changed since it was written (its SHA-256 differs)"
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
     except (UserError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
         return f"{CHECKSUMS} is missing or garbled"
     known = {*table, CHECKSUMS}

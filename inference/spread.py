@@ -20,6 +20,8 @@ from ..heads.fingerprint import weights_hash
 def load_spread(kind: str, path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, str | None]:
     """The model as `kind` says, and the hash of its whole weights where they are not to be had any more."""
     if kind == "devices":
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise UserError("target.spread=devices takes all GPUs for one process; start one, or use spread=fsdp")
         return AutoModelForCausalLM.from_pretrained(path, device_map="auto", **options), None
     if not torch.distributed.is_initialized():
         raise UserError(f"target.spread={kind} shares the target between ranks; start it with accelerate launch or torchrun")

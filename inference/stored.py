@@ -58,7 +58,7 @@ class StoredTarget(Target):
         return tuple(self._sizes[tap] for tap in taps)
 
     def forward(self, *arguments: Any, **more: Any) -> Hidden:
-        raise UserError(f"this needs the target {self.name} itself; of a feature store there are only its embedding and head")
+        raise UserError(f"this needs the whole target {self.name}; here are only its embedding, norm and head")
 
 
 def save_ends(target: Target, folder: Path) -> None:

@@ -236,7 +236,10 @@ class Target:
             else run_decoder
         )
         last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
-        return Hidden(last, tuple(states[tap] for tap in taps))
+        found = tuple(states[tap] for tap in taps)
+        if self.spread == "devices":  # each layer's states lie where the layer does
+            last, found = last.to(self.device), tuple(tap.to(self.device) for tap in found)
+        return Hidden(last, found)
 
     def prefill(self, ids: Tensor, cache: TreeCache, taps: tuple[int, ...] = (), chunk: int = PREFILL_CHUNK) -> Hidden:
         """Run prompts `[B, S]`, padded on the right, `chunk` positions at a time, so that attention's work space stays bounded.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import uuid
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class TrainerState:
     """The last step that was evaluated: one that was told to stop leaves that to the run that goes on."""
     rows_per_step: int = 0
     """Ranks times accumulation times batch; a resume under another value would skip or repeat data."""
+    ranks: int = 1
+    """Processes that wrote the checkpoint."""
     engine: str = "replicated"
     """How weights and optimiser lie in the checkpoint, see `parallel.engine_of`."""
     skipped: int = 0
@@ -90,10 +93,16 @@ class RunFolder:
         accelerator.step = 0  # it counts micro-batches, of which a step may have another number now
         return TrainerState(**read_json(self.at(step) / "trainer.json"))
 
-    def shape_of(self, step: int) -> tuple[str, int]:
-        """The engine and the rows a step of a checkpoint."""
+    def shape_of(self, step: int) -> tuple[str, int, int]:
+        """Engine, ranks and rows a step of a checkpoint."""
         facts = read_json(self.at(step) / "trainer.json")
-        return facts.get("engine", "replicated"), facts["rows_per_step"]
+        return facts["engine"], facts["ranks"], facts["rows_per_step"]
+
+    def set_aside(self, after: int) -> None:
+        """Take checkpoints newer than `after` out of the way: those that were passed over for being damaged."""
+        for step in self.steps():
+            if step > after:
+                self.at(step).rename(self.checkpoints / f"damaged-{self.at(step).name}-{uuid.uuid4().hex[:6]}")
 
     def check_identity(self, step: int, identity: dict[str, str]) -> None:
         """Demand that target and data are those of the checkpoint, before anything of it is overwritten."""
@@ -153,7 +162,7 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
 
 FREE_TO_CHANGE = {
     "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep", "evaluation.patience", "profile.first",
-    "profile.steps", "optim.max_skipped",
+    "profile.steps", "optim.max_skipped", "features.store", "features.server", "features.server_model", "features.concurrency",
 }  # fmt: skip
 
 

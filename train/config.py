@@ -93,7 +93,7 @@ class Optim:
     clip_norm: float = 1.0
     """Largest global gradient norm."""
     max_skipped: int = 10
-    """Steps in a row that are skipped because their gradient is not finite; one more ends the run. DeepSpeed skips none."""
+    """Steps in a row that are skipped because their gradient is not finite; one more ends the run."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:

@@ -97,7 +97,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
     elif target.together and run.student.path is None and run.student.config is None:
         raise UserError("a student is cut from a whole target; give student.path, or leave out target.spread")
     elif not target.whole and run.student.path is None and run.student.config is None:
-        raise UserError("a student is cut from the target itself; give student.path, or leave out features.store")
+        raise UserError("a student is cut from the whole target; give student.path, or leave out the features section")
     else:
         student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
     for line in plan_of(student.model, target.model).lines(torch.float32):

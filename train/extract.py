@@ -11,16 +11,18 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from tqdm import tqdm
 
 from ..heads.errors import UserError
-from ..heads.files import checksum, read_json, whole_directory, whole_file, write_json
+from ..heads.files import checksum, read_json, remove_partials, whole_directory, whole_file, write_json
 from ..inference.metrics import repeats_itself
 from ..inference.stored import ENDS_FILE, MANIFEST, TEXTS_FILE, HeldOutText, save_ends, save_texts
 from ..inference.target import Target, load_target
@@ -28,7 +30,7 @@ from . import data as data_module
 from .arguments import parse
 from .batches import Batches, collate
 from .cli import METHODS
-from .config import RunConfig
+from .config import FeatureOptions, RunConfig
 from .evaluation import held_out_prompts, write_text
 from .features import LiveTarget
 from .inputs import on_rank
@@ -70,8 +72,11 @@ class Options:
 def run(options: Options) -> None:
     method = importlib.import_module(f".{METHODS[options.method]}", __package__)
     config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run", EXAMPLE)
+    config.features = FeatureOptions()  # where they will come from is what this is for
     check_before_loading(config)
-    accelerator = Accelerator(mixed_precision="no")
+    # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     target = load_target(on_rank(config.target, accelerator))
     if target.together and options.ring is not None:
         raise UserError(f"a ring's workers go their own ways, target.spread={target.spread} needs them together; use devices")
@@ -134,6 +139,7 @@ def begin(
         for name, value in facts.items():
             if before.get(name) != value:
                 raise UserError(f"{store} holds features of another run ({name} differs); choose another folder")
+        remove_partials(store / "shards")
         return
     if (store / "shards").exists():
         shutil.rmtree(store / "shards")  # of a run that died before there was a manifest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from .parallel import on_main
 from .served import Client, ServedFeatures, ServedTarget, served_texts
 from .store import StoredFeatures
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class Inputs:
@@ -35,7 +38,8 @@ class Inputs:
     tables: data_module.Tables
     identity: dict[str, str]
     """Hashes of the target's weights and of the data."""
-    make_source: Callable[[Objective, Batches], FeatureSource]
+    make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
+    """The last argument says whether the run has been told to stop."""
     make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
     """Held-out texts with the features of these taps, where they are not the target's to write here."""
 
@@ -58,7 +62,7 @@ def live_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callabl
     check(identity)
     on_main(accelerator, lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None)
     return Inputs(
-        target, data_module.load(folder / "data"), identity, lambda objective, batches: LiveTarget(target, objective.taps)
+        target, data_module.load(folder / "data"), identity, lambda objective, batches, asked: LiveTarget(target, objective.taps)
     )
 
 
@@ -76,7 +80,7 @@ def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Calla
     def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
         return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
 
-    return Inputs(target, tables, identity, lambda objective, batches: ServedFeatures(target, objective.taps), make_texts)
+    return Inputs(target, tables, identity, lambda objective, batches, asked: ServedFeatures(target, objective.taps), make_texts)
 
 
 def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
@@ -112,8 +116,10 @@ def stored_inputs(run: Any, accelerator: Accelerator, check: Callable[[dict[str,
     check(identity)
     main = accelerator.is_main_process
 
-    def make_source(objective: Objective, batches: Batches) -> FeatureSource:
-        return StoredFeatures(store, batches, target, objective.taps, objective.all_last, main)
+    def make_source(objective: Objective, batches: Batches, asked: Callable[[], bool]) -> FeatureSource:
+        return StoredFeatures(store, batches, target, objective.taps, objective.all_last, main, asked)
+
+    log.info("features of %s from %s, and its data: target and data.sources of this config are not read", target.name, store)
 
     return Inputs(target, data_module.load(Path(store, "data")), identity, make_source, lambda taps: load_texts(store, taps))
 

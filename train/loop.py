@@ -62,11 +62,16 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
     )
     resume_from = on_main(accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume))
     if resume_from is not None:
-        engine, rows = on_main(accelerator, lambda: folder.shape_of(resume_from))
+        engine, ranks, rows = on_main(accelerator, lambda: folder.shape_of(resume_from))
         if engine != (now := engine_of(accelerator)):
             raise UserError(
                 f"{run.output} was trained under {engine}, this launch is {now}; use the same accelerate config, or start "
                 f"another output with init_from {folder.path}/last"
+            )
+        if engine.startswith("deepspeed") and ranks != accelerator.num_processes:
+            raise UserError(
+                f"{run.output} was trained by {ranks} ranks, and DeepSpeed's checkpoints cannot be read by "
+                f"{accelerator.num_processes}; use as many, or start another output with init_from {folder.path}/last"
             )
         accelerator.gradient_accumulation_steps = accumulation_for(rows, run, accelerator)
     set_seed(run.seed)
@@ -80,8 +85,9 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
     total_steps = steps_of(run, batches)
     trainer = Trainer(run, method, inputs, accelerator, batches, total_steps)
     state = TrainerState(
-        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=inputs.identity, engine=engine_of(accelerator)
-    )
+        rows_per_step=batches.rows_per_step, total_steps=total_steps, identity=inputs.identity, engine=engine_of(accelerator),
+        ranks=accelerator.num_processes,
+    )  # fmt: skip
     if resume_from is not None:
         state = resume(folder, resume_from, trainer)
     taps = trainer.drafter.taps
@@ -97,7 +103,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
         accelerator.end_training()
-    if state.step < total_steps and not out_of_patience(run, state):
+    if trainer.stopping or (state.step < total_steps and not out_of_patience(run, state)):
         return None
     trainer.source.finish()
     return folder.path / "best"
@@ -108,6 +114,12 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     state = folder.load(trainer.accelerator, step)
     for part in trainer.batches.written:
         part.load(folder.at(step))
+    state.ranks = trainer.accelerator.num_processes
+    if trainer.accelerator.is_main_process:
+        folder.set_aside(step)
+    if state.best_step >= 0 and not folder.at(state.best_step).is_dir():
+        log.warning("the best checkpoint so far, step %d, is gone; the best of those to come will be kept", state.best_step)
+        state.best_step, state.best_tau = -1, 0.0
     if state.best_step >= 0 and trainer.accelerator.is_main_process:
         folder.mark_best(state.best_step)  # the process may have died between the checkpoint and the link
     trainer.gather()
@@ -176,7 +188,7 @@ def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out:
             else:
                 skip(trainer, folder, state)
             evaluating = due()
-            saving = (state.step % run.checkpoints.every == 0 or trainer.stopping) and good
+            saving = trainer.stopping or (good and state.step % run.checkpoints.every == 0)
             if sums and (evaluating or saving or state.step % run.log_every == 0):
                 metrics = means(sums, accelerator)
                 metrics |= {"grad_norm": norm, "lr": rate_at(run.optim, state.step - 1, total), **trainer.pace.report()}

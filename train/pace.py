@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * tflops for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    return next((1e12 * tflops for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 class Pace:

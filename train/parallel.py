@@ -45,7 +45,7 @@ def _deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
 
 def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
     """Where the drafter can be read whole: itself, or, if the engine is about to take it apart, a copy for `gather` to fill."""
-    return drafter if engine_of(accelerator) == "replicated" else copy.deepcopy(drafter)
+    return drafter if engine_of(accelerator) == "replicated" else copy.deepcopy(drafter).to(accelerator.device)
 
 
 def prepare(
@@ -62,6 +62,10 @@ def prepare(
 
             # Objectives read weights beside the modules that own them, so a pass gathers the drafter at once.
             set_z3_leaf_modules(module, [TrainingModule])
+    if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
+        plugin.cpu_ram_efficient_loading = (
+            False  # it would rebuild the module from nothing, and tied weights would come out untied
+        )
     return accelerator.prepare(module, optimizer)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from torch import Tensor
 from tqdm import tqdm
@@ -53,6 +54,7 @@ class Client:
     def _one(self, ids: list[int], max_tokens: int) -> Reply:
         request = {
             "model": self._model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
+            "repetition_penalty": 1.0,
         }  # fmt: skip
         try:
             answer = self._http.post("/completions", json=request)
@@ -62,8 +64,12 @@ class Client:
             ) from error
         if answer.status_code != 200:
             raise UserError(f"server {self._http.base_url} refuses {len(ids)} tokens ({answer.text[:200]}); check its limits")
-        body = answer.json()
-        path = (body.get("kv_transfer_params") or {}).get("hidden_states_path")
+        try:
+            body = answer.json()
+            path = (body.get("kv_transfer_params") or {}).get("hidden_states_path")
+            written = body["choices"][0]["token_ids"]
+        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            raise UserError(f"server {self._http.base_url} answers in an unknown form ({error!r}); is it a vLLM?") from error
         if path is None:
             raise UserError(
                 f"server {self._http.base_url} gives no hidden states; start it with the speculative method extract_hidden_states"
@@ -73,7 +79,7 @@ class Client:
             raise UserError(
                 f"server {self._http.base_url} sent the states of another text; use one prompt a request and no prefix"
             )
-        return Reply(ids + body["choices"][0]["token_ids"], found["hidden_states"])
+        return Reply(ids + written, found["hidden_states"])
 
     def _fetch(self, path: Path) -> dict[str, Tensor]:
         """Wait for the writer, who holds a lock; then read and delete: the server itself deletes nothing."""
@@ -90,12 +96,16 @@ class Client:
                             raise UserError(f"{path} was not written within {self._timeout:.0f} s; check the server") from None
                         time.sleep(0.001)
             found = load_bytes(path.read_bytes())
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(
-                f"cannot read {path}, where the server put the states ({error.strerror}); run where that folder is to be seen"
+                f"cannot read {path}, where the server put the states ({error}); run where that folder is to be seen"
             ) from error
         for done in (path, lock):
             done.unlink(missing_ok=True)
+        if len(found["hidden_states"]) != len(found["token_ids"]):
+            raise UserError(
+                f"{path} has {len(found['hidden_states'])} states for {len(found['token_ids'])} tokens; check the server"
+            )
         if found["hidden_states"].shape[1] != len(self.layers):
             raise UserError(
                 f"the server gives states of {found['hidden_states'].shape[1]} layers, features.server_layers names "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -138,9 +138,16 @@ class StoredFeatures:
     OPEN = 64
 
     def __init__(
-        self, store: str | Path, batches: Batches, target: Target, taps: tuple[int, ...], all_last: bool, main: bool
+        self,
+        store: str | Path,
+        batches: Batches,
+        target: Target,
+        taps: tuple[int, ...],
+        all_last: bool,
+        main: bool,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`main`: this rank tells a ring's extractor how far training has come."""
+        """`main`: this rank tells a ring's extractor how far training has come. `asked`: whether the run was told to stop."""
         self._store, manifest = Path(store), manifest_of(store)
         self._layout = layout_of(manifest)
         if missing := sorted(set(taps) - set(self._layout.taps)):
@@ -148,8 +155,17 @@ class StoredFeatures:
         if all_last and not self._layout.all_last:
             raise UserError(f"{store} has last states for replies only, EAGLE-1 reads them everywhere; extract again for it")
         self._batches, self._target, self._taps, self._main = batches, target, taps, main
+        self._asked = asked
         self._shards: dict[int, Shard] = {}
+        self._verified: set[int] = set()
         self._told = -1
+        if (ring := self._layout.ring) is not None and ring * self._layout.rows_per_shard < (
+            needed := batches.rows_per_step + self._layout.rows_per_shard - 1
+        ):
+            raise UserError(
+                f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a time, its ring holds "
+                f"{ring * self._layout.rows_per_shard}; extract with a larger --ring or --rows-per-shard"
+            )
 
     def features(self, batch: Batch) -> Features:
         device, dtype = self._target.device, self._target.dtype
@@ -157,8 +173,8 @@ class StoredFeatures:
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
         kept = batch.documents != PADDING if self._layout.all_last else taught(batch)
-        if self._layout.ring is not None and self._main:
-            self._tell(min(batch.numbers))
+        if self._layout.ring is not None:
+            self._let_go(min(batch.numbers))
         for r, number in enumerate(batch.numbers):
             unit = number if self._layout.ring is not None else self._batches.pack_of(number)
             index, place = divmod(unit, self._layout.rows_per_shard)
@@ -181,26 +197,35 @@ class StoredFeatures:
                 raise UserError(
                     f"{path} is missing from the feature store; run the same draftsmith data extract again to fill it in"
                 )
-            verify(path, read_json(path.with_suffix(".json"))["sha256"])
+            if self._layout.ring is not None or index not in self._verified:  # a ring's shard may have been written anew
+                verify(path, read_json(path.with_suffix(".json"))["sha256"])
+                self._verified.add(index)
             if len(self._shards) >= self.OPEN:
                 self._shards.pop(next(iter(self._shards)))
             self._shards[index] = Shard(path)
+        self._shards[index] = self._shards.pop(index)  # the last to be closed
         return self._shards[index]
 
     def _await(self, path: Path) -> None:
         since = time.monotonic()
         while not shard_done(path):
             time.sleep(0.01)
+            if self._asked():
+                raise UserError(
+                    "asked to stop while waiting for the extractor; the same command goes on from the last checkpoint"
+                )
             if time.monotonic() - since > PATIENCE_S:
                 log.warning("waiting for %s; is draftsmith data extract running for this store?", path)
                 since = time.monotonic()
 
-    def _tell(self, number: int) -> None:
-        """Rows before the current step's first are done with on every rank, since a step ends with a sum over ranks."""
-        index = number // self._layout.rows_per_shard
+    def _let_go(self, number: int) -> None:
+        """Rows before the step's first are done with on every rank, since a step ends with a sum over ranks; its own are not."""
+        first = number // self._batches.rows_per_step * self._batches.rows_per_step
+        index = first // self._layout.rows_per_shard
         if index != self._told:
-            self._shards = {i: shard for i, shard in self._shards.items() if i >= index}
-            tell(self._store, number)
+            self._shards = {i: shard for i, shard in self._shards.items() if i >= index}  # a mapped file keeps its place on disk
+            if self._main:
+                tell(self._store, first)
             self._told = index
 
     def finish(self) -> None:

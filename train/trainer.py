@@ -62,7 +62,8 @@ class Trainer:
         if before is not None:
             warm_start(self._trained, before, run.init_from or "")
         self.objective: Objective = method.make_objective(run, target, self._trained)
-        self.source: FeatureSource = inputs.make_source(self.objective, batches)
+        self.stop = Stop()
+        self.source: FeatureSource = inputs.make_source(self.objective, batches, lambda: self.stop.asked)
         self.drafter: Any = twin_of(self._trained, accelerator)
         """Whole, whatever the engine; as new as the last `gather`."""
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
@@ -70,7 +71,9 @@ class Trainer:
         self.module, self.optimizer = prepare(accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm)
         parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
         if parts and not target.whole:
-            raise UserError(f"{parts[0][0]}.share needs the target itself, to write or to read texts; leave out features.store")
+            raise UserError(
+                f"{parts[0][0]}.share needs the whole target, to write or to read texts; leave out the features section"
+            )
         if sum(config.share for _, config, _ in parts) > 1:
             raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
         batches.written = [
@@ -79,7 +82,6 @@ class Trainer:
         ]
         self.provenance = provenance()
         self.pace = Pace(target.device, accelerator.num_processes)
-        self.stop = Stop()
         self.stopping = False
         """True on every rank once any of them was asked to end."""
 
@@ -97,7 +99,7 @@ class Trainer:
     def step(self, index: int) -> tuple[Sums, float, int]:
         """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank.
 
-        With a norm that is not finite nothing was changed, except under DeepSpeed, which steps on its own.
+        With a norm that is not finite nothing was changed; DeepSpeed, which steps on its own, sees to that itself.
         """
         self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):

@@ -38,7 +38,7 @@ def main() -> None:
             return batch
 
         batches.micro_batch = blanked
-    inputs = Inputs(target, tables, {}, lambda objective, batches: LiveTarget(target, objective.taps))
+    inputs = Inputs(target, tables, {}, lambda objective, batches, asked: LiveTarget(target, objective.taps))
     trainer = Trainer(run, method, inputs, accelerator, batches, 10)
     torch.manual_seed(0)
     for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from ..inference.target import check_there
 from .arguments import parse
 from .cli import METHODS
 from .pace import PEAK_TFLOPS
@@ -127,6 +128,7 @@ def _drafter(name: str, config: Any, target: ConfigOnly, model: Any) -> tuple[in
 
 
 def _config_at(path: str, trust: bool) -> Any:
+    check_there(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:

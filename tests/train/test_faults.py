@@ -69,7 +69,7 @@ def undisturbed(folder: Path, target: Path, ranks: int = 1, **changes: Any) -> d
     return weights(folder / "run", 20)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(tmp_path: Path, saved_tiny: Path, ranks: int) -> None:
     whole = undisturbed(tmp_path / "whole", saved_tiny, ranks)
     config = make_config(tmp_path, saved_tiny)
@@ -183,6 +183,7 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
         find_resume(RunFolder(str(run)), resolved, True)
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path: Path, saved_tiny: Path) -> None:
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny)

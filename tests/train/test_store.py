@@ -52,7 +52,11 @@ def extract(config: Path, store: Path, method: str, *options: Any) -> subprocess
     return done
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle1", "distill"])
+def full(method: str) -> Any:
+    return pytest.param(method, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("method", ["eagle", "distill", full("medusa"), full("eagle1")])
 def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's weights are gone by then."""
     target = tmp_path / "target"
@@ -170,6 +174,7 @@ def test_killed_and_resumed_from_a_store_is_bit_identical(tmp_path: Path, saved_
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.full
 def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
     config = config_for(tmp_path / "one", saved_tiny, "eagle", accumulation=4)
     extract(config, tmp_path / "store", "eagle", "--dtype", "float32")
@@ -181,7 +186,7 @@ def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
     assert all(one[step] == pytest.approx(two[step], abs=1e-4) for step in one)
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize("method", ["eagle", full("medusa"), full("distill")])
 def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     """fp32, chains and trees: every round of every text."""
     config = config_for(tmp_path / "run", saved_tiny, method)

@@ -121,7 +121,7 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> Non
         try:
             process.wait(moments.uniform(0.3, 1.0) * length)
             shutil.rmtree(tmp_path / "run")  # it came to its end: begin anew
-            finished += 1
+            finished, length = finished + 1, 0.9 * length  # the run that was timed met a busier machine
             assert finished < 20
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)

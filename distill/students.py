@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
+from ..inference.spread import decoder_layers
 from ..inference.target import Target, check_there
 
 Choice = Literal["even", "ends", "importance"]
@@ -164,12 +165,10 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
     """The list of the target's decoder layers, and its name within the decoder. Raises `UserError`."""
-    for name, module in target.decoder.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == target.num_layers:
-            return name, module
-    raise UserError(
-        f"cannot find the {target.num_layers} layers of {target.name} ({target.config.model_type}); give student.path"
-    )
+    try:
+        return decoder_layers(target.decoder, target.num_layers)
+    except UserError as error:
+        raise UserError(f"{error}; give student.path") from error
 
 
 def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:

@@ -72,29 +72,22 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 def weights_hash(model: nn.Module) -> str:
     """Hash of some elements of every parameter, rounded to bf16 so that the dtype it was loaded in does not matter."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.named_parameters()):
-        if tensor.is_floating_point() and tensor.numel():
-            _add_samples(digest, name, tensor)
-    return digest.hexdigest()[:16]
+    parameters = dict(model.named_parameters())
+    return hash_of(parameters, parameters.get)
 
 
-def hash_of_files(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
-    """`weights_hash` of a model that is only on disk: `names` of its parameters, and how to read one; those that the files do not
-    have under that name (quantised, or fused on loading) are left out, which makes it another hash than the loaded model's."""
+def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
+    """`weights_hash` of parameters `names` that `read` gives, such as from files; those that it does not have (quantised there,
+    or fused on loading) are left out, which makes it another hash than the loaded model's."""
     digest = hashlib.sha256()
     for name in sorted(names):
         tensor = read(name)
         if tensor is not None and tensor.is_floating_point() and tensor.numel():
-            _add_samples(digest, name, tensor)
+            flat = tensor.detach().reshape(-1)
+            index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
+            digest.update(name.encode())
+            digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _add_samples(digest: Any, name: str, tensor: torch.Tensor) -> None:
-    flat = tensor.detach().reshape(-1)
-    index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
-    digest.update(name.encode())
-    digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
 
 
 def _digest(text: str) -> str:

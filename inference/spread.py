@@ -73,7 +73,7 @@ def _sharded_by_layer(path: str, device: torch.device, options: dict[str, Any]) 
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.requires_grad_(False)
     decoder = model.get_decoder()
-    layers = decoder_layers(decoder, config.get_text_config().num_hidden_layers)
+    _, layers = decoder_layers(decoder, config.get_text_config().num_hidden_layers)
     for layer in layers:  # not the decoder: sharding changes a module's class, by which transformers knows whose states to record
         fully_shard(layer, reshard_after_forward=True)
     model.to_empty(device=device)
@@ -91,12 +91,12 @@ def _sharded_by_layer(path: str, device: torch.device, options: dict[str, Any]) 
     return model, digest
 
 
-def decoder_layers(decoder: nn.Module, count: int) -> nn.ModuleList:
-    """The list of a decoder's `count` layers, whatever its name."""
-    for module in decoder.modules():
+def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    """The list of a decoder's `count` layers, and its name within the decoder. Raises `UserError`."""
+    for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise UserError(f"cannot find the {count} layers of {type(decoder).__name__}; use target.spread=devices")
+            return name, module
+    raise UserError(f"cannot find the {count} layers of {type(decoder).__name__}, whose form is not known here")
 
 
 def _on_first(work: Any) -> Any:

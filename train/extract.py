@@ -83,7 +83,7 @@ def run(options: Options) -> None:
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
-    tables = on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
+    on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
     tables = data_module.load(store / "data")
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
     held_out = partial(judge_texts, config, target, layout, tables)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from ..heads.errors import UserError
-from ..heads.fingerprint import Fingerprint, hash_of_files
+from ..heads.fingerprint import Fingerprint, hash_of
 from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
 from ..inference.target import Target, load_target, resolve_device, resolve_dtype
 from . import data as data_module
@@ -99,7 +99,7 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     stored = next(t.dtype for t in map(read, place) if t is not None and t.is_floating_point())
     model = model_of_ends(folder, device, kind if isinstance(kind, torch.dtype) else stored, read)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    digest = hash_of_files([name for name, _ in model.named_parameters()], read)
+    digest = hash_of([name for name, _ in model.named_parameters()], read)
     return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
 
 

@@ -80,6 +80,8 @@ class Trainer:
             Written(name, config, self._up_to_date(write), batches, accelerator, total_steps, target.together)
             for name, config, write in parts
         ]
+        size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
+        self._sizes = size(self.drafter), size(target.decoder) if target.whole else 0
         self.provenance = provenance()
         self.pace = Pace(target.device, accelerator.num_processes)
         self.stopping = False
@@ -121,9 +123,8 @@ class Trainer:
 
     def _flops(self) -> float:
         """By the usual count: two for each parameter that a position passes through, and twice that again for a backward pass."""
-        passes = getattr(self.objective, "steps", 1)
-        target = sum(p.numel() for p in self.target.decoder.parameters()) if self.target.whole else 0
-        return 6.0 * passes * sum(p.numel() for p in self.drafter.parameters()) + 2.0 * target
+        drafter, target = self._sizes
+        return 6.0 * drafter * getattr(self.objective, "steps", 1) + 2.0 * target
 
     def micro_batches(self, index: int) -> list[Batch]:
         """What this rank sees in a step."""

@@ -173,6 +173,8 @@ def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
 
 def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:
     """A model of the target's architecture, smaller, with the target's weights where it has the same ones."""
+    if getattr(target.model, "is_quantized", False):
+        raise UserError("the target's weights are quantised, a student cannot be cut from them; give student.path")
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
     small = _smaller(config, target, kept)
     width = _Width(config, target, small, texts)

@@ -82,12 +82,22 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
     digest = hashlib.sha256()
     for name in sorted(names):
         tensor = read(name)
-        if tensor is not None and tensor.is_floating_point() and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
-            digest.update(name.encode())
-            digest.update(flat[index].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        for plain in [] if tensor is None else _plain(tensor):
+            if plain.numel():
+                flat = plain.detach().reshape(-1)
+                index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
+                some = flat[index].to("cpu", torch.bfloat16).view(torch.int16) if flat.is_floating_point() else flat[index].cpu()
+                digest.update(name.encode())
+                digest.update(some.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A quantised weight is a tensor made of tensors, such as codes and scales, which can be sampled though it cannot."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    parts: Any = tensor
+    return [plain for name in parts.__tensor_flatten__()[0] for plain in _plain(getattr(parts, name))]
 
 
 def _digest(text: str) -> str:

@@ -4,9 +4,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
-select="not full and not gpu and not vllm"
+select="not full and not gpu and not peers"
 if [ "${1:-}" = "--all" ]; then
-    select="not gpu and not vllm"
+    select="not gpu and not peers"
     shift
 fi
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline

@@ -22,10 +22,12 @@ from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
 from ..heads.layout import place
 from ..inference.draft_lm import accepted_by_root, calibrate
+from ..inference.spread import decoder_layers
 from ..inference.target import Hidden, Target
 from .batches import Batch, Batches
 from .config import RunConfig
 from .features import Features, check_packing
+from .memory import Memory, recomputed
 from .objectives import Sums, depth_metrics
 from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
 
@@ -43,7 +45,7 @@ STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
 
 @dataclass
-class DistillLoss:
+class DistillLoss(Memory):
     """What the student is told."""
 
     loss: Divergence = "kl"
@@ -59,6 +61,7 @@ class DistillLoss:
     def __post_init__(self) -> None:
         if self.rows_per_chunk < 1 or self.hidden_weight < 0:
             raise UserError("objective.rows_per_chunk must be at least 1, objective.hidden_weight at least 0")
+        super().__post_init__()
         if not self.temperatures or min(self.temperatures) < 0:
             raise UserError("objective.temperatures must name at least one temperature of 0 or more")
         if self.loss in NEEDS_LABELS and self.temperatures != [1.0]:
@@ -159,7 +162,9 @@ class DistillObjective(nn.Module):
         student = self._student[0]
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
         ids = send(batch.ids)
-        hidden = student.forward(ids.clamp(max=student.vocab_size - 1), send(batch.positions)).last.flatten(0, 1)
+        again = decoder_layers(student.decoder, student.num_layers)[1] if self.config.recompute else []
+        with recomputed(again, self.config.offload):
+            hidden = student.forward(ids.clamp(max=student.vocab_size - 1), send(batch.positions)).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         places = weights.nonzero()[:, 0]  # on the CPU
         rows = send(places)

@@ -28,6 +28,7 @@ from ..inference.target import Hidden, Target
 from .batches import Batch, Batches
 from .config import RunConfig
 from .features import Features
+from .memory import Memory
 from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from .unroll import Backend, unroll
 from .written import Errors, Rollouts, Writer, decoded_rounds
@@ -53,7 +54,7 @@ NOISE_LENGTH = 512
 
 
 @dataclass
-class EagleLoss:
+class EagleLoss(Memory):
     """What the drafter is told."""
 
     loss: Divergence = "kl"
@@ -83,14 +84,13 @@ class EagleLoss:
     """Features get uniform noise of this size * 512 / document length: 0.1 for version 1, 0 for version 3."""
     attention: Backend = "auto"
     """How the unrolled attention runs: sdpa, flex (GPU), plain (a reference that holds every score), or whichever fits."""
-    recompute: bool = False
-    """Keep only the states between steps and compute the rest again in the backward pass: less memory, a third more time."""
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
 
     def __post_init__(self) -> None:
         if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
             raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
+        super().__post_init__()
         if not (0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1):
             raise UserError(
                 "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], objective.single_step_share in [0, 1)"
@@ -221,7 +221,7 @@ class EagleObjective:
     def forward(self, drafter: EagleDrafter, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, last = features.batch, features.last
         taps, seen = self._disturbed(batch, features)
-        outputs = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config.recompute)
+        outputs = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config)
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
         measure = partial(self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device))

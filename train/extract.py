@@ -30,13 +30,14 @@ from . import data as data_module
 from .arguments import parse
 from .batches import Batches, collate
 from .cli import METHODS
-from .config import FeatureOptions, RunConfig
+from .config import RunConfig
 from .evaluation import held_out_prompts, write_text
-from .features import LiveTarget
-from .inputs import on_rank
+from .features import FeatureSource, LiveTarget
+from .inputs import on_rank, served_target
 from .loop import check_before_loading
 from .parallel import on_main
 from .provenance import provenance
+from .served import ServedFeatures, ServedTarget, served_texts
 from .store import Layout, ShardWriter, StoreType, shard_path, shards_to_write, tell, wanted
 
 log = logging.getLogger(__name__)
@@ -72,12 +73,13 @@ class Options:
 def run(options: Options) -> None:
     method = importlib.import_module(f".{METHODS[options.method]}", __package__)
     config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run", EXAMPLE)
-    config.features = FeatureOptions()  # where they will come from is what this is for
+    config.features.store = None  # to have one is what this is for; features.server is where they come from, if it says so
     check_before_loading(config)
     # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
-    target = load_target(on_rank(config.target, accelerator))
+    served = config.features.server is not None
+    target = served_target(config, accelerator) if served else load_target(on_rank(config.target, accelerator))
     if target.together and options.ring is not None:
         raise UserError(f"a ring's workers go their own ways, target.spread={target.spread} needs them together; use devices")
     taps, all_last = method.features_of(config, target)
@@ -93,7 +95,8 @@ def run(options: Options) -> None:
     on_main(accelerator, lambda: begin(store, options, config, target, layout, batches, tables, held_out))
     if layout.ring is not None:
         on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)  # a former run came to its end
-    write_shards(store, layout, LiveTarget(target, taps), batches, config.batch_rows, accelerator, target.together)
+    source = ServedFeatures(target, taps) if isinstance(target, ServedTarget) else LiveTarget(target, taps)
+    write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
@@ -106,8 +109,11 @@ def judge_texts(
 ) -> tuple[list[HeldOutText], dict[int, float]]:
     """The held-out texts with their features, and the sizes of the taps."""
     prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
-    progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
-    texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
+    if isinstance(target, ServedTarget):
+        texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
+    else:
+        progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+        texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
     return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True))
 
 
@@ -163,7 +169,7 @@ def begin(
 
 
 def write_shards(
-    store: Path, layout: Layout, source: LiveTarget, batches: Batches, rows: int, accelerator: Accelerator, together: bool
+    store: Path, layout: Layout, source: FeatureSource, batches: Batches, rows: int, accelerator: Accelerator, together: bool
 ) -> None:
     """This worker's shards. Workers that make every forward `together` go through as many, and drop what is not theirs."""
     whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes

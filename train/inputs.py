@@ -67,9 +67,7 @@ def live_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callabl
 
 
 def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
-    options, model = run.features, run.target
-    target = ends_in(model.path, resolve_device(str(accelerator.device)), model.dtype)
-    target.client = Client(options.server, options.server_model, options.server_layers, options.concurrency)
+    target = served_target(run, accelerator)
     identity = {"target": target.fingerprint().weights_hash, "data": data_module.tables_key(run.data, target, run.seed)}
     check(identity)
     on_main(accelerator, lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None)
@@ -81,6 +79,14 @@ def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Calla
         return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
 
     return Inputs(target, tables, identity, lambda objective, batches, asked: ServedFeatures(target, objective.taps), make_texts)
+
+
+def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
+    """The ends of the run's target, and a client of the server that has the rest."""
+    options = run.features
+    target = ends_in(run.target.path, resolve_device(str(accelerator.device)), run.target.dtype)
+    target.client = Client(options.server, options.server_model, options.server_layers, options.concurrency)
+    return target
 
 
 def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:

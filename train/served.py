@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ class Reply:
     ids: list[int]
     """The prompt, and what was written."""
     states: Tensor
-    """[N, K, H]: the prompt's states at the K layers that the server was started with, ascending."""
+    """[N, K, H]: states of the prompt's N tokens, or of all N tokens but the last, at the K layers that the server was started
+    with, ascending."""
 
 
 class Client:
@@ -47,15 +49,22 @@ class Client:
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
         self._pool = ThreadPoolExecutor(concurrency)
 
-    def ask(self, prompts: list[list[int]], max_tokens: int = 1) -> list[Reply]:
-        """Prompts of token ids -> their states, and greedy replies of at most `max_tokens`; many at a time."""
-        return list(self._pool.map(lambda ids: self._one(ids, max_tokens), prompts))
+    def ask(self, prompts: list[list[int]]) -> Iterator[Reply]:
+        """Prompts of token ids -> their states, many at a time."""
+        return self._pool.map(lambda ids: self._one(ids, 1), prompts)
+
+    def write(self, prompts: list[list[int]], max_tokens: int) -> Iterator[Reply]:
+        """Prompts of token ids -> greedy replies of at most `max_tokens`, and the states of both in the same pass: of all tokens
+        but the last, which had none yet when it was written."""
+        return self._pool.map(lambda ids: self._one(ids, max_tokens), prompts)
 
     def _one(self, ids: list[int], max_tokens: int) -> Reply:
-        request = {
+        request: dict[str, Any] = {
             "model": self._model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True,
             "repetition_penalty": 1.0,
         }  # fmt: skip
+        if max_tokens > 1:
+            request["kv_transfer_params"] = {"include_output_tokens": True}
         try:
             answer = self._http.post("/completions", json=request)
         except httpx.HTTPError as error:
@@ -75,7 +84,9 @@ class Client:
                 f"server {self._http.base_url} gives no hidden states; start it with the speculative method extract_hidden_states"
             )
         found = self._fetch(Path(path))
-        if found["token_ids"].tolist() != ids:
+        if found["token_ids"].tolist() == ids and max_tokens > 1 and len(written) > 1:  # a server that knows prompts only
+            return Reply(ids + written, self._one((ids + written)[:-1], 1).states)
+        if found["token_ids"].tolist() != (ids if max_tokens == 1 else (ids + written)[:-1]):
             raise UserError(
                 f"server {self._http.base_url} sent the states of another text; use one prompt a request and no prefix"
             )
@@ -130,7 +141,7 @@ class ServedTarget(StoredTarget):
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
         check_layers(self, taps, self.client.layers)
         ids = torch.linspace(0, self.vocab_size - 1, min(128, self.max_positions - 1)).long().tolist()
-        found = self.hidden_of(self.client.ask([ids])[0].states, taps)
+        found = self.hidden_of(next(self.client.ask([ids])).states, taps)
         return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in found.taps)
 
 
@@ -174,12 +185,14 @@ def check_layers(target: Target, taps: tuple[int, ...], layers: list[int]) -> No
 
 
 def served_texts(target: ServedTarget, prompts: list[list[int]], taps: tuple[int, ...], max_new_tokens: int) -> list[HeldOutText]:
-    """The server's greedy replies to prompts, then the states of both: the last token of a reply has none when it is written."""
-    replies = target.client.ask(prompts, max_new_tokens)
+    """The server's greedy replies to prompts, with the features of both."""
+    replies = target.client.write(prompts, max_new_tokens)
     texts = []
     for prompt, reply in zip(
         tqdm(prompts, desc="server writes held-out replies", disable=None, leave=False), replies, strict=True
     ):
-        hidden = target.hidden_of(target.client.ask([reply.ids])[0].states, taps)
-        texts.append(HeldOutText(reply.ids, len(prompt), Hidden(hidden.last.cpu(), tuple(tap.cpu() for tap in hidden.taps))))
+        hidden = target.hidden_of(reply.states, taps)
+        # Nothing is drafted behind the last token: its row, which is not there, repeats the one before.
+        last, *tapped = (torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps))
+        texts.append(HeldOutText(reply.ids, len(prompt), Hidden(last, tuple(tapped))))
     return texts

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from ..heads.eagle import EagleDrafter
 from .batches import PADDING, Batch
+from .memory import Memory, recomputing
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
 Pair = tuple[Tensor, Tensor]
@@ -219,12 +219,12 @@ def unroll(
     last: Tensor,
     steps: int,
     backend: Backend = "auto",
-    recompute: bool = False,
+    memory: Memory | None = None,
 ) -> list[Tensor]:
     """The layers' output at each step, K tensors `[B, S, H]`: row t of step k is about the token t + 2 + k.
 
     `taps` and `last` `[B, S, Ht]` are the target's features. Rows whose tokens leave their document hold nothing of meaning.
-    `recompute` keeps only the states between the steps and computes the rest again in the backward pass.
+    `memory`: whether only the states between the steps are kept for the backward pass.
     """
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
@@ -247,9 +247,10 @@ def unroll(
 
         return drafter.advance(part, state, (cosines, sines), attend), *new
 
+    run = recomputing(step, memory.offload) if memory and memory.recompute else step
     for k in range(steps):
         arguments = (_ahead(parts, 1 + k), state, *drafter.rotary(positions + k), *(t for pairs in past for t in pairs))
-        made = checkpoint(step, *arguments, use_reentrant=False) if recompute else step(*arguments)
+        made = run(*arguments)
         past.append(made[1:])
         outputs.append(made[0])
         state = drafter.recycled(made[0])

@@ -1,6 +1,6 @@
 """Features from a real vLLM against the live target's. Not in the default run:
 
-VLLM_PYTHON=/path/to/venv/bin/python python -m pytest -m vllm tests/peers/test_vllm_features.py
+VLLM_PYTHON=/path/to/venv/bin/python python -m pytest -m peers tests/peers/test_vllm_features.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,19 +19,22 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.target import TargetConfig, load_target
 from draftsmith.train.batches import PADDING, collate
+from draftsmith.train.evaluation import write_text
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import ends_in
-from draftsmith.train.served import Client, ServedFeatures
+from draftsmith.train.served import Client, ServedFeatures, served_texts
 
 from tests.conftest import QUICKSTART, ROOT
 from tests.train.test_faults import curve
 from tests.train.test_loop import launch, make_config, train
+from tests.train.test_store import config_for, extract
 
 pytestmark = [
-    pytest.mark.vllm,
+    pytest.mark.peers,
     pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
 ]
 TAPS, LAYERS = (2, 4, 5), [2, 4, 5, 8]
+FP32 = ("--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +82,37 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
     assert not list(folder.iterdir())
 
 
+def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]) -> None:
+    """Greedy replies and the states of prompt and reply: what the live target writes, and its features, one request each."""
+    url, folder = server
+    live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
+    target = ends_in(str(QUICKSTART), torch.device("cpu"), "auto")
+    target.client = Client(url, "target", LAYERS, 4)
+    asked: list[int] = []
+    post = target.client._http.post
+    target.client._http.post = lambda *args, **more: (asked.append(1), post(*args, **more))[1]  # type: ignore[method-assign]
+    prompts = [[3, 306, 341, 984, 1306, 12], [3, 306, 286, 1214], [5]]
+    texts = served_texts(target, prompts, TAPS, 12)
+    assert len(asked) == len(prompts) and not list(folder.iterdir())
+    for prompt, text in zip(prompts, texts, strict=True):
+        own = write_text(live, prompt, TAPS, 12)
+        assert (text.ids, text.start) == (own.ids, own.start) and len(text.hidden.last) == len(text.ids)
+        for mine, theirs in zip((own.hidden.last, *own.hidden.taps), (text.hidden.last, *text.hidden.taps), strict=True):
+            assert float((mine[:-1] - theirs[:-1]).norm() / mine[:-1].norm()) < 1e-5
+
+
+def test_a_store_from_the_server_teaches_what_the_target_teaches(server: tuple[str, Path], tmp_path: Path) -> None:
+    features = {"server": server[0], "server_layers": LAYERS}
+    more: dict[str, Any] = {"heads": {"taps": list(TAPS), "draft_vocab_size": 500}}
+    extract(config_for(tmp_path / "served", QUICKSTART, "eagle", features=features, **more), tmp_path / "store", "eagle", *FP32)
+    train(config_for(tmp_path / "stored", QUICKSTART, "eagle", **more), "--features.store", tmp_path / "store", method="eagle")
+    train(config_for(tmp_path / "live", QUICKSTART, "eagle", **more), method="eagle")
+    one, other = curve(tmp_path / "live"), curve(tmp_path / "stored")
+    assert one.keys() == other.keys() == set(range(1, 21))
+    for step in one:
+        assert one[step] == pytest.approx(other[step], rel=1e-3), step
+
+
 def test_training_from_the_server_is_training_from_the_target(server: tuple[str, Path], tmp_path: Path) -> None:
     """20 steps of EAGLE-3 on the quickstart target: the same losses within 1e-3, the same estimate of tau."""
     for name in ("live", "served"):
@@ -103,8 +138,8 @@ def test_what_a_server_cannot_give_is_said(server: tuple[str, Path], tmp_path: P
     target = ends_in(str(QUICKSTART), torch.device("cpu"), "auto")
     target.client = Client(url, "target", [2, 8], 1)
     with pytest.raises(UserError, match="gives states of 4 layers, features.server_layers names 2"):
-        target.client.ask([[5, 6, 7]])
+        list(target.client.ask([[5, 6, 7]]))
     with pytest.raises(UserError, match="refuses 600 tokens"):
-        Client(url, "target", LAYERS, 1).ask([[5] * 600])
+        Client(url, "target", LAYERS, 1)._one([5] * 600, 1)
     with pytest.raises(UserError, match="does not answer"):
-        Client("http://127.0.0.1:9", "target", LAYERS, 1).ask([[5]])
+        Client("http://127.0.0.1:9", "target", LAYERS, 1)._one([5], 1)

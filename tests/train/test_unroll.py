@@ -9,6 +9,7 @@ import pytest
 import torch
 from draftsmith.train.batches import Batch, collate
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.memory import Memory
 from draftsmith.train.unroll import Backend, UnrolledAttention, unroll
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,7 +134,7 @@ def test_recomputing_the_steps_gives_the_same_gradients(kind: str) -> None:
     features = LiveTarget(target, drafter.taps).features(batch)
     found = []
     for recompute in (False, True):
-        outputs = unroll(drafter, batch, features.taps, features.last, 4, recompute=recompute)
+        outputs = unroll(drafter, batch, features.taps, features.last, 4, memory=Memory(recompute))
         total = torch.stack([(k + 1) * drafter.logits(x).square().sum() for k, x in enumerate(outputs)]).sum()
         found.append(torch.autograd.grad(total, list(drafter.parameters())))
     for one, other in zip(*found, strict=True):

@@ -1,0 +1,107 @@
+"""What a forward pass keeps for the backward pass, counted; that keeping less changes no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from draftsmith.distill.students import StudentConfig, make_student
+from draftsmith.heads.errors import UserError
+from draftsmith.train.draft_lm import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.eagle import EagleLoss, EagleObjective
+from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.memory import recomputed, recomputing
+from torch import Tensor, nn
+
+from tests.conftest import tiny_target
+from tests.eagles import random_eagle
+from tests.train.test_alignment import batch_of
+
+Maker = Callable[..., tuple[nn.Module, Callable[[], Tensor]]]
+TARGET = tiny_target(seed=4, num_hidden_layers=4)
+
+
+def bytes_kept(forward: Callable[[], Tensor], owners: nn.Module) -> int:
+    """Of the distinct storages that autograd saves while `forward` runs, without the parameters'."""
+    known = {p.untyped_storage().data_ptr() for p in owners.parameters()}
+    kept: dict[int, Tensor] = {}  # holding on to them, so that no address is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    student = make_student(StudentConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]).requires_grad_(True)
+    aim = DistillObjective(DistillLoss(**options), runner_of(student), TARGET)  # type: ignore[arg-type]
+    batch = batch_of((120, [(4, 120)]))
+    return student, lambda: aim.forward(student, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
+
+
+def unrolling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
+    drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
+    aim = EagleObjective(EagleLoss(steps=4, **options).resolved(3), drafter.taps, TARGET.head)  # type: ignore[arg-type]
+    batch = batch_of((120, [(4, 120)]))
+    features: Features = LiveTarget(TARGET, drafter.taps).features(batch)
+    return drafter, lambda: aim.forward(drafter, features, aim.weights(batch))[0]
+
+
+@pytest.mark.parametrize("make", [distilling, unrolling])
+def test_recomputing_keeps_a_fraction_and_changes_no_gradient(make: Maker) -> None:
+    kept, gradients = [], []
+    for options in ({}, {"recompute": True}, {"recompute": True, "offload": True}):
+        drafter, forward = make(**options)
+        kept.append(bytes_kept(forward, drafter))
+        gradients.append(torch.autograd.grad(forward(), [p for p in drafter.parameters() if p.requires_grad]))
+    assert kept[1] < 0.6 * kept[0], kept
+    for other in gradients[1:]:
+        for one, two in zip(gradients[0], other, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)
+
+
+def test_only_the_arguments_are_kept_and_the_layers_are_as_they_were() -> None:
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3))
+    x = torch.randn(5, 8, requires_grad=True)
+
+    def forward() -> Tensor:
+        y = x
+        for layer in layers:
+            y = layer(y)
+        return y
+
+    with recomputed(layers):
+        assert bytes_kept(forward, layers) == 3 * 5 * 8 * 4
+    assert all("forward" not in layer.__dict__ for layer in layers)
+    assert bytes_kept(lambda: recomputing(forward)(), layers) == 0
+    with pytest.raises(ZeroDivisionError), recomputed(layers):
+        _ = 1 / 0
+    assert all("forward" not in layer.__dict__ for layer in layers)
+
+
+@pytest.mark.parametrize("kind", [DistillLoss, EagleLoss])
+def test_offload_alone_means_nothing(kind: type) -> None:
+    with pytest.raises(UserError, match=r"objective\.recompute"):
+        kind(offload=True)
+
+
+@pytest.mark.gpu
+def test_offloading_leaves_a_gpu_less_to_hold() -> None:
+    layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(8)).cuda()
+    peaks = []
+    for offload in (False, True):
+        x = torch.randn(65536, 1024, device="cuda", requires_grad=True)
+        torch.cuda.reset_peak_memory_stats()
+        with recomputed(layers, offload):
+            y = x
+            for layer in layers:
+                y = layer(y)
+        peaks.append(torch.cuda.memory_allocated())
+        y.sum().backward()
+        del x, y
+    assert peaks[1] < 0.5 * peaks[0], peaks

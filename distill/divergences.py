@@ -10,10 +10,12 @@ place of a row axis of q, one teacher for several drafts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 Divergence = Literal["kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"]
 NEEDS_LABELS = ("ce", "ce-l1")
@@ -144,15 +146,18 @@ def sum_in_chunks(
     `function(hidden, *rows)` takes slices of `hidden` and `rows` (equal first dimension) and gives the slice's loss (a sum), then
     any tables `[rows, ..]`, which are collected and carry no gradient. Gradients reach `hidden` and `parameters`, which must be
     all that `function` has to train. They are made chunk by chunk in the forward pass, right where the logits are, so nothing is
-    kept and nothing is computed twice (objectives 10.1); the backward pass scales them. With no rows `function` runs once on
-    empty slices, so that every parameter still takes part.
+    kept and nothing is computed twice (objectives 10.1); the backward pass scales them. (Under ZeRO-3 the backward pass makes
+    them, by computing each chunk again.) With no rows `function` runs once on empty slices, so that every parameter still takes
+    part.
     """
-    if torch.is_grad_enabled():
+    apart = any(hasattr(p, "ds_id") for p in parameters)  # ZeRO-3 has them whole only while their own module runs
+    if torch.is_grad_enabled() and not apart:
         return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
     starts = range(0, max(hidden.shape[0], 1), rows_per_chunk)
-    parts = [function(*(x[start : start + rows_per_chunk] for x in (hidden, *rows))) for start in starts]
+    run = partial(checkpoint, function, use_reentrant=False) if torch.is_grad_enabled() else function
+    parts = [run(*(x[start : start + rows_per_chunk] for x in (hidden, *rows))) for start in starts]
     losses, *tables = zip(*parts, strict=True)
-    return (torch.stack(losses).sum(), *(torch.cat(table) for table in tables))
+    return (torch.stack(losses).sum(), *(torch.cat(table).detach() for table in tables))
 
 
 class _InChunks(torch.autograd.Function):

@@ -35,7 +35,7 @@ from .evaluation import held_out_prompts, write_text
 from .features import FeatureSource, LiveTarget
 from .inputs import on_rank, served_target
 from .loop import check_before_loading
-from .parallel import on_main
+from .parallel import load_models_whole, on_main
 from .provenance import provenance
 from .served import ServedFeatures, ServedTarget, served_texts
 from .store import Layout, ShardWriter, StoreType, shard_path, shards_to_write, tell, wanted
@@ -78,6 +78,7 @@ def run(options: Options) -> None:
     # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
+    load_models_whole(accelerator)
     served = config.features.server is not None
     target = served_target(config, accelerator) if served else load_target(on_rank(config.target, accelerator))
     if target.together and options.ring is not None:

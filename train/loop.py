@@ -33,7 +33,7 @@ from .config import RunConfig
 from .evaluation import HeldOut, evaluate
 from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums
-from .parallel import engine_of, on_main
+from .parallel import engine_of, load_models_whole, on_main
 from .profiling import profiler
 from .schedule import rate_at
 from .trainer import Trainer
@@ -60,6 +60,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
         # The other ranks wait while one prepares the data; ten minutes, the default, may not be enough.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
     )
+    load_models_whole(accelerator)
     resume_from = on_main(accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume))
     if resume_from is not None:
         engine, ranks, rows = on_main(accelerator, lambda: folder.shape_of(resume_from))

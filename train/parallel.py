@@ -33,6 +33,15 @@ def engine_of(accelerator: Accelerator) -> str:
     return "replicated"
 
 
+def load_models_whole(accelerator: Accelerator) -> None:
+    """Keep transformers from splitting all that is loaded from here on, the frozen target too, once accelerate has told it of
+    ZeRO-3."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+
+
 def _zero_stage(accelerator: Accelerator) -> int:
     return _deepspeed_config(accelerator)["zero_optimization"]["stage"]
 
@@ -57,11 +66,6 @@ def prepare(
         config["train_micro_batch_size_per_gpu"] = rows
         config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
         config["gradient_clipping"] = clip_norm
-        if _zero_stage(accelerator) == 3:
-            from deepspeed.utils import set_z3_leaf_modules
-
-            # Objectives read weights beside the modules that own them, so a pass gathers the drafter at once.
-            set_z3_leaf_modules(module, [TrainingModule])
     if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
         plugin.cpu_ram_efficient_loading = (
             False  # it would rebuild the module from nothing, and tied weights would come out untied

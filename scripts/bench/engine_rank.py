@@ -7,8 +7,12 @@ Only the launch is another: with the process group there first, accelerate takes
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -17,19 +21,19 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }
+ZERO = {"stage3_param_persistence_threshold": 0}  # by default DeepSpeed's stage 3 leaves tensors below 100,000 numbers whole
 
 
 def main() -> None:
     engine, *arguments = sys.argv[1:]
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     if engine == "fsdp2":
-        os.environ |= FSDP2
+        os.environ |= FSDP2 | {"ACCELERATE_USE_CPU": "true"}
     else:
-        os.environ |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": engine[-1],
-            "DS_ACCELERATOR": "cpu",
-        }
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, accelerate takes no notice of DeepSpeed, and says nothing
+        file = Path(tempfile.gettempdir(), f"draftsmith-{engine}-{os.getpid()}.json")
+        file.write_text(json.dumps({"zero_optimization": ZERO | {"stage": int(engine[-1])}}))
+        atexit.register(file.unlink)
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file), "DS_ACCELERATOR": "cpu"}
     from accelerate import DistributedType, PartialState
 
     PartialState(cpu=True)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 ENGINES = ("one rank", "DDP", "FSDP2", "ZeRO-2", "ZeRO-3")
+KINDS = {"FSDP2": "fsdp2", "ZeRO-2": "deepspeed-zero2", "ZeRO-3": "deepspeed-zero3"}
 RANK_SCRIPT = Path(__file__).with_name("engine_rank.py")
 
 
@@ -66,6 +67,8 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
         except subprocess.TimeoutExpired:
             continue
     assert process.returncode == 0, engine
+    ran_under = json.loads(next(folder.glob("checkpoints/*/trainer.json")).read_text())["engine"]
+    assert ran_under == KINDS.get(engine, "replicated"), ran_under
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["tokens_s"] for row in rows[1:] if "tokens_s" in row), peak
 

@@ -13,12 +13,14 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import ROOT
 from tests.train.test_faults import curve, disturb
 from tests.train.test_loop import environment, make_config, train, weights
 
 SCRIPT = ROOT / "scripts" / "bench" / "engine_rank.py"
+ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed-zero2", "zero3": "deepspeed-zero3"}
 SMALL = [("eagle", "fsdp2"), ("eagle", "zero3")]
 FULL = [("eagle", "zero2")] + [
     (method, engine) for method in ("medusa", "distill", "eagle1") for engine in ("fsdp2", "zero2", "zero3")
@@ -45,6 +47,7 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path,
         else:
             done = train_under(engine, method, config)
             assert done.returncode == 0, done.stderr[-3000:]
+    assert RunFolder(str(tmp_path / engine / "run")).shape_of(20)[0] == ENGINES[engine], "it ran under another engine"
     one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
@@ -81,6 +84,40 @@ def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Pa
     train(config)
     done = train_under("fsdp2", "medusa", config)
     assert done.returncode != 0 and "was trained under replicated, this launch is fsdp2" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_a_step_that_is_not_finite_is_skipped_under_each(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
+    """DeepSpeed steps within its backward pass, and has to see to it itself."""
+    script = tmp_path / "poisoned.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\n"
+        "from draftsmith.train import features\n"
+        "plain = features.LiveTarget.features\n"
+        "def poisoned(self, batch):\n"
+        "    found = plain(self, batch)\n"
+        "    if 24 in batch.numbers:\n"
+        "        found.taps[0][:] = float('nan')\n"
+        "    return found\n"
+        "features.LiveTarget.features = poisoned\n"
+        "import engine_rank\n"
+        "engine_rank.main()\n"
+    )
+    config = make_config(tmp_path, saved_tiny, "eagle")
+    poisoned = [str(script) if part == str(SCRIPT) else part for part in command(engine, "eagle", config)]
+    done = subprocess.run(poisoned, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "the gradient is not finite at step 7: skipped (1 so far)" in done.stderr, done.stderr[-2000:]
+    assert curve(tmp_path).keys() == set(range(1, 21)) - {7}
+
+
+@pytest.mark.full
+def test_deepspeed_refuses_other_ranks_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, "eagle", max_steps=2)
+    assert train_under("zero2", "eagle", config).returncode == 0
+    alone = [part if part != "2" else "1" for part in command("zero2", "eagle", config)]
+    done = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0 and "was trained by 2 ranks, and DeepSpeed's checkpoints cannot be read by 1" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)

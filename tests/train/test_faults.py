@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
 
 from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, train, weights
@@ -191,8 +192,24 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path: Pat
     flip(tmp_path / "run" / "checkpoints" / "step-000010" / "state" / "optimizer.bin")
     done = train(config)
     assert "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr and "going on from step 5" in done.stderr
+    (aside,) = (tmp_path / "run" / "checkpoints").glob("damaged-step-000010-*")
+    assert (aside / "drafter").is_dir(), "a damaged checkpoint is put out of the way, not deleted"
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
+
+
+def test_a_best_checkpoint_that_is_gone_is_said_and_the_next_is_kept(tmp_path: Path, saved_tiny: Path) -> None:
+    config = make_config(tmp_path, saved_tiny, max_steps=10)
+    train(config)
+    at = tmp_path / "run" / "checkpoints" / "step-000005"
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000010")
+    facts = json.loads((at / "trainer.json").read_text())
+    (at / "trainer.json").write_text(json.dumps(facts | {"best_step": 3, "best_tau": 99.0}))
+    (at / CHECKSUMS).unlink()
+    write_checksums(at)
+    done = train(config)
+    assert "the best checkpoint so far, step 3, is gone" in done.stderr
+    assert (tmp_path / "run" / "best").resolve().parent.name == "step-000010"
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny: Path) -> None:

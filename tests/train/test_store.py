@@ -253,3 +253,31 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, save
     assert one.keys() == other.keys()
     for step in one:
         assert one[step] == pytest.approx(other[step], rel=1e-5, abs=1e-6), step
+
+
+def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
+    """Too small for a step: said at once. Large enough: the trainer waits, and leaves when it is told to."""
+    plain = config_for(tmp_path / "plain", saved_tiny, "eagle")
+    for shards, rows in ((2, 1), (3, 3)):
+        store = tmp_path / f"ring{shards}"
+        command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(plain), "--out"]
+        command += [str(store), "--rows-per-shard", str(rows), "--ring", str(shards)]
+        with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as extractor:
+            while not (store / "manifest.json").is_file():
+                assert extractor.poll() is None
+                time.sleep(0.1)
+            extractor.kill()
+        for shard in (store / "shards").iterdir():
+            shard.unlink()
+        config = config_for(tmp_path / f"from{shards}", saved_tiny, "eagle", accumulation=4, features={"store": str(store)})
+        with subprocess.Popen(command_of(config, "eagle"), env=environment(), stderr=subprocess.PIPE, text=True) as trainer:
+            if shards == 3:
+                assert trainer.stderr is not None
+                for line in trainer.stderr:
+                    if "packed rows" in line:  # announced: the first step waits
+                        trainer.send_signal(signal.SIGTERM)
+                        break
+            _, errors = trainer.communicate(timeout=60)
+        assert trainer.returncode == 2
+        why = "a step of 4 rows may need 4 rows" if shards == 2 else "asked to stop while waiting for the extractor"
+        assert errors.strip().splitlines()[-1].startswith("error: ") and why in errors

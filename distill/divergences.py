@@ -153,7 +153,12 @@ def sum_in_chunks(
     apart = any(hasattr(p, "ds_id") for p in parameters)  # ZeRO-3 has them whole only while their own module runs
     if torch.is_grad_enabled() and not apart:
         return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
-    starts = range(0, max(hidden.shape[0], 1), rows_per_chunk)
+    chunks = max(-(-hidden.shape[0] // rows_per_chunk), 1)
+    if apart:  # ZeRO-3's ranks gather weights together: each has to run as many chunks as the others, empty ones at the end
+        most = torch.tensor(chunks, device=hidden.device)
+        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        chunks = int(most)
+    starts = range(0, chunks * rows_per_chunk, rows_per_chunk)
     run = partial(checkpoint, function, use_reentrant=False) if torch.is_grad_enabled() else function
     parts = [run(*(x[start : start + rows_per_chunk] for x in (hidden, *rows))) for start in starts]
     losses, *tables = zip(*parts, strict=True)

@@ -29,7 +29,8 @@ FULL = [("eagle", "zero2")] + [
 
 def command(engine: str, method: str, config: Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return [*launcher, str(SCRIPT), engine, method.rstrip("1"), "--config", str(config)]
+    # Ranks then have unequal numbers of chunks, which ZeRO-3, gathering weights for each, has to be told.
+    return [*launcher, str(SCRIPT), engine, method.rstrip("1"), "--config", str(config), "--objective.rows-per-chunk", "32"]
 
 
 def train_under(engine: str, method: str, config: Path) -> subprocess.CompletedProcess[str]:

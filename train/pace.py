@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 
+from ..inference.gains import GPUS
+
 PARTS = ("data", "target", "drafter", "optimiser")
 """Making batches and counting their weights; the target's features; the drafter forward and backward; clipping and the step."""
-
-PEAK_TFLOPS = {  # bf16, dense; vendors' data sheets
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10G": 70,
-    "A10": 125, "RTX 4090": 165, "RTX 3090": 71, "MI300X": 1307, "MI250X": 383,
-}  # fmt: skip
 
 
 def peak_of(device: torch.device) -> float | None:
@@ -24,7 +21,7 @@ def peak_of(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * tflops for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
+    return next((1e12 * gpu.tflops for known, gpu in GPUS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 class Pace:

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from ..inference.gains import GPUS
 from ..inference.target import check_there
 from .arguments import parse
 from .cli import METHODS
-from .pace import PEAK_TFLOPS
 
 EXAMPLE = "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 --gpu H100 --gpus 8"
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
@@ -49,8 +49,8 @@ class Options:
     """Write the numbers to this file."""
 
     def __post_init__(self) -> None:
-        if self.gpu not in PEAK_TFLOPS:
-            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(PEAK_TFLOPS)}")
+        if self.gpu not in GPUS:
+            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
         if self.tokens <= 0 or self.gpus < 1 or not 0 < self.mfu <= 1 or not 0 < self.reply_share <= 1:
             raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
 
@@ -145,7 +145,7 @@ def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
     """Bytes, GPU-hours and bytes of GPU memory."""
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
-    hours = 3600 * PEAK_TFLOPS[options.gpu] * 1e12
+    hours = 3600 * GPUS[options.gpu].tflops * 1e12
     positions = config.batch_rows * config.data.max_length
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + positions * shape.steps * shape.hidden * 4 * 20

@@ -1,0 +1,268 @@
+"""`draftsmith simulate`: what an acceptance is worth, before anything is built. Arithmetic; formulas in `gains.py`."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..heads.errors import UserError
+from ..heads.files import whole_file, write_json
+from .gains import (
+    GPUS,
+    Model,
+    best_length,
+    break_even,
+    chain_tokens,
+    free_tokens,
+    pass_seconds,
+    profile_tokens,
+    simulated_tokens,
+    speedup,
+    stretched,
+)
+
+EXAMPLE = "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 --params 8e9"
+GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
+COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
+TRIALS = 200_000
+
+
+@dataclass
+class Options:
+    """Tokens a round, speed-up and the best draft length of a drafter whose acceptance is known or assumed."""
+
+    acceptance: str | None = None
+    """Chance that a draft is accepted given those before it: 0.8, or one for each position: 0.85,0.8,0.75."""
+    report: str | None = None
+    """Instead: the JSON of draftsmith evaluate, whose drafters' measured acceptances are used."""
+    draft_length: int = 5
+    """Drafts in a chain."""
+    draft_cost: float = 0.05
+    """Time of a draft step over that of a plain step of the target."""
+    longest: int = 32
+    """Longest chain that is tried."""
+    gpu: str | None = None
+    """With params: the roofline on this GPU, over batch sizes and contexts."""
+    params: float | None = None
+    """Parameters of the target, such as 8e9; without the experts, if it has any."""
+    weight_bytes: float = 2.0
+    """Bytes of a parameter."""
+    kv_bytes: float = 131072.0
+    """Bytes that keys and values of one position take, all layers together (131072: Llama-3.1-8B in bf16)."""
+    expert_params: float = 0.0
+    """Parameters of all experts together."""
+    experts: int = 0
+    """Experts of a layer."""
+    active: int = 0
+    """Experts that a token passes through."""
+    batch: str = "1,16,64,256"
+    """Batch sizes of the roofline."""
+    context: str = "1000,8000,32000"
+    """Positions that each request has behind it, of the roofline."""
+    json: str | None = None
+    """Write the numbers to this file."""
+
+    def __post_init__(self) -> None:
+        if (self.acceptance is None) == (self.report is None):
+            raise UserError("give either --acceptance or --report")
+        if self.draft_length < 1 or self.longest < self.draft_length or self.draft_cost < 0:
+            raise UserError("--draft-length must be at least 1 and at most --longest, --draft-cost at least 0")
+        if (self.gpu is None) != (self.params is None):
+            raise UserError("--gpu and --params go together")
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
+
+
+def run(options: Options) -> None:
+    console = Console()
+    if options.report is not None:
+        found: dict[str, Any] = {"measured": from_report(options.report, options.longest)}
+        show_measured(found["measured"], console)
+    else:
+        found = simulation(options)
+        show(found, console)
+    if options.json is not None:
+        with whole_file(options.json) as aside:
+            write_json(aside, {"options": asdict(options), **found})
+
+
+def simulation(options: Options) -> dict[str, Any]:
+    """Every number that is shown, from an assumed acceptance."""
+    assert options.acceptance is not None
+    profile = _numbers(options.acceptance, "--acceptance", float)
+    if not all(0 <= a <= 1 for a in profile):
+        raise UserError("--acceptance must lie between 0 and 1")
+    own = stretched(profile, options.draft_length)
+    tokens = profile_tokens(own)
+    best = best_length(profile, options.draft_cost, options.longest)
+    found: dict[str, Any] = {
+        "acceptance": own,
+        "draft_length": options.draft_length,
+        "draft_cost": options.draft_cost,
+        "tokens": tokens,
+        "speedup": speedup(tokens, options.draft_length, options.draft_cost),
+        "best": asdict(best),
+        "break_even_cost": break_even(profile, options.draft_length),
+        "grid": {str(a): {str(k): chain_tokens(a, k) for k in GRID_LENGTH} for a in GRID_ACCEPTANCE},
+        "costs": [
+            {
+                "draft_cost": cost,
+                "speedup": speedup(tokens, options.draft_length, cost),
+                "best": asdict(best_length(profile, cost, options.longest)),
+            }
+            for cost in COSTS
+        ],
+    }
+    if len(set(own)) == 1:
+        found["simulated_tokens"] = simulated_tokens(*_toy(own[0]), options.draft_length, TRIALS)
+    if options.gpu is not None and options.params is not None:
+        model = Model(
+            options.params, options.weight_bytes, options.kv_bytes, options.expert_params, options.experts, options.active
+        )
+        found["roofline"] = roofline(model, options, profile)
+        found["free_tokens"] = free_tokens(model, GPUS[options.gpu])
+    return found
+
+
+def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two laws whose overlap is `acceptance`."""
+    drafter = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    return torch.tensor([acceptance / 2, acceptance / 2, 1 - acceptance], dtype=torch.float64), drafter
+
+
+def roofline(model: Model, options: Options, profile: list[float]) -> list[dict[str, Any]]:
+    """For each batch size and context: a plain step, what verification costs beside it, and the best chain."""
+    assert options.gpu is not None
+    gpu, rows = GPUS[options.gpu], []
+    for batch in _numbers(options.batch, "--batch", int):
+        for context in _numbers(options.context, "--context", int):
+            plain = pass_seconds(model, gpu, batch, 1, context)
+            costs = [pass_seconds(model, gpu, batch, k + 1, context) / plain for k in range(options.longest + 1)]
+            gain = speedup(
+                profile_tokens(stretched(profile, options.draft_length)),
+                options.draft_length,
+                options.draft_cost,
+                costs[options.draft_length],
+            )
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": context,
+                    "plain_s": plain,
+                    "verify_cost": costs[options.draft_length],
+                    "speedup": gain,
+                    "best": asdict(best_length(profile, options.draft_cost, options.longest, costs)),
+                }
+            )
+    return rows
+
+
+def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
+    """What the model says of each drafter that a report measured, beside what was measured."""
+    try:
+        report = json_module.loads(Path(path).read_text())
+        drafters, plain = report["drafters"], report["drafters"]["plain"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
+    plain_step = _per_round(plain)
+    found = {}
+    for name, drafter in drafters.items():
+        if name == "plain" or not drafter["cond_accept"]:
+            continue
+        step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / max(len(drafter["cond_accept"]), 1)
+        tokens = profile_tokens(drafter["cond_accept"])
+        round_time = _per_round(drafter) / plain_step
+        found[name] = {
+            "tokens": tokens,
+            "tau_untruncated": drafter["tau_untruncated"],
+            "tau": drafter["tau_incl_bonus"],
+            "round_cost": round_time,
+            "speedup_predicted": drafter["tau_incl_bonus"] / round_time,
+            "speedup_measured": drafter["speedup"],
+            "draft_step_cost": step,
+            "best_chain": asdict(best_length(drafter["cond_accept"], step, longest)),
+        }
+    return found
+
+
+def _per_round(drafter: dict[str, Any]) -> float:
+    """Seconds of a round, a batch's shared among its rows."""
+    return sum(drafter["split_s"].values()) / drafter["rounds"]
+
+
+def _numbers(text: str, option: str, kind: type) -> list[Any]:
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
+    return found
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what a person looks at."""
+    played = found.get("simulated_tokens")
+    checked = f" (played {TRIALS:,} times: {played:.3f})" if played is not None else ""
+    console.print(
+        f"{found['tokens']:.3f} tokens a round{checked}, {found['speedup']:.2f}x at draft cost {found['draft_cost']:g}."
+    )
+    best = found["best"]
+    console.print(
+        f"Best length {best['length']}: {best['speedup']:.2f}x. "
+        f"With {found['draft_length']} drafts nothing is gained from a draft cost of {found['break_even_cost']:.2f} on.\n"
+    )
+    grid = _table("tokens a round", "acceptance", *(f"K = {k}" for k in GRID_LENGTH))
+    for acceptance, row in found["grid"].items():
+        grid.add_row(acceptance, *(f"{row[str(k)]:.3f}" for k in GRID_LENGTH))
+    costs = _table("speed-up by draft cost", "cost", f"K = {found['draft_length']}", "best K", "speed-up")
+    for row in found["costs"]:
+        costs.add_row(
+            f"{row['draft_cost']:g}", f"{row['speedup']:.2f}x", str(row["best"]["length"]), f"{row['best']['speedup']:.2f}x"
+        )
+    console.print(grid, costs)
+    if "roofline" in found:
+        title = f"roofline: a pass is free up to about {found['free_tokens']:.0f} tokens in all (data-sheet peaks; expect half)"
+        table = _table(title, "batch", "context", "plain step", "verify", "speed-up", "best K", "speed-up")
+        for row in found["roofline"]:
+            table.add_row(
+                str(row["batch"]), f"{row['context']:,}", f"{1e3 * row['plain_s']:.2f} ms", f"{row['verify_cost']:.2f} steps",
+                f"{row['speedup']:.2f}x", str(row["best"]["length"]), f"{row['best']['speedup']:.2f}x",
+            )  # fmt: skip
+        console.print(table)
+
+
+def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
+    """Model and measurement side by side."""
+    table = _table(
+        "from measured acceptance",
+        "drafter",
+        "tau",
+        "by products",
+        "round cost",
+        "predicted",
+        "measured",
+        "best chain",
+    )
+    for name, row in found.items():
+        table.add_row(
+            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", f"{row['round_cost']:.2f}", f"{row['speedup_predicted']:.2f}x",
+            f"{row['speedup_measured']:.2f}x", f"{row['best_chain']['length']}: {row['best_chain']['speedup']:.2f}x",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "tau: tokens kept. By products: 1 + sum of products of the measured acceptances, before cuts. Round cost: in plain "
+        "steps. Predicted: tau over round cost. Best chain: with this draft step, if verification costs a plain step."
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place > 0)
+    return table

@@ -1,0 +1,162 @@
+"""The arithmetic of gains: closed forms against tables of the literature, against play, and against what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.gains import (
+    GPUS,
+    Model,
+    best_length,
+    break_even,
+    chain_tokens,
+    experts_touched,
+    free_tokens,
+    pass_seconds,
+    profile_tokens,
+    simulated_tokens,
+    speedup,
+    stretched,
+)
+from draftsmith.inference.simulate import Options, from_report, simulation
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import QUICKSTART
+from tests.train.test_loop import environment
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from draftsmith.train.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=240
+    )
+
+
+CHANCE = st.floats(0, 1, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "tokens"),
+    [(0.6, (2.176, 2.383, 2.458)), (0.7, (2.533, 2.941, 3.141)), (0.8, (2.952, 3.689, 4.161)), (0.9, (3.439, 4.686, 5.695))],
+)
+def test_tokens_of_a_chain(acceptance: float, tokens: tuple[float, ...]) -> None:
+    assert [round(chain_tokens(acceptance, k), 3) for k in (3, 5, 7)] == list(tokens)
+    assert chain_tokens(0, 5) == 1 and chain_tokens(1, 5) == 6
+
+
+@given(CHANCE, st.integers(1, 12))
+def test_a_level_profile_is_the_closed_form(acceptance: float, length: int) -> None:
+    assert profile_tokens([acceptance] * length) == pytest.approx(chain_tokens(acceptance, length))
+
+
+@given(st.lists(CHANCE, min_size=1, max_size=8))
+def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) -> None:
+    assert profile_tokens(acceptances) == pytest.approx(1 + sum(accumulate(acceptances, mul)))
+    assert stretched(acceptances, len(acceptances) + 2) == [*acceptances, acceptances[-1], acceptances[-1]]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "cost", "length", "gain"),
+    [(0.6, 0.02, 6, 2.17), (0.7, 0.05, 6, 2.35), (0.8, 0.05, 8, 3.09), (0.8, 0.2, 4, 1.87), (0.9, 0.1, 10, 3.43)],
+)
+def test_the_best_length_and_what_it_gains(acceptance: float, cost: float, length: int, gain: float) -> None:
+    best = best_length([acceptance], cost)
+    assert best.length == length and best.speedup == pytest.approx(gain, abs=5e-3)
+
+
+def test_no_drafting_is_best_where_a_draft_costs_more_than_it_is_worth() -> None:
+    """Some length gains iff a > c (arXiv 2211.17192, corollary 3.9)."""
+    assert best_length([0.3], 0.31).length == 0 and best_length([0.3], 0.29).length > 0
+    cost = break_even([0.8], 5)
+    assert speedup(chain_tokens(0.8, 5), 5, cost) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_play_confirms_the_closed_form(length: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        target, drafter = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
+        acceptance = float(torch.minimum(target, drafter).sum())
+        played = simulated_tokens(target, drafter, length, 200_000)
+        assert played == pytest.approx(chain_tokens(acceptance, length), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "touched"),
+    [(64, 6, (6, 21, 35, 51, 61, 64)), (128, 8, (8, 29, 52, 82, 112, 126)), (256, 8, (8, 31, 57, 102, 163, 222))],
+)
+def test_experts_that_a_pass_reaches(experts: int, active: int, touched: tuple[int, ...]) -> None:
+    assert [round(experts_touched(experts, active, n)) for n in (1, 4, 8, 16, 32, 64)] == list(touched)
+
+
+def test_the_roofline_by_hand() -> None:
+    """8e9 parameters of 2 bytes at 3.35 TB/s: 4.78 ms; from 295 tokens on arithmetic takes longer."""
+    model, gpu = Model(8e9), GPUS["H100"]
+    assert pass_seconds(model, gpu, 1, 1, 0) == pytest.approx(16e9 / 3.35e12)
+    assert free_tokens(model, gpu) == pytest.approx(295, abs=1)
+    at_knee = pass_seconds(model, gpu, 1, 295, 0)
+    assert (
+        at_knee == pytest.approx(pass_seconds(model, gpu, 1, 1, 0), rel=0.01)
+        and pass_seconds(model, gpu, 1, 590, 0) > 1.9 * at_knee
+    )
+    cached = Model(8e9, kv_bytes=131072)
+    assert pass_seconds(cached, gpu, 32, 1, 3815) == pytest.approx(2 * pass_seconds(model, gpu, 1, 1, 0), rel=0.01)
+    sparse = Model(1e9, expert_params=64e9, experts=64, active=6)
+    assert pass_seconds(sparse, gpu, 1, 1, 0) == pytest.approx(2 * 7e9 / 3.35e12)
+    assert 5 < pass_seconds(sparse, gpu, 1, 8, 0) / pass_seconds(sparse, gpu, 1, 1, 0) < 6, "verification is not free"
+
+
+def test_costs_erase_the_gain() -> None:
+    found = simulation(Options(acceptance="0.8", gpu="H100", params=8e9))
+    assert found["tokens"] == pytest.approx(3.68928) and found["simulated_tokens"] == pytest.approx(3.68928, abs=0.02)
+    gains = [row["speedup"] for row in found["costs"]]
+    assert gains == sorted(gains, reverse=True) and gains[0] == pytest.approx(3.68928)
+    by_batch = {row["batch"]: row for row in found["roofline"] if row["context"] == 1000}
+    assert by_batch[256]["speedup"] < by_batch[64]["speedup"] <= by_batch[1]["speedup"]
+    assert "simulated_tokens" not in simulation(Options(acceptance="0.9,0.5"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, "give either"),
+        ({"acceptance": "0.8", "report": "x"}, "give either"),
+        ({"acceptance": "0.8", "gpu": "H100"}, "go together"),
+        ({"acceptance": "0.8", "gpu": "Z1", "params": 1e9}, "unknown GPU 'Z1'"),
+        ({"acceptance": "0.8", "draft_length": 0}, "at least 1"),
+        ({"acceptance": "1.2"}, "between 0 and 1"),
+        ({"acceptance": "high"}, "numbers with commas"),
+    ],
+)
+def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        simulation(Options(**options))  # type: ignore[arg-type]
+
+
+def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
+    """A report of drafters on the quickstart target: tokens by products are tau_untruncated, tau over cost is the speed-up."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3)))
+    report = tmp_path / "report.json"
+    shared = ["--target", str(QUICKSTART), "--prompts", str(prompts), "--max-new-tokens", "48", "--json", str(report)]
+    done = run_cli("evaluate", *shared, "--drafter", "ngram", "--drafter", "early-exit")
+    assert done.returncode == 0, done.stderr
+    found = from_report(str(report), 16)
+    assert len(found) == 2
+    for row in found.values():
+        assert row["tokens"] == pytest.approx(row["tau_untruncated"])
+        assert row["speedup_predicted"] == pytest.approx(row["speedup_measured"], rel=0.1)
+    done = run_cli("simulate", "--report", str(report))
+    assert done.returncode == 0 and "measured" in done.stdout
+    report.write_text("{}")
+    with pytest.raises(UserError, match="not a report"):
+        from_report(str(report), 16)

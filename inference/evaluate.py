@@ -1,15 +1,16 @@
-"""`draftsmith evaluate`: every drafter beside plain decoding, on the same prompts, in the loop that users decode with.
-
-Drafters take turns on each prompt, so that a machine that slows down slows all of them. Of `repeats` runs of a request the one
-of median decode time is kept; tokens and rounds are the same in all of them.
-"""
+"""`draftsmith evaluate`: every drafter beside plain decoding and those that need no training, in one table for each setting."""
 
 from __future__ import annotations
 
-import statistics
+import hashlib
+import json as json_module
+import resource
+import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,21 @@ import transformers
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from ..heads.errors import UserError
-from ..heads.files import whole_file, write_json
+from ..heads.files import whole_directory, whole_file, write_json
 from . import replayed
-from .decode import Generation, Request, generate
-from .metrics import alpha, batch_seconds, bootstrap, kept_per_round, mean, split, summarise, tau
-from .proposer import PlainDecoding, Proposer, check_spec, load_proposer
+from .measure import DEFINITIONS, Results, Setting, compare, measured
+from .metrics import kept_per_round
+from .proposer import PlainDecoding, Proposer, check_spec, load_proposer, weight_bytes
 from .rows import Prompt, read_prompts
 from .sampling import Sampling
 from .target import Target, TargetConfig, load_target
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
-SCHEMA = 1
+SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
+BASELINES = ("ngram", "lookahead", "early-exit")
 
 
 @dataclass
@@ -44,14 +45,20 @@ class Options:
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
-    """JSON or JSONL file of prompts or conversations."""
+    """JSON or JSONL file of prompts or conversations; Spec-Bench's questions with all their turns."""
     features: str | None = None
     """Instead of a target and prompts: a feature store, on whose held-out texts drafters are replayed (greedy)."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
     ngram:length=8. May be given several times. Plain decoding is always there."""
+    baselines: bool = True
+    """Measure ngram, lookahead and early-exit too."""
     sampling: Sampling = field(default_factory=Sampling)
     """Greedy if not given."""
+    temperatures: str | None = None
+    """Several, one table each: 0,1. In place of sampling.temperature."""
+    batch_sizes: str | None = None
+    """Several, one table each: 1,4,16. In place of batch_size."""
     limit: int | None = None
     """Use the first so many prompts."""
     max_new_tokens: int = 128
@@ -62,28 +69,35 @@ class Options:
     """Timed runs of every request."""
     json: str | None = None
     """Write the numbers to this file."""
+    spec_bench: str | None = None
+    """Write the replies to this folder, a file for each drafter, in Spec-Bench's form (the first setting's)."""
 
 
 def run(options: Options) -> None:
-    check(options)
+    settings = check(options)
     if options.features is not None:
         return replayed.run(options)
     assert options.prompts is not None
+    started = datetime.now(UTC).isoformat(timespec="seconds")
     target = load_target(options.target)
-    proposers: list[Proposer] = [PlainDecoding()]
-    warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
-    proposers += [load_proposer(spec, target, warn) for spec in options.drafter if spec != "none"]
+    proposers, left_out = proposers_of(options, target)
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
-    results = compare(target, proposers, prompts, options)
-    report = make_report(target, prompts, results, options)
+    found: list[dict[str, Any]] = []
+    for number, setting in enumerate(settings):
+        results = compare(target, proposers, prompts, setting)
+        found.append(measured(target, results, setting))
+        if options.spec_bench is not None and number == 0:
+            write_spec_bench(Path(options.spec_bench), results, target)
+    sizes = {name: weight_bytes(p, target) for name, p in zip(found[0]["drafters"], proposers, strict=True)}
+    report = {**facts_of(target, prompts, options, started), "left_out": left_out, "drafter_bytes": sizes, "settings": found}
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
     show(report)
 
 
-def check(options: Options) -> None:
-    """What can be known to be wrong before a large target loads, or hours are spent. Raises `UserError`."""
+def check(options: Options) -> list[Setting]:
+    """The settings to measure. Raises `UserError` for what is known to be wrong before a large target loads, or hours pass."""
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -96,167 +110,112 @@ def check(options: Options) -> None:
         check_spec(spec)
     if options.json is not None and Path(options.json).is_dir():
         raise UserError(f"cannot write {options.json}: it is a folder; name a file")
+    if options.spec_bench is not None and Path(options.spec_bench).exists():
+        raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
+    sizes = numbers(options.batch_sizes, "--batch-sizes", int) or [options.batch_size]
+    if min(sizes) < 1:
+        raise UserError("--batch-sizes must be at least 1")
+    temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
+    laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
+    return [Setting(law, size, options.max_new_tokens, options.repeats) for law in laws for size in sizes]
 
 
-def request_record(target: Target, prompt: Prompt, plain: Generation, found: Generation, sampling: Sampling) -> dict[str, Any]:
-    """One request, in the names of evaluation.md section 2."""
-    rounds = found.rounds
-    equal = plain.token_ids == found.token_ids if comparable(found) else None
-    index, gap = divergence(target, plain, found, sampling) if equal is False else (None, None)
-    return {
-        "id": prompt.id,
-        "category": prompt.category,
-        "n_prompt": len(found.prompt_ids),
-        "n_out": len(found.token_ids),
-        "n_rounds": len(rounds),
-        "accepted_hist": _histogram([r.accepted for r in rounds]),
-        "drafted_hist": _histogram([r.drafted or 0 for r in rounds]),
-        "tau_incl_bonus": tau([kept_per_round(found)]) if rounds else None,
-        "ttft_s": found.ttft_s,
-        "decode_s": found.decode_s,
-        "tpot_s": found.decode_s / (len(found.token_ids) - 1) if len(found.token_ids) > 1 else None,
-        "rb_tau": mean([r.expected for r in rounds]),
-        "alpha": alpha([r.overlap for r in rounds]),
-        **{f"t_{part}_s": seconds for part, seconds in split(rounds).items()},
-        "finish_reason": found.finish_reason,
-        "equal_to_ar": equal,
-        "first_divergence": index,
-        "top2_gap": gap,
-        "verify_mode": rounds[0].rule if rounds else None,
-    }
+def numbers(text: str | None, option: str, kind: type) -> list[Any]:
+    """Numbers with commas between them; none if nothing is given. Raises `UserError`."""
+    try:
+        return [kind(part) for part in text.split(",")] if text is not None else []
+    except ValueError as error:
+        raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
 
 
-Results = dict[str, list[Generation]]
+def proposers_of(options: Options, target: Target) -> tuple[list[Proposer], dict[str, str]]:
+    """Plain decoding, what the user names and the baselines, and why a baseline is left out."""
+    warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
+    named = [spec for spec in options.drafter if spec != "none"]
+    proposers: list[Proposer] = [PlainDecoding()]
+    left_out = {}
+    for spec in BASELINES if options.baselines else ():
+        if spec not in named:
+            try:
+                proposers.append(load_proposer(spec, target, warn))
+            except UserError as error:  # such as early exit, which not every architecture allows
+                left_out[spec] = str(error)
+    return proposers + [load_proposer(spec, target, warn) for spec in named], left_out
 
 
-def compare(target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], options: Options) -> Results:
-    """Decode every prompt with every proposer, taking turns; of `repeats` runs the one of median decode time is kept."""
-    names = _distinct_names(proposers)
-    requests = [Request(prompt.token_ids, i) for i, prompt in enumerate(prompts)]
-    for proposer in proposers:  # warm up
-        generate(target, proposer, requests[:1], min(options.max_new_tokens, 8), options.sampling)
-    results: Results = {name: [] for name in names}
-    progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None, leave=False)
-    for start in range(0, len(requests), options.batch_size):
-        batch = requests[start : start + options.batch_size]
-        runs: dict[str, list[list[Generation]]] = {name: [] for name in names}
-        for _ in range(options.repeats):
-            for name, proposer in zip(names, proposers, strict=True):
-                runs[name].append(generate(target, proposer, batch, options.max_new_tokens, options.sampling))
-        for name in names:
-            results[name] += sorted(runs[name], key=batch_seconds)[options.repeats // 2]
-        progress.update(len(batch))
-    progress.close()
-    return results
-
-
-def _distinct_names(proposers: Sequence[Proposer]) -> list[str]:
-    names: list[str] = []
-    for proposer in proposers:
-        name, number = proposer.name, 2
-        while name in names:
-            name, number = f"{proposer.name}-{number}", number + 1
-        names.append(name)
-    return names
-
-
-def make_report(target: Target, prompts: Sequence[Prompt], results: Results, options: Options) -> dict[str, Any]:
-    """The numbers of every drafter, with what they were measured on."""
-    plain = results["plain"]
-    sampling = options.sampling.resolved(target.repetition_penalty)
-    drafters = {}
-    size = options.batch_size
-    for name, generations in results.items():
-        summary = summarise(generations, size)
-        pairs = list(zip(plain, generations, strict=True))
-        batches = [pairs[start : start + size] for start in range(0, len(pairs), size)]
-        seconds = [(batch_seconds([a for a, _ in batch]), batch_seconds([b for _, b in batch])) for batch in batches]
-        summary["speedup"] = _ratio(seconds)
-        summary["speedup_ci95"] = bootstrap(seconds, _ratio)
-        summary["speedup_median"] = statistics.median(a / b for a, b in seconds if b)
-        same = [a.token_ids == b.token_ids for a, b in pairs if comparable(b)]
-        summary["equal_to_ar"] = sum(same) if same else None
-        summary["per_request"] = [
-            request_record(target, prompt, a, b, sampling) for prompt, (a, b) in zip(prompts, pairs, strict=True)
-        ]
-        summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
-        drafters[name] = summary
+def facts_of(target: Target, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    assert options.prompts is not None
+    cuda = target.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": started,
         "target": target.fingerprint().as_dict(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "lossless": sampling.lossless,
-        "sampling": asdict(sampling),
-        "batch": size,
+        "sampling": asdict(options.sampling),
         "options": asdict(options),
+        "prompt_set": {
+            "path": options.prompts,
+            "sha256": hashlib.sha256(Path(options.prompts).read_bytes()).hexdigest(),
+            "prompts": len(prompts),
+            "categories": dict(Counter(prompt.category for prompt in prompts)),
+        },
+        "peak_memory_bytes": peak,
         "definitions": DEFINITIONS,
-        "drafters": drafters,
     }
 
 
-DEFINITIONS = {
-    "tau_incl_bonus": "tokens kept per round, the target's own included, the prefill's excluded, pooled over requests",
-    "tau_ci95": "95% bootstrap interval over prompts, 1000 resamples",
-    "tau_by_position": "tau of the rounds whose root stands below that position",
-    "survival": "share of rounds that accepted at least d drafts",
-    "cond_accept": "survival at d over survival at d - 1",
-    "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
-    "speedup": "sum of plain decode times / sum of this drafter's over the same prompts, prefill excluded",
-    "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, traversal, rrs, or typical (lossy)",
-    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; for fixed drafts at T > 0",
-    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare laws only",
-    "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
-    "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null for rules that keep the law only",
-    "first_divergence": "index of the first token that differs from plain decoding",
-    "top2_gap": "the target's best logit minus its second best there: near-ties flip in low precision, others must not",
-}
-
-
-def _ratio(seconds: Sequence[tuple[float, float]]) -> float:
-    drafted = sum(b for _, b in seconds)
-    return sum(a for a, _ in seconds) / drafted if drafted else float("nan")
-
-
-@torch.inference_mode()
-def divergence(target: Target, plain: Generation, other: Generation, sampling: Sampling) -> tuple[int, float | None]:
-    """Index of the first token in which two replies differ, and by how much the target prefers its best token there.
-
-    The preference is in logits after a penalty, and known for greedy decoding only.
-
-    In low precision near-ties flip, because a tree is verified in another batch shape; a large gap would be a bug.
-    """
-    both = zip(plain.token_ids, other.token_ids, strict=False)
-    index = next((i for i, (a, b) in enumerate(both) if a != b), min(len(plain.token_ids), len(other.token_ids)))
-    if not sampling.greedy:
-        return index, None
-    ids: Any = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
-    scores = target.head(target.forward(ids).last[:, -1]).float()
-    if sampling.history_processor is not None:
-        scores = sampling.history_processor(ids, scores)
-    best = scores[0].topk(2).values
-    return index, float(best[0] - best[1])
-
-
-def comparable(generation: Generation) -> bool:
-    """Whether plain decoding with the same noise must write the same text; rules that compare laws keep the law, not the text."""
-    return all(round_.rule in ("greedy", "gumbel", "match") for round_ in generation.rounds)
-
-
-def _histogram(values: list[int]) -> list[int]:
-    return [values.count(v) for v in range(max(values, default=-1) + 1)]
+def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
+    """Rows as Spec-Bench's own evaluation reads them: one file a drafter, one line a question, lists over its turns."""
+    with whole_directory(folder) as aside:
+        aside.mkdir(exist_ok=True)
+        for name, turns in results.items():
+            rows: dict[str, dict[str, Any]] = {}
+            for turn in turns:
+                empty = {"turns": [], "decoding_steps": [], "new_tokens": [], "wall_time": [], "accept_lengths": []}
+                row = {"question_id": turn.prompt.id, "category": turn.prompt.category, "model_id": name, "choices": [empty]}
+                choice = rows.setdefault(turn.prompt.id, row)["choices"][0]
+                found = turn.generation
+                choice["turns"].append(target.tokenizer.decode(found.token_ids, skip_special_tokens=True))
+                choice["decoding_steps"].append(len(found.rounds))
+                choice["new_tokens"].append(len(found.token_ids))
+                choice["wall_time"].append(found.ttft_s + found.decode_s)
+                choice["accept_lengths"] += kept_per_round(found)
+            lines = "".join(json_module.dumps(row) + "\n" for row in rows.values())
+            (aside / f"{name.replace('/', '-').replace(':', '-')}.jsonl").write_text(lines)
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the table a person looks at."""
-    drafters = report["drafters"]
+    """Print what a person looks at: a table for each setting, then tau by category."""
+    console = console or Console()
+    for setting in report["settings"]:
+        console.print(_table_of(setting, report))
+        for name, s in setting["drafters"].items():
+            gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
+            if gaps:
+                console.print(
+                    f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
+                )
+    if len(report["prompt_set"]["categories"]) > 1:
+        console.print(_categories(report["settings"][0]))
+    for name, reason in report["left_out"].items():
+        console.print(f"{name} is left out: {reason}")
+    loops = report["settings"][0]["drafters"]["plain"]["loop_share"]
+    console.print(f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {loops:.0%}; loops flatter every drafter.")
+
+
+def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
+    drafters = setting["drafters"]
     requests = drafters["plain"]["requests"]
-    law = f"T = {report['sampling']['temperature']:g}" + ("" if report["lossless"] else ", LOSSY typical acceptance")
+    law = f"T = {setting['temperature']:g}" + ("" if setting["lossless"] else ", LOSSY typical acceptance")
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
     table = Table(
-        title=f"{report['target']['name']}\n{prompts}, {law}, batch {report['batch']}, {report['dtype']}",
+        title=f"{report['target']['name']}\n{prompts}, {law}, batch {setting['batch']}, {report['dtype']}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -275,13 +234,17 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
             f"{s['speedup']:.2f}x",
             "-" if s["equal_to_ar"] is None else "yes" if s["equal_to_ar"] == requests else f"{s['equal_to_ar']} of {requests}",
         )
-    console = console or Console()
-    console.print(table)
-    for name, s in drafters.items():
-        gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
-        if gaps:
-            console.print(f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart.")
-    console.print(
-        f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {drafters['plain']['loop_share']:.0%}; loops flatter "
-        "every drafter."
-    )
+    return table
+
+
+def _categories(setting: dict[str, Any]) -> Table:
+    """Tau of every drafter that drafts, by category of the prompts."""
+    drafting = {name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]}
+    table = Table(title="tau by category", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("category")
+    for name in drafting:
+        table.add_column(name, justify="right", overflow="fold")
+    for category in sorted({c for found in drafting.values() for c in found}):
+        values = (found.get(category) for found in drafting.values())
+        table.add_row(category or "-", *(f"{v['tau_incl_bonus']:.2f}" if v else "-" for v in values))
+    return table

@@ -97,16 +97,32 @@ def alpha(overlaps: Sequence[Sequence[float] | None]) -> list[float] | None:
     return [sum(row[d] for row in there if len(row) > d) / sum(len(row) > d for row in there) for d in range(depths)]
 
 
-def summarise(generations: Sequence[Generation], batch_size: int = 1) -> dict[str, Any]:
-    """Pooled numbers of many requests decoded alike, in batches of `batch_size`; names as in evaluation.md section 2."""
+def quantiles(values: Sequence[float | None], at: Sequence[float] = (0.5, 0.95, 0.99)) -> dict[str, float] | None:
+    """`p50`, `p95`, `p99` of what is there, by the nearest rank; `None` if nothing is."""
+    there = sorted(value for value in values if value is not None)
+    if not there:
+        return None
+    return {f"p{100 * share:g}": there[min(int(share * len(there)), len(there) - 1)] for share in at}
+
+
+def time_per_token(generation: Generation) -> float | None:
+    """Seconds from the first token to the last over the tokens after the first; `None` for a reply of one token."""
+    return generation.decode_s / (len(generation.token_ids) - 1) if len(generation.token_ids) > 1 else None
+
+
+def summarise(generations: Sequence[Generation], batches: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+    """Pooled numbers of many requests decoded alike; names as in evaluation.md section 2.
+
+    `batches`: places of the requests that ran together; each alone if not given.
+    """
     rounds = [r for g in generations for r in g.rounds]
     kept = [kept_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)
     survived = survival(accepted, levels)
-    batches = [generations[start : start + batch_size] for start in range(0, len(generations), batch_size)]
-    decode_s = sum(map(batch_seconds, batches))
+    together = [[i] for i in range(len(generations))] if batches is None else batches
+    decode_s = sum(batch_seconds([generations[i] for i in batch]) for batch in together)
     low, high = bootstrap(kept, tau) if rounds else (float("nan"), float("nan"))
     return {
         "requests": len(generations),
@@ -114,14 +130,20 @@ def summarise(generations: Sequence[Generation], batch_size: int = 1) -> dict[st
         "tokens": sum(len(g.token_ids) for g in generations),
         "tau_incl_bonus": tau(kept),
         "tau_ci95": [low, high],
+        "tau_macro": mean([tau([k]) if k else None for k in kept]),
+        "tau_by_request": quantiles([tau([k]) if k else None for k in kept], (0.05, 0.25, 0.5, 0.75, 0.95)),
         "tau_by_position": tau_by_position([(len(g.prompt_ids), k) for g, k in zip(generations, kept, strict=True)]),
         "tau_untruncated": sum(a + 1 for a in accepted) / len(rounds) if rounds else float("nan"),
         "survival": survived,
         "cond_accept": conditional(survived),
         "accept_rate": sum(accepted) / drafted if drafted else 0.0,
         "mean_n_draft": drafted / len(rounds) if rounds else 0.0,
+        "discarded_share": (drafted - sum(accepted)) / (drafted + len(rounds)) if rounds else 0.0,
+        "zero_accept_rate": sum(a == 0 for a in accepted) / len(rounds) if rounds else 0.0,
         "tokens_s": sum(map(sum, kept)) / decode_s if decode_s else float("nan"),
         "ttft_s": sum(g.ttft_s for g in generations) / len(generations),
+        "ttft_quantiles_s": quantiles([g.ttft_s for g in generations]),
+        "tpot_quantiles_s": quantiles([time_per_token(g) for g in generations]),
         "rb_tau": mean([r.expected for r in rounds]),
         "alpha": alpha([r.overlap for r in rounds]),
         "verify_mode": sorted({r.rule for r in rounds}),

@@ -10,13 +10,13 @@ import difflib
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
@@ -181,6 +181,19 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
     if settings:
         proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
     return proposer
+
+
+def weight_bytes(proposer: Proposer, target: Target) -> int:
+    """What a drafter's own weights take; those of the target, which some use, are not counted."""
+    own = {id(p): p for part in vars(proposer).values() for p in _weights(part)}
+    theirs = {id(p) for p in target.model.parameters()}
+    return sum(p.numel() * p.element_size() for key, p in own.items() if key not in theirs)
+
+
+def _weights(part: Any) -> Iterable[Tensor]:
+    if isinstance(part, Target):  # a draft model runs behind a target's interface
+        return part.model.parameters()
+    return part.parameters() if isinstance(part, nn.Module) else ()
 
 
 def method_module(method: str) -> ModuleType:

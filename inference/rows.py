@@ -65,7 +65,7 @@ def conversation_of(row: Any) -> Conversation:
     if (request := row.get("request") or row.get("body")) is not None:
         return _request_log(request, row.get("response"))
     if row.get("turns") is not None:
-        if not isinstance(row["turns"], list) or not row["turns"] or not isinstance(row["turns"][0], str):
+        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
             raise RowError("turns must be a list of texts")
         return Conversation(messages=[{"role": "user", "content": row["turns"][0]}])
     if row.get("prompt") is not None:
@@ -181,6 +181,10 @@ class Prompt:
     id: str
     token_ids: list[int]
     category: str = ""
+    conversation: Conversation | None = None
+    """What it was rendered from, where more turns follow."""
+    later: list[str] = field(default_factory=list)
+    """What the user goes on to say, turn by turn (Spec-Bench, MT-Bench)."""
 
 
 def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
@@ -214,10 +218,26 @@ def read_prompts(path: str | Path, tokenizer: Any, target_name: str, limit: int 
         try:
             if isinstance(row, RowError):
                 raise row
-            ids = prompt_ids(conversation_of(row), tokenizer, target_name)
+            conversation = conversation_of(row)
+            ids = prompt_ids(conversation, tokenizer, target_name)
         except RowError as error:
             raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
-        prompts.append(Prompt(str(row.get("id", row.get("question_id", name))), ids, str(row.get("category", ""))))
+        prompt = Prompt(str(row.get("id", row.get("question_id", name))), ids, str(row.get("category", "")))
+        if row.get("turns") is not None:
+            prompt.conversation, prompt.later = conversation, row["turns"][1:]
+        prompts.append(prompt)
     if not prompts:
         raise UserError(f"{path} holds no prompts; give at least one row")
     return prompts
+
+
+def next_turn(prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int) -> Prompt | None:
+    """The conversation with the reply to it and what the user says next; `None` at its end, or if more than `room` tokens."""
+    if prompt.conversation is None or not prompt.later:
+        return None
+    said = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
+    messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": said}]
+    messages.append({"role": "user", "content": prompt.later[0]})
+    conversation = Conversation(messages=messages, template_kwargs=prompt.conversation.template_kwargs)
+    ids = prompt_ids(conversation, tokenizer, name)
+    return Prompt(prompt.id, ids, prompt.category, conversation, prompt.later[1:]) if len(ids) <= room else None

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from .evaluate import numbers
 from .gains import (
     GPUS,
     Model,
@@ -96,7 +97,7 @@ def run(options: Options) -> None:
 def simulation(options: Options) -> dict[str, Any]:
     """Every number that is shown, from an assumed acceptance."""
     assert options.acceptance is not None
-    profile = _numbers(options.acceptance, "--acceptance", float)
+    profile = numbers(options.acceptance, "--acceptance", float)
     if not all(0 <= a <= 1 for a in profile):
         raise UserError("--acceptance must lie between 0 and 1")
     own = stretched(profile, options.draft_length)
@@ -141,8 +142,8 @@ def roofline(model: Model, options: Options, profile: list[float]) -> list[dict[
     """For each batch size and context: a plain step, what verification costs beside it, and the best chain."""
     assert options.gpu is not None
     gpu, rows = GPUS[options.gpu], []
-    for batch in _numbers(options.batch, "--batch", int):
-        for context in _numbers(options.context, "--context", int):
+    for batch in numbers(options.batch, "--batch", int):
+        for context in numbers(options.context, "--context", int):
             plain = pass_seconds(model, gpu, batch, 1, context)
             costs = [pass_seconds(model, gpu, batch, k + 1, context) / plain for k in range(options.longest + 1)]
             gain = speedup(
@@ -165,43 +166,30 @@ def roofline(model: Model, options: Options, profile: list[float]) -> list[dict[
 
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
-    """What the model says of each drafter that a report measured, beside what was measured."""
+    """What the model says of each drafter and setting that a report measured, beside what was measured."""
     try:
         report = json_module.loads(Path(path).read_text())
-        drafters, plain = report["drafters"], report["drafters"]["plain"]
+        settings = [(s, s["drafters"]["plain"]) for s in report["settings"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
-    plain_step = _per_round(plain)
     found = {}
-    for name, drafter in drafters.items():
-        if name == "plain" or not drafter["cond_accept"]:
-            continue
-        step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / max(len(drafter["cond_accept"]), 1)
-        tokens = profile_tokens(drafter["cond_accept"])
-        round_time = _per_round(drafter) / plain_step
-        found[name] = {
-            "tokens": tokens,
-            "tau_untruncated": drafter["tau_untruncated"],
-            "tau": drafter["tau_incl_bonus"],
-            "round_cost": round_time,
-            "speedup_predicted": drafter["tau_incl_bonus"] / round_time,
-            "speedup_measured": drafter["speedup"],
-            "draft_step_cost": step,
-            "best_chain": asdict(best_length(drafter["cond_accept"], step, longest)),
-        }
-    return found
-
-
-def _per_round(drafter: dict[str, Any]) -> float:
-    """Seconds of a round, a batch's shared among its rows."""
-    return sum(drafter["split_s"].values()) / drafter["rounds"]
-
-
-def _numbers(text: str, option: str, kind: type) -> list[Any]:
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
+    for setting, plain in settings:
+        for name, drafter in setting["drafters"].items():
+            if not drafter["cond_accept"]:
+                continue
+            plain_step = sum(plain["split_s"].values()) / plain["rounds"]
+            step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / len(drafter["cond_accept"])
+            label = name if len(settings) == 1 else f"{name}, T = {setting['temperature']:g}, batch {setting['batch']}"
+            found[label] = {
+                "tokens": profile_tokens(drafter["cond_accept"]),
+                "tau_untruncated": drafter["tau_untruncated"],
+                "tau": drafter["tau_incl_bonus"],
+                "round_cost": drafter["round_cost"],
+                "speedup_predicted": drafter["predicted_speedup"],
+                "speedup_measured": drafter["speedup"],
+                "draft_step_cost": step,
+                "best_chain": asdict(best_length(drafter["cond_accept"], step, longest)),
+            }
     return found
 
 

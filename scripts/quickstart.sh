@@ -33,7 +33,7 @@ train eagle
 say "5/5 held-out prompts: plain decoding beside both"
 # The target is so small that one thread decodes faster than two.
 OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --drafter $run/eagle/best \
-    --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
+    --no-baselines --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
 say "done. See a reply with its accepted drafts in green:
        source .venv/bin/activate
        draftsmith generate --target $target --drafter $run/eagle/best --prompt 'def read_lines(path):'"

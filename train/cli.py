@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -24,11 +25,21 @@ METHODS = {"medusa": "medusa", "eagle": "eagle", "distill": "draft_lm"}  # and t
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the console script."""
+    signal.signal(signal.SIGINT, _interrupt)
     try:
         _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+_INTERRUPTED: list[int] = []
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """An import that is interrupted may hide that behind an error of its own: `guarded` asks here."""
+    _INTERRUPTED.append(number)
+    raise KeyboardInterrupt
 
 
 def _main(argv: list[str]) -> None:
@@ -91,6 +102,8 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     try:
         work()
     except UserError as error:
+        if _INTERRUPTED:
+            raise KeyboardInterrupt from None
         fail(str(error))
     except OSError as error:
         if (reason := write_failure(error)) is None:

@@ -175,10 +175,23 @@ def test_switches_and_repeated_options(tmp_path: Path, saved_tiny: Path, capsys:
         assert ("\x1b[" in capsys.readouterr().out) <= colored
     prompts = write(tmp_path / "g.jsonl", [chat("hello", "x")])
     both = ("--drafter", str(tmp_path / "a"), "--drafter", str(tmp_path / "b"))
-    main(["evaluate", *base, *both, "--prompts", prompts, "--json", str(tmp_path / "o.json"), "--max-new-tokens", "8"])
+    main(
+        [
+            "evaluate",
+            *base,
+            *both,
+            "--prompts",
+            prompts,
+            "--json",
+            str(tmp_path / "o.json"),
+            "--max-new-tokens",
+            "8",
+            "--no-baselines",
+        ]
+    )
     report = json.loads((tmp_path / "o.json").read_text())
-    assert list(report["drafters"]) == ["plain", "medusa", "medusa-2"]
-    (record,) = report["drafters"]["medusa"]["per_request"]
+    assert list(report["settings"][0]["drafters"]) == ["plain", "medusa", "medusa-2"]
+    (record,) = report["settings"][0]["drafters"]["medusa"]["per_request"]
     assert record["id"] == "g.jsonl:1" and record["equal_to_ar"] and record["n_rounds"] == sum(record["drafted_hist"])
 
 

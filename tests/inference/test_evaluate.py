@@ -1,0 +1,125 @@
+"""The report of `draftsmith evaluate`: sums recounted from its own records, settings, turns, baselines, Spec-Bench's form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.evaluate import Options, check
+from draftsmith.inference.metrics import quantiles
+from draftsmith.inference.rows import next_turn, read_prompts
+from draftsmith.inference.target import TargetConfig, load_target
+
+from tests.conftest import QUICKSTART
+from tests.inference.test_simulate import run_cli
+
+DRAFTERS = QUICKSTART.parent / "drafters"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Two turns each, two categories, T = 0 and 1, batches of 1 and 2."""
+    folder = tmp_path_factory.mktemp("report")
+    prompts = folder / "prompts.jsonl"
+    rows = [
+        {"question_id": i, "category": "ab"[i % 2], "turns": [f"def add{i}(a, b):", "def sub(a, b):"][: 1 + (i < 2)]}
+        for i in range(3)
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = ["--target", QUICKSTART, "--prompts", prompts, "--drafter", DRAFTERS / "eagle3", "--max-new-tokens", 40]
+    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2"]
+    done = run_cli("evaluate", *map(str, shared), *sweep, "--json", str(folder / "o.json"), "--spec-bench", str(folder / "rows"))
+    assert done.returncode == 0, done.stderr
+    assert "tau by category" in done.stdout and done.stdout.count("batch 2") == 2
+    return json.loads((folder / "o.json").read_text()), folder
+
+
+def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], Path]) -> None:
+    found, _ = report
+    assert [(s["temperature"], s["batch"]) for s in found["settings"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    for setting in found["settings"]:
+        assert list(setting["drafters"]) == ["plain", "ngram", "lookahead", "early-exit", "eagle3"]
+        assert all(s["equal_to_ar"] == s["requests"] == 5 for s in setting["drafters"].values()), (
+            "three questions, two of two turns"
+        )
+    sizes = found["drafter_bytes"]
+    assert sizes["plain"] == sizes["ngram"] == sizes["early-exit"] == 0 < sizes["eagle3"]
+    assert found["prompt_set"]["categories"] == {"a": 2, "b": 1} and found["command"].startswith("draftsmith evaluate")
+
+
+def test_sums_recounted_from_the_rounds(report: tuple[dict[str, Any], Path]) -> None:
+    for setting in report[0]["settings"]:
+        for s in setting["drafters"].values():
+            rounds = [r for request in s["per_request"] for r in request["rounds"]]
+            assert s["rounds"] == len(rounds)
+            assert s["tau_incl_bonus"] == pytest.approx(sum(kept for _, _, kept in rounds) / len(rounds))
+            assert s["tau_untruncated"] == pytest.approx(1 + sum(s["survival"]))
+            product, total = 1.0, 1.0
+            for c in s["cond_accept"]:
+                product *= c
+                total += product
+            assert s["tau_untruncated"] == pytest.approx(total) == pytest.approx(1 + sum(a for _, a, _ in rounds) / len(rounds))
+            assert s["discarded_share"] == pytest.approx(sum(d - a for d, a, _ in rounds) / sum(d + 1 for d, _, _ in rounds))
+            taus = {name: row["tau_incl_bonus"] * row["requests"] for name, row in s["by_category"].items()}
+            assert taus.keys() == {"a", "b"}
+            assert sum(row["requests"] for row in s["by_category"].values()) == s["requests"]
+
+
+def test_the_time_split_sums_to_the_wall_time(report: tuple[dict[str, Any], Path]) -> None:
+    for setting in report[0]["settings"]:
+        for name, s in setting["drafters"].items():
+            assert sum(s["split_s"].values()) == pytest.approx(s["decode_s"], rel=0.03), name
+            assert s["predicted_speedup"] == pytest.approx(s["speedup"], rel=0.1), name
+
+
+def test_rows_in_spec_benchs_form(report: tuple[dict[str, Any], Path]) -> None:
+    found, folder = report
+    assert {path.stem for path in (folder / "rows").iterdir()} == set(found["settings"][0]["drafters"])
+    rows = [json.loads(line) for line in (folder / "rows" / "eagle3.jsonl").read_text().splitlines()]
+    assert [row["question_id"] for row in rows] == ["0", "1", "2"]
+    for row in rows:
+        (choice,) = row["choices"]
+        assert len({len(choice[name]) for name in ("turns", "decoding_steps", "new_tokens", "wall_time")}) == 1
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+    lengths = [n for row in rows for n in row["choices"][0]["accept_lengths"]]
+    assert sum(lengths) / len(lengths) == pytest.approx(found["settings"][0]["drafters"]["eagle3"]["tau_incl_bonus"])
+
+
+def test_a_later_turn_follows_the_reply(tmp_path: Path) -> None:
+    target = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"turns": ["def a():", "def b():", "def c():"]}) + "\n")
+    (first,) = read_prompts(path, target.tokenizer, target.name)
+    reply = target.tokenizer("return 1")["input_ids"]
+    about = target.tokenizer, target.name, target.eos_ids
+    second = next_turn(first, [*reply, *target.eos_ids][: len(reply) + 1], *about, 500)
+    assert second is not None and second.later == ["def c():"]
+    said = target.tokenizer.decode(second.token_ids)
+    assert said.index("def a():") < said.index("return 1") < said.index("def b():")
+    assert next_turn(first, reply, *about, 8) is None, "no room"
+    third = next_turn(second, reply, *about, 500)
+    assert third is not None and next_turn(third, reply, *about, 500) is None
+
+
+def test_quantiles_by_the_nearest_rank() -> None:
+    assert quantiles([3.0, 1.0, None, 2.0, 4.0]) == {"p50": 3.0, "p95": 4.0, "p99": 4.0}
+    assert quantiles([None]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_sizes": "1,x"}, "--batch-sizes takes numbers"),
+        ({"batch_sizes": "0"}, "at least 1"),
+        ({"temperatures": "hot"}, "--temperatures takes numbers"),
+        ({"spec_bench": "."}, "is there already"),
+    ],
+)
+def test_wrong_settings_are_said_before_anything_loads(tmp_path: Path, options: dict[str, str], why: str) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("{}")
+    with pytest.raises(UserError, match=why):
+        check(Options(prompts=str(prompts), **options))  # type: ignore[arg-type]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from .compare import load_report
 from .evaluate import numbers
 from .gains import (
     GPUS,
@@ -167,11 +166,7 @@ def roofline(model: Model, options: Options, profile: list[float]) -> list[dict[
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
     """What the model says of each drafter and setting that a report measured, beside what was measured."""
-    try:
-        report = json_module.loads(Path(path).read_text())
-        settings = [(s, s["drafters"]["plain"]) for s in report["settings"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
+    settings = [(s, s["drafters"]["plain"]) for s in load_report(path)["settings"]]
     found = {}
     for setting, plain in settings:
         for name, drafter in setting["drafters"].items():

@@ -16,6 +16,7 @@ VERBS = {
     "data extract": ("train.extract", "store the target's features, so that training needs no target"),
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
     "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
+    "compare": ("inference.compare", "tau before and after by category, from reports of one drafter's lineage"),
     "simulate": ("inference.simulate", "what an acceptance is worth: tokens a round, speed-up, best draft length"),
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),

@@ -92,9 +92,9 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def norm_of(found: Any) -> float:
-    """What an engine gives as the global gradient norm, as a number; 0 from one that tells none."""
+    """What an engine gives as the global gradient norm, as a number."""
     if found is None:
-        return 0.0
+        raise UserError("this DeepSpeed tells no gradient norm, by which bad steps are known; use a newer one")
     if (full := getattr(found, "full_tensor", None)) is not None:
         found = full()
     return float(found)

@@ -1,4 +1,4 @@
-"""What a bounded ring of feature shards costs: extractor and trainer side by side, few shards against as many as there will be.
+"""What a bounded ring of feature shards costs: extractor and trainer side by side, few shards against as many as it reads.
 
     OMP_NUM_THREADS=1 python scripts/bench/ring.py --method eagle --config configs/eagle/quickstart.yaml --steps 200
 
@@ -21,8 +21,6 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-
-EVERYTHING = 1 << 20
 
 
 class Watcher(threading.Thread):
@@ -50,7 +48,7 @@ def measure(arguments: argparse.Namespace, ring: int, folder: Path) -> dict[str,
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     null = subprocess.DEVNULL
     extract = ["data", "extract", "--method", arguments.method, "--run", arguments.config, "--out", str(store)]
-    extract += ["--ring", str(min(ring, EVERYTHING)), "--rows-per-shard", str(arguments.rows_per_shard)]
+    extract += ["--ring", str(ring), "--rows-per-shard", str(arguments.rows_per_shard)]
     extractor = subprocess.Popen([*module, *extract], env=environment, stdout=null, stderr=null)
     while not (store / "manifest.json").is_file():
         assert extractor.poll() is None
@@ -88,9 +86,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--ring", type=int, default=4)
     parser.add_argument("--rows-per-shard", type=int, default=8)
+    parser.add_argument("--rows-per-step", type=int, default=1, help="batch_rows times accumulation of the config")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    found: dict[int, list[dict[str, float]]] = {arguments.ring: [], EVERYTHING: []}
+    everything = -(-arguments.steps * arguments.rows_per_step // arguments.rows_per_shard)  # no shard that is never read
+    found: dict[int, list[dict[str, float]]] = {arguments.ring: [], everything: []}
     for turn in range(arguments.repeats):
         for ring in found:
             with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +100,7 @@ def main() -> None:
     for ring, runs in found.items():
         middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         most = {key: max(run[key] for run in runs) for key in ("shards", "mb")}
-        name = "unbounded" if ring == EVERYTHING else str(ring)
+        name = f"all {ring}" if ring == everything else str(ring)
         table.add_row(
             name, f"{middle['tokens_s']:,.0f}", f"{middle['waiting']:.0%}", f"{most['shards']:.0f}", f"{most['mb']:.1f}"
         )

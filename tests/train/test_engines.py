@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import ROOT
 from tests.train.test_faults import curve, disturb
-from tests.train.test_loop import environment, make_config, train, weights
+from tests.train.test_loop import environment, make_config, resumed_at, train, weights
 
 SCRIPT = ROOT / "scripts" / "bench" / "engine_rank.py"
 ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed-zero2", "zero3": "deepspeed-zero3"}
@@ -51,7 +52,9 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path,
             done = train_under(engine, method, config, "--objective.rows-per-chunk", "32")
             assert done.returncode == 0, done.stderr[-3000:]
     assert RunFolder(str(tmp_path / engine / "run")).shape_of(20)[0] == ENGINES[engine], "it ran under another engine"
+    assert_shared(tmp_path / engine / "run" / "checkpoints" / "step-000020" / "state")
     one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
+    assert max(norm for _, norm in one.values()) > (0.1 if method == "medusa" else 1), "clipping is at work"
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
         assert one[step] == pytest.approx(other[step], abs=1e-4), step
@@ -62,6 +65,49 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path,
     assert mine.keys() == theirs.keys()
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-4, rtol=1e-3)
+
+
+def assert_shared(state: Path) -> None:
+    """Both ranks have written optimiser states, about as many."""
+    files = [*state.rglob("*zero_pp_rank_*optim_states.pt"), *state.glob("optimizer*/__*_0.distcp")]
+    sizes = sorted(path.stat().st_size for path in files)
+    assert len(sizes) == 2 and sizes[0] > 0.8 * sizes[1] > 0, [path.name for path in files]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
+def test_bf16_is_autocast_under_engines_too(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
+    curves = []
+    for name, accumulation, options in (
+        ("bf16", 4, ["--precision", "bf16"]),
+        ("fp32", 4, []),
+        (engine, 2, ["--precision", "bf16"]),
+    ):
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, saved_tiny, "eagle", accumulation=accumulation)
+        if name == engine:
+            assert train_under(engine, "eagle", config, *options).returncode == 0
+        else:
+            train(config, *options, method="eagle")
+        curves.append(curve(tmp_path / name))
+    apart = [max(abs(curves[0][step][0] - other[step][0]) for step in other) for other in curves[1:]]
+    assert apart[1] < 2e-3 < apart[0], apart
+
+
+@pytest.mark.full
+def test_fsdp2_may_go_on_with_other_ranks(tmp_path: Path, saved_tiny: Path) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        config = make_config(tmp_path / name, saved_tiny, "eagle")
+        if name == "parts":
+            disturb(command("fsdp2", "eagle", config), 7, signal.SIGTERM, rank=1)
+            alone = [part if part != "2" else "1" for part in command("fsdp2", "eagle", config)]
+            done = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=240)
+            assert done.returncode == 0 and resumed_at(done) >= 7, done.stderr[-2000:]
+        else:
+            assert train_under("fsdp2", "eagle", config).returncode == 0
+    one, other = curve(tmp_path / "whole"), curve(tmp_path / "parts")
+    assert all(one[step] == pytest.approx(other[step], abs=1e-4) for step in one)
 
 
 FULL_RESUMES = [pytest.param(engine, marks=pytest.mark.full) for engine in ("zero2", "zero3")]
@@ -78,6 +124,8 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, saved_tiny: Path, 
             assert code == 0 and "asked to stop: saved step" in errors, errors[-2000:]
         done = train_under(engine, "eagle", config)
         assert done.returncode == 0, done.stderr[-3000:]
+        assert resumed_at(done) >= (7 if name == "parts" else 0)
+    assert RunFolder(str(tmp_path / "parts" / "run")).shape_of(20)[0] == ENGINES[engine]
     one, other = weights(tmp_path / "whole" / "run", 20), weights(tmp_path / "parts" / "run", 20)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -130,7 +178,11 @@ def test_accelerate_configs_are_read_by_accelerate(path: Path) -> None:
     assert str(config.distributed_type).endswith(kinds.get(path.stem, "MULTI_GPU"))
     assert config.num_machines == (2 if path.stem == "multi-node" else 1)
     if path.stem == "fsdp2":
-        assert config.fsdp_config["fsdp_version"] == 2
+        tried = {
+            name.lower().replace("_policy", "_policy"): value for name, value in runpy.run_path(str(SCRIPT))["FSDP2"].items()
+        }
+        for name, value in config.fsdp_config.items():  # what the tests run under is what users launch with
+            assert str(tried.get(name, value)).lower() == str(value).lower(), name
     if path.stem.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])
 

@@ -23,7 +23,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
 
-from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, train, weights
+from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, resumed_at, train, weights
 
 
 def disturb(command: list[str], step: int, number: int, rank: int | None = None, timeout: float = 120) -> tuple[int, str, str]:
@@ -59,7 +59,7 @@ def command_of(config: Path, method: str = "medusa", ranks: int = 1) -> list[str
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
-    """step -> loss and gradient norm."""
+    """step -> loss and gradient norm, as logged last."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
@@ -78,7 +78,7 @@ def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(tmp_
     assert code == 0 and "Traceback" not in errors and "best drafter" not in out
     saved = RunFolder(str(tmp_path / "run")).steps()[-1]
     assert 7 <= saved < 20 and f"asked to stop: saved step {saved} of 20" in errors
-    train(config, ranks=ranks)
+    assert resumed_at(train(config, ranks=ranks)) == saved
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
@@ -90,7 +90,7 @@ def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny
     code, _, errors = disturb(command_of(config, ranks=2), 7, signal.SIGKILL, rank=1)
     assert code != 0 and time.monotonic() - started < 100
     assert "error: rank 0 lost another one" in errors and "goes on from the last checkpoint" in errors
-    train(config, ranks=2)
+    assert resumed_at(train(config, ranks=2)) >= 5
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
@@ -227,7 +227,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: cannot write"), done.stderr[-2000:]
     folder = RunFolder(str(tmp_path / "run"))
     assert folder.steps() == [5] and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
-    train(config)
+    assert resumed_at(train(config)) == 5
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
@@ -238,7 +238,7 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
     done = train(config)
-    assert "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr
+    assert "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr and resumed_at(done) >= 7
     one, other = curve(tmp_path / "whole"), curve(tmp_path)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
@@ -248,7 +248,7 @@ def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Pa
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:
-    """A batch of its own, once in the run: weights after it are those of a run that goes on without it."""
+    """A batch of its own, once in the run: the steps before and after it are taken, this one is not."""
     script = tmp_path / "poisoned.py"
     script.write_text(
         "import sys\n"

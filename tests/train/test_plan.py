@@ -84,6 +84,7 @@ def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, sa
     trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
     steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
     assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
+    assert sum(event.get("name", "").startswith("aten::") for event in trace["traceEvents"]) > 100
 
 
 def test_mfu_is_work_over_what_the_gpu_could_do() -> None:

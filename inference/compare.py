@@ -1,0 +1,166 @@
+"""`draftsmith compare`: two or more reports of one drafter's lineage on the same prompts, category by category.
+
+Such as a public head, then the same head trained on own traffic: what it gained there, and what it lost elsewhere. Prompts are
+resampled in pairs, so that an easy prompt is easy in both.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..heads.errors import UserError
+from ..heads.files import whole_file, write_json
+from .evaluate import BASELINES
+from .metrics import bootstrap, tau
+
+EXAMPLE = "draftsmith compare --report public.json --report tuned.json --fail-on-regression 2%"
+REGRESSED = 3  # exit code
+ALL = "all"
+
+
+@dataclass
+class Options:
+    """Tau before and after, by category, with intervals; regressions are flagged."""
+
+    report: list[str] = field(default_factory=list)
+    """JSON of draftsmith evaluate; the first is what the others are compared with."""
+    drafter: list[str] = field(default_factory=list)
+    """Name of the drafter in each report, in the same order; not needed where a report has one besides the baselines."""
+    fail_on_regression: str | None = None
+    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, and its interval lies below 0."""
+    json: str | None = None
+    """Write the numbers to this file."""
+
+
+def run(options: Options) -> None:
+    limit = _share(options.fail_on_regression)
+    if len(options.report) < 2:
+        raise UserError("give at least two reports: --report before.json --report after.json")
+    if options.drafter and len(options.drafter) != len(options.report):
+        raise UserError(f"--drafter must be given once for each of the {len(options.report)} reports, or not at all")
+    reports = [load_report(path) for path in options.report]
+    names = options.drafter or [_only_drafter(report, path) for report, path in zip(reports, options.report, strict=True)]
+    found = compared(reports, names, options.report, limit or 0.0)
+    if options.json is not None:
+        with whole_file(options.json) as aside:
+            write_json(aside, {"reports": options.report, "drafters": names, "fail_on_regression": limit, "settings": found})
+    show(found, options.report, Console())
+    if limit is not None and any(row["regressed"] for setting in found for row in setting["rows"]):
+        raise SystemExit(REGRESSED)
+
+
+def load_report(path: str) -> dict[str, Any]:
+    """A report of `draftsmith evaluate`. Raises `UserError`."""
+    try:
+        report = json_module.loads(Path(path).read_text())
+        _ = report["settings"][0]["drafters"]["plain"], report["prompt_set"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
+    return report
+
+
+def compared(reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Sequence[str], limit: float) -> list[dict[str, Any]]:
+    """For each setting that all reports have, a row for each category and each report after the first."""
+    if len({(report["prompt_set"]["sha256"], report["prompt_set"]["prompts"]) for report in reports}) > 1:
+        raise UserError("the reports are of different prompts; evaluate both on the same file")
+    keyed = [{(s["temperature"], s["batch"], s["lossless"]): s for s in report["settings"]} for report in reports]
+    common = [key for key in keyed[0] if all(key in other for other in keyed)]
+    if not common:
+        raise UserError("the reports have no temperature and batch size in common")
+    found = []
+    for key in common:
+        requests = [_requests(by_key[key], name, path) for by_key, name, path in zip(keyed, names, paths, strict=True)]
+        before = requests[0]
+        categories = [ALL, *sorted({category for category, _ in before.values()})]
+        rows = []
+        for number, after in enumerate(requests[1:], 1):
+            if before.keys() != after.keys():
+                raise UserError(f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the same prompts")
+            for category in categories if len(categories) > 2 else [ALL]:
+                both = ((own, kept, after[name][1]) for name, (own, kept) in before.items() if category in (ALL, own))
+                pairs = [(kept, later) for _, kept, later in both if kept and later]
+                if pairs:
+                    rows.append({"category": category, "report": number, **_change(pairs, limit)})
+        found.append({"temperature": key[0], "batch": key[1], "rows": rows})
+    return found
+
+
+Kept = list[int]
+
+
+def _change(pairs: list[tuple[Kept, Kept]], limit: float) -> dict[str, Any]:
+    """Tau before and after over the same requests, and the relative change with its interval."""
+    before, after = tau([a for a, _ in pairs]), tau([b for _, b in pairs])
+    relative = lambda sample: tau([b for _, b in sample]) / tau([a for a, _ in sample]) - 1  # noqa: E731
+    low, high = bootstrap(pairs, relative)
+    change = after / before - 1
+    return {
+        "requests": len(pairs),
+        "tau_before": before,
+        "tau_before_ci95": bootstrap([a for a, _ in pairs], tau),
+        "tau_after": after,
+        "tau_after_ci95": bootstrap([b for _, b in pairs], tau),
+        "change": change,
+        "change_ci95": [low, high],
+        "regressed": change < -limit and high < 0,
+    }
+
+
+def _requests(setting: dict[str, Any], name: str, path: str) -> dict[tuple[str, int], tuple[str, Kept]]:
+    """Id and turn of each request -> its category and the tokens kept in each round."""
+    if name not in setting["drafters"]:
+        raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting['drafters'])}")
+    return {
+        (r["id"], r["turn"]): (r["category"], [kept for _, _, kept in r["rounds"]])
+        for r in setting["drafters"][name]["per_request"]
+    }
+
+
+def _only_drafter(report: dict[str, Any], path: str) -> str:
+    names = [name for name in report["settings"][0]["drafters"] if name not in ("plain", *BASELINES)]
+    if len(names) != 1:
+        raise UserError(f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name one with --drafter")
+    return names[0]
+
+
+def _share(text: str | None) -> float | None:
+    """`2%` or `0.02` -> 0.02."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UserError(f"--fail-on-regression takes a share such as 2%, not {text!r}")
+    return value
+
+
+def show(found: Sequence[dict[str, Any]], paths: Sequence[str], console: Console) -> None:
+    """Print a table for each setting."""
+    with_interval = lambda value, pair: f"{value:.2f} ({pair[0]:.2f}-{pair[1]:.2f})"  # noqa: E731
+    for setting in found:
+        title = f"T = {setting['temperature']:g}, batch {setting['batch']}; before: {paths[0]}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for place, column in enumerate(("category", "requests", "before", "after", "change", "95%")):
+            table.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
+        fallen = []
+        for row in setting["rows"]:
+            low, high = row["change_ci95"]
+            label = (row["category"] or "-") + (f" ({paths[row['report']]})" if len(paths) > 2 else "")
+            before = with_interval(row["tau_before"], row["tau_before_ci95"])
+            after = with_interval(row["tau_after"], row["tau_after_ci95"])
+            table.add_row(label, str(row["requests"]), before, after, f"{row['change']:+.1%}", f"{low:+.1%} to {high:+.1%}")
+            fallen += [label] if row["regressed"] else []
+        console.print(table)
+        if fallen:
+            console.print(f"REGRESSED: {', '.join(fallen)}", style="bold")
+    console.print("tau with 95% intervals over prompts; those of the change are of pairs.")

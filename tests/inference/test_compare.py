@@ -1,0 +1,82 @@
+"""Reports of a lineage side by side: pairs, categories, the flag and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.compare import Options, compared, run
+
+CODE, CHAT = [3, 4, 2], [2, 1, 2]
+
+
+def report(code: list[int], chat: list[int], name: str = "head", temperature: float = 0.0, sha: str = "x") -> dict[str, Any]:
+    """As `draftsmith evaluate` writes it: ten prompts of each category."""
+    requests = [
+        {"id": f"{category}{i}", "turn": 0, "category": category, "rounds": [[5, k - 1, k] for k in kept]}
+        for category, kept in (("code", code), ("chat", chat))
+        for i in range(10)
+    ]
+    drafters = {"plain": {"per_request": []}, "ngram": {"per_request": []}, name: {"per_request": requests}}
+    setting = {"temperature": temperature, "batch": 1, "lossless": True, "drafters": drafters}
+    return {"settings": [setting], "prompt_set": {"sha256": sha, "prompts": 20}}
+
+
+def test_what_is_gained_on_one_category_and_lost_on_another() -> None:
+    (setting,) = compared([report(CODE, CHAT), report([5, 5, 2], [1, 1, 2])], ["head", "head"], ["a", "b"], 0.02)
+    rows = {row["category"]: row for row in setting["rows"]}
+    assert list(rows) == ["all", "chat", "code"]
+    assert rows["code"]["tau_before"] == 3 and rows["code"]["tau_after"] == 4 and rows["code"]["change"] == pytest.approx(1 / 3)
+    assert rows["chat"]["change"] == pytest.approx(-0.2) and rows["chat"]["regressed"] and not rows["code"]["regressed"]
+    low, high = rows["chat"]["change_ci95"]
+    assert low == high == pytest.approx(-0.2), "pairs that all change alike leave no doubt"
+
+
+def test_a_fall_within_the_interval_is_no_regression() -> None:
+    """Five prompts gain what five lose, and one round more: -3%, with 0 inside."""
+    before, after = report(CODE, CHAT), report(CODE, CHAT)
+    for place, request in enumerate(after["settings"][0]["drafters"]["head"]["per_request"]):
+        shift = 1 if place % 2 else -1
+        request["rounds"] = [[5, 0, max(1, kept + shift)] for _, _, kept in request["rounds"]]
+    (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
+    assert not any(row["regressed"] for row in setting["rows"])
+    assert all(row["change_ci95"][0] < 0 < row["change_ci95"][1] for row in setting["rows"])
+
+
+def write(path: Path, value: dict[str, Any]) -> str:
+    path.write_text(json.dumps(value))
+    return str(path)
+
+
+def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path / "a.json", report(CODE, CHAT)), write(tmp_path / "b.json", report(CODE, [1, 1, 2], "tuned"))
+    run(Options(report=[a, b]))
+    assert "REGRESSED" in capsys.readouterr().out, "flagged, but nobody asked to fail"
+    with pytest.raises(SystemExit) as ended:
+        run(Options(report=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
+    assert ended.value.code == 3
+    assert json.loads((tmp_path / "o.json").read_text())["drafters"] == ["head", "tuned"]
+    run(Options(report=[a, b], fail_on_regression="25%"))
+
+
+@pytest.mark.parametrize(
+    ("other", "options", "why"),
+    [
+        (report(CODE, CHAT, sha="y"), {}, "different prompts"),
+        (report(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
+        (report(CODE, CHAT), {"drafter": ["head", "nobody"]}, "has no drafter 'nobody'; there are: plain, ngram, head"),
+        (report(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),
+        (report(CODE, CHAT), {"fail_on_regression": "much"}, "a share such as 2%"),
+        ({}, {}, "not a report"),
+        (report(CODE, CHAT, name="ngram"), {}, "0 drafters besides the baselines"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(tmp_path: Path, other: dict[str, Any], options: dict[str, Any], why: str) -> None:
+    paths = [write(tmp_path / "a.json", report(CODE, CHAT)), write(tmp_path / "b.json", other)]
+    with pytest.raises(UserError, match=why):
+        run(Options(report=paths, **options))
+    with pytest.raises(UserError, match="at least two"):
+        run(Options(report=paths[:1]))

@@ -71,7 +71,7 @@ def assert_shared(state: Path) -> None:
     """Both ranks have written optimiser states, about as many."""
     files = [*state.rglob("*zero_pp_rank_*optim_states.pt"), *state.glob("optimizer*/__*_0.distcp")]
     sizes = sorted(path.stat().st_size for path in files)
-    assert len(sizes) == 2 and sizes[0] > 0.8 * sizes[1] > 0, [path.name for path in files]
+    assert len(sizes) == 2 and sizes[0] > 0.5 * sizes[1] > 0, [path.name for path in files]
 
 
 @pytest.mark.full

@@ -68,7 +68,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))
     positions = torch.arange(arguments.length)[None]
     batch = Batch(ids, positions, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    texts = SimpleNamespace(sample=lambda count: [ids[0, :64]], token_counts=lambda: torch.ones(arguments.vocab))
+    texts = SimpleNamespace(sample=lambda count: [ids[0, :64]], token_counts=lambda vocab: torch.ones(vocab))
     drafter = method.make_drafter(run, target, texts, None).to(arguments.device)
     objective = method.make_objective(run, target, drafter)
     module = TrainingModule(drafter, objective).to(arguments.device)

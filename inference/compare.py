@@ -79,14 +79,14 @@ def compared(reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Seq
     for key in common:
         requests = [_requests(by_key[key], name, path) for by_key, name, path in zip(keyed, names, paths, strict=True)]
         before = requests[0]
-        categories = [ALL, *sorted({category for category, _ in before.values()})]
+        categories = [ALL, *sorted({category for _, category, _ in before})]
         rows = []
         for number, after in enumerate(requests[1:], 1):
-            if before.keys() != after.keys():
+            if [name for name, *_ in before] != [name for name, *_ in after]:
                 raise UserError(f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the same prompts")
             for category in categories if len(categories) > 2 else [ALL]:
-                both = ((own, kept, after[name][1]) for name, (own, kept) in before.items() if category in (ALL, own))
-                pairs = [(kept, later) for _, kept, later in both if kept and later]
+                both = ((own, kept, later) for (_, own, kept), (_, _, later) in zip(before, after, strict=True))
+                pairs = [(kept, later) for own, kept, later in both if category in (ALL, own) and kept and later]
                 if pairs:
                     rows.append({"category": category, "report": number, **_change(pairs, limit)})
         found.append({"temperature": key[0], "batch": key[1], "rows": rows})
@@ -114,14 +114,12 @@ def _change(pairs: list[tuple[Kept, Kept]], limit: float) -> dict[str, Any]:
     }
 
 
-def _requests(setting: dict[str, Any], name: str, path: str) -> dict[tuple[str, int], tuple[str, Kept]]:
-    """Id and turn of each request -> its category and the tokens kept in each round."""
+def _requests(setting: dict[str, Any], name: str, path: str) -> list[tuple[tuple[str, int], str, Kept]]:
+    """Of each request: id and turn, category, and the tokens kept in each round."""
     if name not in setting["drafters"]:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting['drafters'])}")
-    return {
-        (r["id"], r["turn"]): (r["category"], [kept for _, _, kept in r["rounds"]])
-        for r in setting["drafters"][name]["per_request"]
-    }
+    requests = setting["drafters"][name]["per_request"]
+    return [((r["id"], r["turn"]), r["category"], [kept for _, _, kept in r["rounds"]]) for r in requests]
 
 
 def _only_drafter(report: dict[str, Any], path: str) -> str:

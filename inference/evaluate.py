@@ -82,17 +82,15 @@ def run(options: Options) -> None:
     target = load_target(options.target)
     proposers, left_out = proposers_of(options, target)
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
-    found: list[dict[str, Any]] = []
-    for number, setting in enumerate(settings):
-        results = compare(target, proposers, prompts, setting)
-        found.append(measured(target, results, setting))
-        if options.spec_bench is not None and number == 0:
-            write_spec_bench(Path(options.spec_bench), results, target)
+    results = [compare(target, proposers, prompts, setting) for setting in settings]
+    found = [measured(target, result, setting) for result, setting in zip(results, settings, strict=True)]
     sizes = {name: weight_bytes(p, target) for name, p in zip(found[0]["drafters"], proposers, strict=True)}
     report = {**facts_of(target, prompts, options, started), "left_out": left_out, "drafter_bytes": sizes, "settings": found}
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
+    if options.spec_bench is not None:
+        write_spec_bench(Path(options.spec_bench), results[0], target)
     show(report)
 
 
@@ -104,6 +102,8 @@ def check(options: Options) -> list[Setting]:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if (options.features is None) == (options.prompts is None):
         raise UserError("give either --target and --prompts to decode, or --features to replay")
+    if options.features is not None and (options.temperatures or options.batch_sizes or options.spec_bench):
+        raise UserError("--features replays greedy texts one by one; leave out --temperatures, --batch-sizes and --spec-bench")
     if options.prompts is not None and not Path(options.prompts).is_file():
         raise UserError(f"cannot read {options.prompts}: there is no such file; check the path")
     for spec in options.drafter:

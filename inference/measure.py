@@ -198,7 +198,7 @@ def _beside_plain(summary: dict[str, Any], plain: dict[str, Any]) -> dict[str, A
 
 DEFINITIONS = {
     "tau_incl_bonus": "tokens kept per round, the target's own included, the prefill's excluded, pooled over requests",
-    "tau_ci95": "95% bootstrap interval over prompts, 1000 resamples",
+    "tau_ci95": "95% bootstrap interval over requests (each turn is one), 1000 resamples",
     "tau_by_position": "tau of the rounds whose root stands below that position",
     "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
     "rounds": "of each request: [nodes drafted, drafts accepted, tokens kept] of every round",

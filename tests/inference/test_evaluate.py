@@ -121,5 +121,7 @@ def test_quantiles_by_the_nearest_rank() -> None:
 def test_wrong_settings_are_said_before_anything_loads(tmp_path: Path, options: dict[str, str], why: str) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}")
+    with pytest.raises(UserError, match="leave out --temperatures"):
+        check(Options(features="store", temperatures="0,1"))
     with pytest.raises(UserError, match=why):
         check(Options(prompts=str(prompts), **options))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path,
     assert RunFolder(str(tmp_path / engine / "run")).shape_of(20)[0] == ENGINES[engine], "it ran under another engine"
     assert_shared(tmp_path / engine / "run" / "checkpoints" / "step-000020" / "state")
     one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
-    assert max(norm for _, norm in one.values()) > (0.1 if method == "medusa" else 1), "clipping is at work"
+    assert max(norm for _, norm in one.values()) > (0.1 if method in ("medusa", "eagle1") else 1), "clipping is at work"
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
         assert one[step] == pytest.approx(other[step], abs=1e-4), step

@@ -53,6 +53,8 @@ class Round:
     """Nodes verified, without the root and without missing ones."""
     accepted: int = 0
     """Drafts on the accepted path, before anything was cut."""
+    offered: int = 0
+    """`accepted`, and one more if a draft stood after the last of them and was refused."""
     rule: str = ""
     """What decided: see `accept.Verdict`."""
     rows: int = 1
@@ -228,8 +230,10 @@ class _Batch:
         clock.mark()
         self._commit(tree, decided, hidden)
         clock.mark()
-        counts = zip(decided.drafted, decided.nodes, strict=True)
-        records = [Round([], n, len(nodes) - 1, decided.rule, len(self.rows)) for n, nodes in counts]
+        counts = zip(decided.drafted, decided.nodes, decided.refused, strict=True)
+        records = [
+            Round([], n, len(nodes) - 1, len(nodes) - 1 + refused, decided.rule, len(self.rows)) for n, nodes, refused in counts
+        ]
         for row, record in enumerate(records):
             record.expected = decided.expected[row] if decided.expected is not None else None
             record.overlap = decided.overlap[row] if decided.overlap is not None else None
@@ -330,6 +334,8 @@ class Decided:
     nodes: list[list[int]]
     tokens: list[list[int]]
     drafted: list[int]
+    refused: list[bool]
+    """Whether a draft stood after the last accepted node."""
     rule: str
     choices: list[list[int]] | None
     expected: list[float] | None
@@ -348,7 +354,9 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decided:
     path = paths[torch.arange(batch, device=paths.device), verdict.node]
     counts = (path >= 0).sum(-1)
     parts = [path, tree.tokens.gather(1, path.clamp(min=0)), counts[:, None], verdict.last[:, None]]
-    parts.append((tree.tokens[:, 1:] >= 0).sum(-1, keepdim=True))
+    there = tree.tokens[:, 1:] >= 0
+    parts.append(there.sum(-1, keepdim=True))
+    parts.append((there & (tables.parents[:, 1:] == verdict.node[:, None])).any(-1, keepdim=True))
     if verdict.choices is not None:
         parts.append(verdict.choices)
     if verdict.expected is not None:
@@ -356,7 +364,7 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decided:
     if verdict.overlap is not None:
         parts.append(_bits(verdict.overlap))
     columns = iter(_split(torch.cat(parts, dim=1).tolist(), [part.shape[1] for part in parts]))
-    node_rows, token_rows, count_rows, last_rows, drafted_rows = (next(columns) for _ in range(5))
+    node_rows, token_rows, count_rows, last_rows, drafted_rows, refused_rows = (next(columns) for _ in range(6))
     nodes = [row[:count] for row, (count,) in zip(node_rows, count_rows, strict=True)]
     tokens = [[*row[1 : len(taken)], *last] for row, taken, last in zip(token_rows, nodes, last_rows, strict=True)]
     choices = next(columns) if verdict.choices is not None else None
@@ -368,7 +376,8 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decided:
         at_nodes = [_floats(row) for row in next(columns)]
         overlap = [[row[n] for n in taken if shape.children[n]] for row, taken in zip(at_nodes, nodes, strict=True)]
     drafted = [count for (count,) in drafted_rows]
-    return Decided(nodes, tokens, drafted, verdict.rule, choices, expected, overlap, path, counts, verdict.last)
+    refused = [bool(flag) for (flag,) in refused_rows]
+    return Decided(nodes, tokens, drafted, refused, verdict.rule, choices, expected, overlap, path, counts, verdict.last)
 
 
 def _split(rows: list[list[int]], widths: list[int]) -> Iterator[list[list[int]]]:

@@ -109,7 +109,9 @@ def make_proposer(
             raise UserError("this draft model has no calibrated threshold; give a number, such as threshold=0.3")
         threshold, longest = best_adaptive(artifact.calibration, cost)
         length = longest if length is None else length
-    return on_model(artifact.drafter, DEFAULT_LENGTH if length is None else length, width, nodes, threshold)
+    proposer = on_model(artifact.drafter, DEFAULT_LENGTH if length is None else length, width, nodes, threshold)
+    proposer.name = "distilled-lm"
+    return proposer
 
 
 def load_draft_lm(

@@ -23,11 +23,14 @@ from rich.table import Table
 from ..heads.errors import UserError
 from ..heads.files import whole_directory, whole_file, write_json
 from . import replayed
-from .measure import DEFINITIONS, Results, Setting, compare, measured
+from .assisted import Assisted
+from .draft_lm import DraftLM
+from .measure import DEFINITIONS, Results, Setting, compare, distinct_names, measured
 from .metrics import kept_per_round
+from .prompts import Prompt, read_prompts
 from .proposer import PlainDecoding, Proposer, check_spec, load_proposer, weight_bytes
-from .rows import Prompt, read_prompts
 from .sampling import Sampling
+from .sources import source_files
 from .target import Target, TargetConfig, load_target
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
@@ -45,14 +48,17 @@ class Options:
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
-    """JSON or JSONL file of prompts or conversations; Spec-Bench's questions with all their turns."""
+    """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on the hub; Spec-Bench's and
+    MT-Bench's questions with all their turns."""
+    split: str = "train"
+    """Split to take of a hub data set."""
     features: str | None = None
     """Instead of a target and prompts: a feature store, on whose held-out texts drafters are replayed (greedy)."""
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
     ngram:length=8. May be given several times. Plain decoding is always there."""
     baselines: bool = True
-    """Measure ngram, lookahead and early-exit too."""
+    """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a small model drafts."""
     sampling: Sampling = field(default_factory=Sampling)
     """Greedy if not given."""
     temperatures: str | None = None
@@ -81,10 +87,14 @@ def run(options: Options) -> None:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     target = load_target(options.target)
     proposers, left_out = proposers_of(options, target)
-    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
-    results = [compare(target, proposers, prompts, setting) for setting in settings]
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
+    theirs = [Assisted(target, p) for p in proposers if isinstance(p, DraftLM)][: int(options.baselines)]
+    if options.baselines and not theirs:
+        left_out["assisted generation"] = "it needs a small model; give one as --drafter"
+    ways = lambda setting: [*proposers, *(theirs if setting.batch == 1 else [])]  # noqa: E731
+    results = [compare(target, ways(setting), prompts, setting) for setting in settings]
     found = [measured(target, result, setting) for result, setting in zip(results, settings, strict=True)]
-    sizes = {name: weight_bytes(p, target) for name, p in zip(found[0]["drafters"], proposers, strict=True)}
+    sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
     report = {**facts_of(target, prompts, options, started), "left_out": left_out, "drafter_bytes": sizes, "settings": found}
     if options.json is not None:
         with whole_file(options.json) as aside:
@@ -104,8 +114,8 @@ def check(options: Options) -> list[Setting]:
         raise UserError("give either --target and --prompts to decode, or --features to replay")
     if options.features is not None and (options.temperatures or options.batch_sizes or options.spec_bench):
         raise UserError("--features replays greedy texts one by one; leave out --temperatures, --batch-sizes and --spec-bench")
-    if options.prompts is not None and not Path(options.prompts).is_file():
-        raise UserError(f"cannot read {options.prompts}: there is no such file; check the path")
+    if options.prompts is not None:
+        source_files(options.prompts)
     for spec in options.drafter:
         check_spec(spec)
     if options.json is not None and Path(options.json).is_dir():
@@ -161,7 +171,7 @@ def facts_of(target: Target, prompts: Sequence[Prompt], options: Options, starte
         "options": asdict(options),
         "prompt_set": {
             "path": options.prompts,
-            "sha256": hashlib.sha256(Path(options.prompts).read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(repr([(p.token_ids, p.later) for p in prompts]).encode()).hexdigest(),
             "prompts": len(prompts),
             "categories": dict(Counter(prompt.category for prompt in prompts)),
         },

@@ -14,10 +14,23 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from .assisted import Assisted
 from .decode import Generation, Request, generate
-from .metrics import alpha, batch_seconds, bootstrap, kept_per_round, mean, split, summarise, tau, time_per_token
+from .metrics import (
+    alpha,
+    batch_seconds,
+    bootstrap,
+    kept_per_round,
+    mean,
+    pooled,
+    quantiles,
+    split,
+    summarise,
+    tau,
+    time_per_token,
+)
+from .prompts import Prompt, next_turn
 from .proposer import Proposer
-from .rows import Prompt, next_turn
 from .sampling import Sampling
 from .target import Target
 
@@ -43,24 +56,27 @@ class Turn:
 
 
 Results = dict[str, list[Turn]]
+SAMPLES = 3  # replies of each drafter that are kept token by token
 
 
-def compare(target: Target, proposers: Sequence[Proposer], prompts: Sequence[Prompt], setting: Setting) -> Results:
-    """Decode every prompt with every proposer, the first of which is plain decoding.
+Way = Proposer | Assisted
+
+
+def compare(target: Target, ways: Sequence[Way], prompts: Sequence[Prompt], setting: Setting) -> Results:
+    """Decode every prompt in every way, the first of which is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on from the same text.
     """
-    names = _distinct_names(proposers)
-    for proposer in proposers:  # warm up
-        first = Request(prompts[0].token_ids, 0)
-        generate(target, proposer, [first], min(setting.max_new_tokens, 8), setting.sampling)
+    names = distinct_names(ways)
+    for way in ways:  # warm up
+        _decode(target, way, [Request(prompts[0].token_ids, 0)], min(setting.max_new_tokens, 8), setting.sampling)
     results: Results = {name: [] for name in names}
     waiting, number = list(prompts), 0
     about = target.tokenizer, target.name, target.eos_ids, target.max_positions - setting.max_new_tokens
     progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None, leave=False)
     while waiting:
         answered: list[Turn] = []
-        for batch, found in _in_turns(target, dict(zip(names, proposers, strict=True)), waiting, number, setting):
+        for batch, found in _in_turns(target, dict(zip(names, ways, strict=True)), waiting, number, setting):
             for name, generations in found.items():
                 turns = [Turn(p, number, g) for p, g in zip(batch, generations, strict=True)]
                 results[name] += turns
@@ -75,25 +91,32 @@ def compare(target: Target, proposers: Sequence[Proposer], prompts: Sequence[Pro
 
 
 def _in_turns(
-    target: Target, proposers: dict[str, Proposer], prompts: Sequence[Prompt], number: int, setting: Setting
+    target: Target, ways: dict[str, Way], prompts: Sequence[Prompt], number: int, setting: Setting
 ) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]]]]:
-    """Each batch of prompts with every proposer's replies, those of the run of median time."""
+    """Each batch of prompts with every way's replies, those of the run of median time."""
     for start in range(0, len(prompts), setting.batch):
         batch = prompts[start : start + setting.batch]
         requests = [Request(prompt.token_ids, start + i, number) for i, prompt in enumerate(batch)]
-        runs: dict[str, list[list[Generation]]] = {name: [] for name in proposers}
+        runs: dict[str, list[list[Generation]]] = {name: [] for name in ways}
         for _ in range(setting.repeats):
-            for name, proposer in proposers.items():
-                runs[name].append(generate(target, proposer, requests, setting.max_new_tokens, setting.sampling))
+            for name, way in ways.items():
+                runs[name].append(_decode(target, way, requests, setting.max_new_tokens, setting.sampling))
         yield batch, {name: sorted(found, key=batch_seconds)[setting.repeats // 2] for name, found in runs.items()}
 
 
-def _distinct_names(proposers: Sequence[Proposer]) -> list[str]:
+def _decode(target: Target, way: Way, requests: list[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+    if isinstance(way, Assisted):
+        return way.generate(requests, max_new_tokens, sampling.resolved(target.repetition_penalty))
+    return generate(target, way, requests, max_new_tokens, sampling)
+
+
+def distinct_names(ways: Sequence[Way]) -> list[str]:
+    """Their names; a second of one name is numbered."""
     names: list[str] = []
-    for proposer in proposers:
-        name, number = proposer.name, 2
+    for way in ways:
+        name, number = way.name, 2
         while name in names:
-            name, number = f"{proposer.name}-{number}", number + 1
+            name, number = f"{way.name}-{number}", number + 1
         names.append(name)
     return names
 
@@ -106,6 +129,7 @@ def request_record(target: Target, turn: Turn, plain: Generation, sampling: Samp
     index, gap = divergence(target, plain, found, sampling) if equal is False else (None, None)
     return {
         "id": prompt.id,
+        "prompt": prompt.place,
         "category": prompt.category,
         "turn": turn.number,
         "n_prompt": len(found.prompt_ids),
@@ -114,10 +138,12 @@ def request_record(target: Target, turn: Turn, plain: Generation, sampling: Samp
         "rounds": [[r.drafted or 0, r.accepted, len(r.tokens)] for r in rounds],
         "accepted_hist": _histogram([r.accepted for r in rounds]),
         "drafted_hist": _histogram([r.drafted or 0 for r in rounds]),
+        "offered_hist": _histogram([r.offered for r in rounds]),
         "tau_incl_bonus": tau([kept_per_round(found)]) if rounds else None,
         "ttft_s": found.ttft_s,
         "decode_s": found.decode_s,
         "tpot_s": time_per_token(found),
+        "chunk_gap_s": quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
         "rb_tau": mean([r.expected for r in rounds]),
         "alpha": alpha([r.overlap for r in rounds]),
         **{f"t_{part}_s": seconds for part, seconds in split(rounds).items()},
@@ -137,18 +163,17 @@ def measured(target: Target, results: Results, setting: Setting) -> dict[str, An
     drafters: dict[str, Any] = {}
     for name, turns in results.items():
         generations = [turn.generation for turn in turns]
-        summary = summarise(generations, batches_of(turns, setting.batch))
-        seconds = [
-            (batch_seconds([plain[i] for i in batch]), batch_seconds([generations[i] for i in batch]))
-            for batch in batches_of(turns, setting.batch)
-        ]
-        summary["speedup"] = _ratio(seconds)
-        summary["speedup_ci95"] = bootstrap(seconds, _ratio)
-        summary["speedup_median"] = statistics.median(a / b for a, b in seconds if b)
+        batches = batches_of(turns, setting.batch)
+        summary = summarise(generations, batches, [turn.prompt.place for turn in turns])
+        costs = [(*_cost([plain[i] for i in batch]), *_cost([generations[i] for i in batch])) for batch in batches]
+        summary["speedup"] = _ratio(costs)
+        summary["speedup_ci95"] = bootstrap(_by_prompt(costs, batches, turns), _ratio)
+        summary["speedup_median"] = statistics.median(_ratio([cost]) for cost in costs if all(cost))
         same = [a.token_ids == b.token_ids for a, b in zip(plain, generations, strict=True) if comparable(b)]
         summary["equal_to_ar"] = sum(same) if same else None
-        summary["by_category"] = by_category(turns, plain)
+        summary["by_category"] = by_category(turns)
         summary["per_request"] = [request_record(target, turn, a, sampling) for turn, a in zip(turns, plain, strict=True)]
+        summary["samples"] = [token_view(target, turn, sampling) for turn in turns[:SAMPLES]]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
         drafters[name] = summary
     for summary in drafters.values():
@@ -171,16 +196,18 @@ def batches_of(turns: Sequence[Turn], size: int) -> list[list[int]]:
     return found
 
 
-def by_category(turns: Sequence[Turn], plain: Sequence[Generation]) -> dict[str, Any]:
+def by_category(turns: Sequence[Turn]) -> dict[str, Any]:
     """Tau with its interval for each category of prompts."""
-    groups: dict[str, list[list[int]]] = {}
+    groups: dict[str, list[Turn]] = {}
     for turn in turns:
-        groups.setdefault(turn.prompt.category, []).append(kept_per_round(turn.generation))
-    return {
-        name: {"requests": len(kept), "tau_incl_bonus": tau(kept), "tau_ci95": bootstrap(kept, tau)}
-        for name, kept in sorted(groups.items())
-        if any(kept)
-    }
+        groups.setdefault(turn.prompt.category, []).append(turn)
+    found = {}
+    for name, group in sorted(groups.items()):
+        kept = [kept_per_round(turn.generation) for turn in group]
+        if any(kept):
+            interval = bootstrap(pooled(kept, [turn.prompt.place for turn in group]), tau)
+            found[name] = {"requests": len(group), "tau_incl_bonus": tau(kept), "tau_ci95": interval}
+    return found
 
 
 def _beside_plain(summary: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +217,7 @@ def _beside_plain(summary: dict[str, Any], plain: dict[str, Any]) -> dict[str, A
         return {"verify_cost": None, "round_cost": None, "predicted_speedup": None}
     cost = each(summary) / each(plain)
     return {
-        "verify_cost": each(summary, "verify") / each(plain, "verify"),
+        "verify_cost": each(summary, "verify") / each(plain, "verify") or None,  # not known of other people's loops
         "round_cost": cost,
         "predicted_speedup": summary["tau_incl_bonus"] / plain["tau_incl_bonus"] / cost,
     }
@@ -198,18 +225,21 @@ def _beside_plain(summary: dict[str, Any], plain: dict[str, Any]) -> dict[str, A
 
 DEFINITIONS = {
     "tau_incl_bonus": "tokens kept per round, the target's own included, the prefill's excluded, pooled over requests",
-    "tau_ci95": "95% bootstrap interval over requests (each turn is one), 1000 resamples",
+    "tau_ci95": "95% bootstrap interval over prompts (the turns of one go together), 1000 resamples",
     "tau_by_position": "tau of the rounds whose root stands below that position",
     "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
+    "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the target's own, -1 the prefill's",
     "rounds": "of each request: [nodes drafted, drafts accepted, tokens kept] of every round",
     "discarded_share": "share of all verified nodes, roots included, that were drafts and not accepted",
     "verify_cost": "a verification over a plain verification; round_cost: a whole round over a plain round",
     "predicted_speedup": "tau over round_cost; both over plain decoding's",
     "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles over requests, nearest rank",
     "survival": "share of rounds that accepted at least d drafts",
-    "cond_accept": "survival at d over survival at d - 1",
+    "cond_accept": "survival at d over survival at d - 1; cond_offered: among the rounds that had a draft at d",
+    "chunk_gap": "seconds between the pieces that a reader of the stream sees: one a round",
     "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
-    "speedup": "sum of plain decode times / sum of this drafter's over the same prompts, prefill excluded",
+    "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where both wrote the same text, the "
+    "ratio of the times",
     "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, traversal, rrs, or typical (lossy)",
     "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; for fixed drafts at T > 0",
     "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare laws only",
@@ -220,9 +250,58 @@ DEFINITIONS = {
 }
 
 
-def _ratio(seconds: Sequence[tuple[float, float]]) -> float:
-    drafted = sum(b for _, b in seconds)
-    return sum(a for a, _ in seconds) / drafted if drafted else float("nan")
+@torch.inference_mode()
+def token_view(target: Target, turn: Turn, sampling: Sampling) -> dict[str, Any]:
+    """A reply token by token: its text, how it came, and the target's probabilities there.
+
+    `came`: the depth of an accepted draft, 0 for the target's own token at the end of a round, -1 for the prefill's. `p`: the
+    target's probability of it, and of its `best` three, as sampled from (at temperature 1 where decoding is greedy).
+    """
+    found, tokenizer = turn.generation, target.tokenizer
+    came = [-1] * (len(found.token_ids) - sum(map(len, (r.tokens for r in found.rounds))))
+    for r in found.rounds:
+        came += [d if d <= r.accepted else 0 for d in range(1, len(r.tokens) + 1)]
+    text = [*found.prompt_ids, *found.token_ids]
+    ids: Any = torch.tensor([text], device=target.device)
+    start = len(found.prompt_ids) - 1
+    scores = target.head(target.forward(ids).last[0, start:-1]).float()
+    laws = sampling.warpers(ids, scores).softmax(-1)
+    chances = laws.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
+    best = laws.topk(min(3, laws.shape[-1]))
+    words = lambda tokens: [tokenizer.decode([token]) for token in tokens]  # noqa: E731
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return {
+        "id": turn.prompt.id,
+        "turn": turn.number,
+        "prompt": tokenizer.decode(found.prompt_ids, skip_special_tokens=True),
+        "tokens": words(found.token_ids),
+        "came": came,
+        "p": chances,
+        "best": [[[word, p] for word, p in zip(words(indices), values, strict=True)] for indices, values in pairs],
+    }
+
+
+Costs = tuple[float, int, float, int]
+"""Seconds and tokens of a batch's rounds, plain and drafted."""
+
+
+def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
+    return batch_seconds(generations), sum(sum(kept_per_round(g)) for g in generations)
+
+
+def _by_prompt(costs: Sequence[Costs], batches: Sequence[Sequence[int]], turns: Sequence[Turn]) -> list[Any]:
+    """Costs to resample: the turns of a conversation are added up where each ran alone."""
+    found: dict[Any, list[Costs]] = {}
+    for cost, batch in zip(costs, batches, strict=True):
+        key = (turns[batch[0]].prompt.place,) if len(batch) == 1 else tuple(batch)
+        found.setdefault(key, []).append(cost)
+    return [tuple(map(sum, zip(*group, strict=True))) for group in found.values()]
+
+
+def _ratio(costs: Sequence[Costs]) -> float:
+    """Drafted tokens a second over plain ones; the ratio of the times where both wrote the same text."""
+    plain_s, plain, drafted_s, drafted = map(sum, zip(*costs, strict=True))
+    return (drafted / drafted_s) / (plain / plain_s) if drafted_s and plain else float("nan")
 
 
 @torch.inference_mode()

@@ -53,8 +53,28 @@ def conditional(survived: Sequence[float]) -> list[float]:
     return [s / b if b > 0 else float("nan") for b, s in pairwise([1.0, *survived])]
 
 
+def offered_conditional(accepted: Sequence[int], offered: Sequence[int], levels: int) -> list[float]:
+    """Acceptance at depth d among the rounds that had a draft there, behind d - 1 accepted ones; `Round.offered`.
+
+    Above `conditional` where trees are pruned or end early: that one counts what was never drafted as refused.
+    """
+    found = []
+    for d in range(1, levels + 1):
+        asked = [a >= d for a, o in zip(accepted, offered, strict=True) if o >= d]
+        found.append(sum(asked) / len(asked) if asked else float("nan"))
+    return found
+
+
+def pooled(kept: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[int]]:
+    """The rounds of all requests that belong to one prompt, such as the turns of a conversation: they are correlated."""
+    found: dict[int, list[int]] = {}
+    for rounds, prompt in zip(kept, prompts, strict=True):
+        found.setdefault(prompt, []).extend(rounds)
+    return list(found.values())
+
+
 def bootstrap(requests: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int = 0) -> tuple[float, float]:
-    """95% interval of a statistic, resampling requests: rounds of one request are correlated, so they go together."""
+    """95% interval of a statistic, resampling requests or prompts: rounds of one are correlated, so they go together."""
     rng = random.Random(seed)
     values = sorted(statistic(rng.choices(requests, k=len(requests))) for _ in range(RESAMPLES))
     return values[int(0.025 * RESAMPLES)], values[int(0.975 * RESAMPLES) - 1]
@@ -110,10 +130,13 @@ def time_per_token(generation: Generation) -> float | None:
     return generation.decode_s / (len(generation.token_ids) - 1) if len(generation.token_ids) > 1 else None
 
 
-def summarise(generations: Sequence[Generation], batches: Sequence[Sequence[int]] | None = None) -> dict[str, Any]:
+def summarise(
+    generations: Sequence[Generation], batches: Sequence[Sequence[int]] | None = None, prompts: Sequence[int] | None = None
+) -> dict[str, Any]:
     """Pooled numbers of many requests decoded alike; names as in evaluation.md section 2.
 
-    `batches`: places of the requests that ran together; each alone if not given.
+    `batches`: places of the requests that ran together; each alone if not given. `prompts`: the number of the prompt that each
+    request belongs to, for intervals; each its own if not given.
     """
     rounds = [r for g in generations for r in g.rounds]
     kept = [kept_per_round(g) for g in generations]
@@ -123,7 +146,7 @@ def summarise(generations: Sequence[Generation], batches: Sequence[Sequence[int]
     survived = survival(accepted, levels)
     together = [[i] for i in range(len(generations))] if batches is None else batches
     decode_s = sum(batch_seconds([generations[i] for i in batch]) for batch in together)
-    low, high = bootstrap(kept, tau) if rounds else (float("nan"), float("nan"))
+    low, high = bootstrap(pooled(kept, prompts or range(len(kept))), tau) if rounds else (float("nan"), float("nan"))
     return {
         "requests": len(generations),
         "rounds": len(rounds),
@@ -136,6 +159,7 @@ def summarise(generations: Sequence[Generation], batches: Sequence[Sequence[int]
         "tau_untruncated": sum(a + 1 for a in accepted) / len(rounds) if rounds else float("nan"),
         "survival": survived,
         "cond_accept": conditional(survived),
+        "cond_offered": offered_conditional(accepted, [r.offered for r in rounds], levels),
         "accept_rate": sum(accepted) / drafted if drafted else 0.0,
         "mean_n_draft": drafted / len(rounds) if rounds else 0.0,
         "discarded_share": (drafted - sum(accepted)) / (drafted + len(rounds)) if rounds else 0.0,
@@ -144,6 +168,7 @@ def summarise(generations: Sequence[Generation], batches: Sequence[Sequence[int]
         "ttft_s": sum(g.ttft_s for g in generations) / len(generations),
         "ttft_quantiles_s": quantiles([g.ttft_s for g in generations]),
         "tpot_quantiles_s": quantiles([time_per_token(g) for g in generations]),
+        "chunk_gap_quantiles_s": quantiles([r.t_round_s for r in rounds]),
         "rb_tau": mean([r.expected for r in rounds]),
         "alpha": alpha([r.overlap for r in rounds]),
         "verify_mode": sorted({r.rule for r in rounds}),

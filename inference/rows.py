@@ -64,15 +64,23 @@ def conversation_of(row: Any) -> Conversation:
         return Conversation(messages=_sharegpt(row["conversations"]), tools=tools, template_kwargs=kwargs)
     if (request := row.get("request") or row.get("body")) is not None:
         return _request_log(request, row.get("response"))
-    if row.get("turns") is not None:
-        if not isinstance(row["turns"], list) or not row["turns"] or not all(isinstance(turn, str) for turn in row["turns"]):
-            raise RowError("turns must be a list of texts")
-        return Conversation(messages=[{"role": "user", "content": row["turns"][0]}])
+    if turns := turns_of(row):
+        return Conversation(messages=[{"role": "user", "content": turns[0]}])
     if row.get("prompt") is not None:
         return _prompt_and_completion(row, kwargs)
     if isinstance(row.get("text"), str):
         return Conversation(text=row["text"])
     raise RowError("none of messages, conversations, request, prompt, turns, text, token_ids is there")
+
+
+def turns_of(row: dict[str, Any]) -> list[str]:
+    """What the user says turn by turn: `turns` (Spec-Bench), or a `prompt` that is a list of texts (MT-Bench); else nothing."""
+    prompt, turns = row.get("prompt"), row.get("turns")
+    if turns is None and isinstance(prompt, list) and prompt and all(isinstance(turn, str) for turn in prompt):
+        return prompt
+    if turns is not None and (not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns)):
+        raise RowError("turns must be a list of texts")
+    return turns or []
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -174,19 +182,6 @@ def template_of(tokenizer: Any, name: str) -> str:
     return tokenizer.chat_template
 
 
-@dataclass
-class Prompt:
-    """What a request starts from."""
-
-    id: str
-    token_ids: list[int]
-    category: str = ""
-    conversation: Conversation | None = None
-    """What it was rendered from, where more turns follow."""
-    later: list[str] = field(default_factory=list)
-    """What the user goes on to say, turn by turn (Spec-Bench, MT-Bench)."""
-
-
 def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
     """Token ids that the target is given: everything before the last assistant message, rendered for generation."""
     if conversation.token_ids is not None:
@@ -206,38 +201,3 @@ def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[in
         )["input_ids"]
     except Exception as error:
         raise RowError(f"the chat template cannot render it: {str(error).splitlines()[0]}") from error
-
-
-def read_prompts(path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a JSON or JSONL file; a malformed row is an error that names it."""
-    path = Path(path)
-    prompts: list[Prompt] = []
-    for name, row in read_json_rows(path):
-        if limit is not None and len(prompts) == limit:
-            break
-        try:
-            if isinstance(row, RowError):
-                raise row
-            conversation = conversation_of(row)
-            ids = prompt_ids(conversation, tokenizer, target_name)
-        except RowError as error:
-            raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
-        prompt = Prompt(str(row.get("id", row.get("question_id", name))), ids, str(row.get("category", "")))
-        if row.get("turns") is not None:
-            prompt.conversation, prompt.later = conversation, row["turns"][1:]
-        prompts.append(prompt)
-    if not prompts:
-        raise UserError(f"{path} holds no prompts; give at least one row")
-    return prompts
-
-
-def next_turn(prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int) -> Prompt | None:
-    """The conversation with the reply to it and what the user says next; `None` at its end, or if more than `room` tokens."""
-    if prompt.conversation is None or not prompt.later:
-        return None
-    said = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
-    messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": said}]
-    messages.append({"role": "user", "content": prompt.later[0]})
-    conversation = Conversation(messages=messages, template_kwargs=prompt.conversation.template_kwargs)
-    ids = prompt_ids(conversation, tokenizer, name)
-    return Prompt(prompt.id, ids, prompt.category, conversation, prompt.later[1:]) if len(ids) <= room else None

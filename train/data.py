@@ -24,7 +24,8 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import read_json, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
-from ..inference.rows import Conversation, RowError, conversation_of, read_json_rows
+from ..inference.rows import Conversation, RowError, conversation_of
+from ..inference.sources import rows_of, source_files
 from ..inference.target import Target
 from .config import Data, HeldOut, Source
 from .templates import Encoded, encode
@@ -108,7 +109,7 @@ def tables_key(data: Data, target: Target, seed: int) -> str:
         str(getattr(target.tokenizer, "chat_template", None)),
     ]
     for source in data.sources:
-        facts += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in source_files(source) or []]
+        facts += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in source_files(source.path) or []]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -155,7 +156,9 @@ def _table(rows: list[_Row]) -> TokenTable:
 
 def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]) -> Iterator[_Row]:
     name = source.name or source.path
-    for row_name, raw in tqdm(rows_of(source), desc=f"reading {name}", unit=" rows", disable=None, leave=False):
+    for row_name, raw in tqdm(
+        rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows", disable=None, leave=False
+    ):
         count["read"] += 1
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
         copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
@@ -227,60 +230,6 @@ def _moment(value: Any, where: str) -> float:
         return datetime.fromisoformat(str(value)).timestamp()
     except ValueError as error:
         raise UserError(f"{where}: {value!r} is neither a number nor an ISO date") from error
-
-
-def rows_of(source: Source) -> Iterator[tuple[str, Any]]:
-    """(name, row) of every row of a source."""
-    files = source_files(source)
-    if files is None:
-        yield from _hub_rows(source)
-        return
-    for file in files:
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file)
-        else:
-            yield from read_json_rows(file)
-
-
-def source_files(source: Source) -> list[Path] | None:
-    """The local files of a source; None for a name on the hub."""
-    path = Path(source.path)
-    kinds = (".json", ".jsonl", ".parquet")
-    if path.is_file():
-        if path.suffix not in kinds:
-            raise UserError(f"data source {path}: a file must end in {', '.join(kinds)}")
-        return [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in kinds)
-        if not files:
-            raise UserError(f"data source {path}: the folder holds no {', '.join(kinds)} file")
-        return files
-    if path.suffix in kinds or path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1:
-        raise UserError(f"data source {path} does not exist; check the path")
-    return None
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.Dataset.from_parquet(str(file))
-        yield from ((f"{file.name}:{i}", row) for i, row in enumerate(rows, 1))
-    except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
-
-
-def _hub_rows(source: Source) -> Iterator[tuple[str, Any]]:
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    try:
-        rows = datasets.load_dataset(source.path, split=source.split)
-    except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"data source {source.path!r} is no local file, and the hub says: {reason}") from error
-    yield from ((f"{source.path}:{i}", row) for i, row in enumerate(rows, 1))
 
 
 def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: float) -> None:

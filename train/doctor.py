@@ -16,8 +16,8 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..inference.rows import Conversation, RowError
+from ..inference.sources import rows_of, source_files
 from ..inference.target import Target, TargetConfig, load_target
-from .data import rows_of, source_files
 from .features import LiveTarget
 from .provenance import versions
 from .templates import encode
@@ -112,10 +112,10 @@ def check_run(path: str, method_name: str) -> tuple[list[Finding], TargetConfig 
     for source in config.data.sources:
         check = f"data {source.name or source.path}"
         try:
-            if source_files(source) is None:
+            if source_files(source.path) is None:
                 findings.append(Finding(check, "ok", f"{source.path} is no local file; it will be asked of the hub"))
                 continue
-            next(rows_of(source))
+            next(rows_of(source.path, source.split))
             findings.append(Finding(check, "ok", f"{source.path} can be read"))
         except StopIteration:
             findings.append(Finding(check, "error", f"{source.path} is empty; give it at least one row"))

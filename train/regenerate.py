@@ -23,9 +23,8 @@ from transformers import GenerationConfig
 
 from ..heads.errors import UserError
 from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids
+from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, TargetConfig, load_target
-from .config import Source
-from .data import rows_of
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def run(options: Options) -> None:
     out = Path(options.out)
     if out.exists() and out.resolve() == Path(options.data).resolve():
         raise UserError("--out must be another file than --data")
-    rows = list(rows_of(Source(options.data)))[: options.limit]
+    rows = list(rows_of(options.data))[: options.limit]
     if not rows:
         raise UserError(f"{options.data} holds no rows")
     facts = provenance_of(options)

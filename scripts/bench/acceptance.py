@@ -22,8 +22,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.draft_lm import load_draft_lm
 from draftsmith.inference.early_exit import first_layers
+from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.rows import read_prompts
 from draftsmith.inference.sampling import Draws, Sampling
 from draftsmith.inference.target import Target, TargetConfig, load_target
 from draftsmith.inference.tree import TreeShape

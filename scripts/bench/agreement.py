@@ -18,8 +18,8 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.draft_lm import load_draft_lm
+from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.rows import read_prompts
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import TargetConfig, load_target
 from rich.console import Console

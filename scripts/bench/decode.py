@@ -26,8 +26,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Generation, generate_one
 from draftsmith.inference.metrics import kept_per_round, split, tau
+from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
-from draftsmith.inference.rows import read_prompts
 from draftsmith.inference.target import Target, TargetConfig, load_target
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console

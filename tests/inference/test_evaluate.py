@@ -10,7 +10,7 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluate import Options, check
 from draftsmith.inference.metrics import quantiles
-from draftsmith.inference.rows import next_turn, read_prompts
+from draftsmith.inference.prompts import next_turn, read_prompts
 from draftsmith.inference.target import TargetConfig, load_target
 
 from tests.conftest import QUICKSTART

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.sources import rows_of
 from draftsmith.train.batches import PADDING, Batches, collate, pack
 from draftsmith.train.config import Data, HeldOut, Source
-from draftsmith.train.data import TokenTable, build, prepare, rows_of
+from draftsmith.train.data import TokenTable, build, prepare
 from draftsmith.train.templates import Encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +109,7 @@ def test_exact_tokens_of_another_tokenizer_or_vocabulary_are_refused(tmp_path: P
 
 def test_line_separators_inside_a_text_do_not_end_a_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(chat("a\u2028b", "c\x85d"), ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [row["messages"][0]["content"] for _, row in rows_of(Source(str(tmp_path / "a.jsonl")))] == ["a\u2028b"]
+    assert [row["messages"][0]["content"] for _, row in rows_of(str(tmp_path / "a.jsonl"))] == ["a\u2028b"]
 
 
 def test_a_prompt_without_a_completion_is_nothing_to_learn(tmp_path: Path) -> None:
@@ -124,13 +125,13 @@ def test_json_parquet_and_folders_are_read(tmp_path: Path) -> None:
     (folder / "a.json").write_text(json.dumps(GOOD[:2]))
     datasets.Dataset.from_list(GOOD[2:5]).to_parquet(str(folder / "b.parquet"))
     write(folder / "c.jsonl", GOOD[5:6])
-    assert [row["messages"][0]["content"] for _, row in rows_of(Source(str(folder)))] == [f"question {i}" for i in range(6)]
+    assert [row["messages"][0]["content"] for _, row in rows_of(str(folder))] == [f"question {i}" for i in range(6)]
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./missing", "/missing/folder", "a/b/c"])
 def test_a_missing_path_is_not_asked_of_the_hub(path: str) -> None:
     with pytest.raises(UserError, match="does not exist"):
-        list(rows_of(Source(path)))
+        list(rows_of(path))
 
 
 def test_tables_are_reused_until_something_changes(tmp_path: Path) -> None:

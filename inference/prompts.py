@@ -1,0 +1,63 @@
+"""What requests start from: prompts read from people's files, and the later turns of conversations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..heads.errors import UserError
+from .rows import Conversation, RowError, conversation_of, prompt_ids, turns_of
+from .sources import rows_of
+
+
+@dataclass
+class Prompt:
+    """What a request starts from."""
+
+    id: str
+    token_ids: list[int]
+    category: str = ""
+    place: int = 0
+    """Number of its row, from 0: what the turns of a conversation have in common."""
+    conversation: Conversation | None = None
+    """What it was rendered from, where more turns follow."""
+    later: list[str] = field(default_factory=list)
+    """What the user goes on to say, turn by turn (Spec-Bench, MT-Bench)."""
+
+
+def read_prompts(
+    path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None, split: str = "train"
+) -> list[Prompt]:
+    """The prompts of whatever `sources.rows_of` reads; a malformed row is an error that names it."""
+    prompts: list[Prompt] = []
+    for name, row in rows_of(str(path), split):
+        if limit is not None and len(prompts) == limit:
+            break
+        try:
+            if isinstance(row, RowError):
+                raise row
+            conversation = conversation_of(row)
+            ids = prompt_ids(conversation, tokenizer, target_name)
+        except RowError as error:
+            raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
+        own_id = str(row.get("id", row.get("question_id", name)))
+        prompt = Prompt(own_id, ids, str(row.get("category", "")), len(prompts))
+        if turns := turns_of(row):
+            prompt.conversation, prompt.later = conversation, turns[1:]
+        prompts.append(prompt)
+    if not prompts:
+        raise UserError(f"{path} holds no prompts; give at least one row")
+    return prompts
+
+
+def next_turn(prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int) -> Prompt | None:
+    """The conversation with the reply to it and what the user says next; `None` at its end, or if more than `room` tokens."""
+    if prompt.conversation is None or not prompt.later:
+        return None
+    said = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
+    messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": said}]
+    messages.append({"role": "user", "content": prompt.later[0]})
+    conversation = Conversation(messages=messages, template_kwargs=prompt.conversation.template_kwargs)
+    ids = prompt_ids(conversation, tokenizer, name)
+    return Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:]) if len(ids) <= room else None

@@ -1,0 +1,64 @@
+"""Rows from wherever people keep them. `datasets` is imported only for parquet files and for names on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..heads.errors import UserError
+from .rows import read_json_rows
+
+
+def rows_of(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
+    """(name, row) of every row of a JSON, JSONL or parquet file, a folder of them, or a data set on the hub (its `split`)."""
+    files = source_files(source)
+    if files is None:
+        yield from _hub_rows(source, split)
+        return
+    for file in files:
+        if file.suffix == ".parquet":
+            yield from _parquet_rows(file)
+        else:
+            yield from read_json_rows(file)
+
+
+def source_files(source: str) -> list[Path] | None:
+    """The local files of a source; None for a name on the hub."""
+    path = Path(source)
+    kinds = (".json", ".jsonl", ".parquet")
+    if path.is_file():
+        if path.suffix not in kinds:
+            raise UserError(f"data source {path}: a file must end in {', '.join(kinds)}")
+        return [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in kinds)
+        if not files:
+            raise UserError(f"data source {path}: the folder holds no {', '.join(kinds)} file")
+        return files
+    if path.suffix in kinds or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+        raise UserError(f"data source {path} does not exist; check the path")
+    return None
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.Dataset.from_parquet(str(file))
+        yield from ((f"{file.name}:{i}", row) for i, row in enumerate(rows, 1))
+    except (OSError, ValueError, DatasetsError) as error:
+        raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
+
+
+def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    try:
+        rows = datasets.load_dataset(source, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"data source {source!r} is no local file, and the hub says: {reason}") from error
+    yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))

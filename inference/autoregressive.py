@@ -5,14 +5,16 @@ Shapes: B batch, N tree nodes with the root, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
 from .cache import TreeCache
-from .growth import Continue, Level, grow, grow_chain, grow_dynamic, grow_sampled, shape_of_ranks
+from .growth import Continue, Level, Ranks, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
 from .proposer import Accepted, positive
 from .sampling import Draws
 from .target import Target
@@ -28,10 +30,23 @@ class TreePlan:
 
     `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is surest (EAGLE-2), except under a
     rule that compares laws, which needs its shape fixed beforehand: there it is the shape of greatest expected acceptance.
-    `threshold` > 0 makes a chain adaptive, see `grow_chain`.
+    `threshold` > 0 makes a chain adaptive, see `grow_chain`. `heat` is the score temperature of the first kind of tree
+    (`Draws.rank`). `shape`, rank tuples as in `shape_of_ranks`, fixes the tree for every rule, whatever the drafter is sure of.
     """
 
-    def __init__(self, length: int, width: int, nodes: int | None, threshold: float = 0.0) -> None:
+    def __init__(
+        self,
+        length: int,
+        width: int,
+        nodes: int | None,
+        threshold: float = 0.0,
+        heat: float = 1.0,
+        shape: Sequence[Ranks] | None = None,
+    ) -> None:
+        self.fixed = ranks_of(shape) if shape is not None else None
+        if self.fixed is not None:
+            length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
+            nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold < 1:
             raise UserError(f"threshold must be a probability between 0 (never stop early) and 1, not {threshold!r}")
@@ -45,25 +60,55 @@ class TreePlan:
                 f"a tree of {length} levels needs at least as many nodes, not {nodes}; give more nodes or a smaller length"
             )
         pool = width + (length - 1) * width * width
+        if isinstance(heat, bool) or not isinstance(heat, int | float) or not 0 < heat < float("inf"):
+            raise UserError(f"heat, the score temperature, must be above 0, not {heat!r}")
+        self.heat = float(heat)
         self.nodes = length if width == 1 else min(nodes if nodes is not None else 4 * length, pool)
+        if self.fixed is not None:
+            self.nodes = len(self.fixed)
         self.walked = 1 + width * (length - 1)
         """Most nodes that the drafter itself runs in a round, the root included."""
-        ranks = grow([SAMPLED_ACCEPTANCE[:width]] * length, self.nodes)
+        ranks = self.fixed or grow([SAMPLED_ACCEPTANCE[:width]] * length, self.nodes)
         self.shape = TreeShape.chain(length) if width == 1 else shape_of_ranks(ranks)
 
     def draft(self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, Tensor]:
         """As `grow_dynamic`; the places of a chain's nodes, which go without saying, are left empty."""
         if self.width == 1:
             return grow_chain(first, root, draws, go_on, self.length, self.threshold), first.new_zeros(0)
-        if draws.sampling.draws_from_law:
-            return grow_sampled(first, root, draws, go_on, self.shape)
-        return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes)
+        if self.fixed is not None or draws.sampling.draws_from_law:
+            return grow_fixed(first, root, draws, go_on, self.shape)
+        return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes, self.heat)
+
+
+def ranks_of(shape: Any) -> list[Ranks]:
+    """A tree given as rank tuples, such as [[0], [1], [0, 0]]. Raises `UserError` where siblings have gaps."""
+    try:
+        ranks = sorted({tuple(map(int, node)) for node in shape}, key=lambda node: (len(node), node))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}") from error
+    for node in ranks:
+        if not node or min(node) < 0 or (node[-1] and (*node[:-1], node[-1] - 1) not in ranks):
+            raise UserError(f"shape: node {list(node)} needs all its better siblings in the tree")
+    if not ranks:
+        raise UserError("shape must hold at least one node")
+    return ranks
 
 
 @lru_cache(maxsize=256)
 def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
     """`depths` as a tensor `[1, N]`; the same few rows are needed every round."""
     return torch.tensor([depths], device=device)
+
+
+class Planned:
+    """A proposer whose drafting follows a `TreePlan`."""
+
+    plan: TreePlan
+    max_drafted: int
+
+    def replan(self, plan: TreePlan) -> None:
+        """Draft by another plan from the next batch on."""
+        self.plan, self.max_drafted = plan, plan.nodes
 
 
 class TreeRunner:

@@ -12,9 +12,10 @@ from torch import Tensor
 from ..heads.artifact import Artifact
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
-from .autoregressive import TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
+from .autoregressive import Planned, TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
 from .cache import TreeCache
 from .device import send
+from .growth import Ranks
 from .proposer import Accepted, Prompts
 from .replay import replay
 from .sampling import Draws
@@ -27,7 +28,7 @@ DRAFT_COST = 0.25  # of a draft, in target passes, if nobody measured it
 THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
-class DraftLM:
+class DraftLM(Planned):
     """Its cache holds the decided text; the one token that a fully accepted draft leaves unseen is fed with the next root."""
 
     taps: tuple[int, ...] = ()
@@ -40,12 +41,13 @@ class DraftLM:
         width: int = 1,
         nodes: int | None = None,
         threshold: float = 0.0,
+        heat: float = 1.0,
+        shape: Sequence[Ranks] | None = None,
     ) -> None:
-        """`length`, `width`, `nodes` and `threshold` as in `TreePlan`."""
+        """The last six as in `TreePlan`."""
         self.name = "draft-lm"
         self.model, self._vocab_size = model, vocab_size
-        self.plan = TreePlan(length, width, nodes, threshold)
-        self.max_drafted = self.plan.nodes
+        self.replan(TreePlan(length, width, nodes, threshold, heat, shape))
         self._cache = TreeCache(0, 0)
         self._before: Tensor  # [B], the token before the root
         self._slots: Tensor
@@ -102,6 +104,8 @@ def make_proposer(
     nodes: int | None = None,
     threshold: float | str = 0.0,
     cost: float = DRAFT_COST,
+    heat: float = 1.0,
+    shape: Sequence[Ranks] | None = None,
 ) -> DraftLM:
     """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out texts for this `cost`."""
     if threshold == "auto":
@@ -109,7 +113,8 @@ def make_proposer(
             raise UserError("this draft model has no calibrated threshold; give a number, such as threshold=0.3")
         threshold, longest = best_adaptive(artifact.calibration, cost)
         length = longest if length is None else length
-    proposer = on_model(artifact.drafter, DEFAULT_LENGTH if length is None else length, width, nodes, threshold)
+    length = DEFAULT_LENGTH if length is None else length
+    proposer = on_model(artifact.drafter, length, width, nodes, threshold, heat, shape)
     proposer.name = "distilled-lm"
     return proposer
 
@@ -121,19 +126,30 @@ def load_draft_lm(
     width: int = 1,
     nodes: int | None = None,
     threshold: float | str = 0.0,
+    heat: float = 1.0,
+    shape: Sequence[Ranks] | None = None,
 ) -> DraftLM:
     """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the target's tokenizer."""
     if threshold == "auto":
         raise UserError(f"{folder} was not trained here and has no calibrated threshold; give a number, such as threshold=0.3")
     drafter = DraftModel.load(Path(folder), target.dtype, target.ends)
     drafter.model.to(target.device)
-    return on_model(drafter, length, width, nodes, threshold)
+    return on_model(drafter, length, width, nodes, threshold, heat, shape)
 
 
-def on_model(drafter: DraftModel, length: int, width: int, nodes: int | None, threshold: float | str) -> DraftLM:
+def on_model(
+    drafter: DraftModel,
+    length: int,
+    width: int,
+    nodes: int | None,
+    threshold: float | str,
+    heat: float = 1.0,
+    shape: Sequence[Ranks] | None = None,
+) -> DraftLM:
+    """The proposer of a loaded small model."""
     runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
-    return DraftLM(runner, drafter.vocab_size, length, width, nodes, threshold)  # type: ignore[arg-type]  # TreePlan checks it
+    return DraftLM(runner, drafter.vocab_size, length, width, nodes, threshold, heat, shape)  # type: ignore[arg-type]  # TreePlan checks it
 
 
 def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:

@@ -18,10 +18,10 @@ from torch.nn import functional
 from ..heads.artifact import Artifact
 from ..heads.eagle import EagleDrafter
 from ..heads.vocabulary import to_target
-from .autoregressive import TreePlan, depth_row
+from .autoregressive import Planned, TreePlan, depth_row
 from .cache import TreeCache, visible_slots
 from .device import send
-from .growth import Level
+from .growth import Level, Ranks
 from .proposer import Accepted, Prompts, positive
 from .replay import rank_accuracy
 from .sampling import Draws
@@ -32,8 +32,8 @@ DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 RANKS = 10  # places among the best that `calibrate` counts
 
 
-class EagleProposer:
-    """`length`, `width` and `nodes` as in `TreePlan`."""
+class EagleProposer(Planned):
+    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`."""
 
     def __init__(
         self,
@@ -42,10 +42,11 @@ class EagleProposer:
         width: int = DEFAULT_WIDTH,
         nodes: int | None = None,
         name: str = "eagle",
+        heat: float = 1.0,
+        shape: Sequence[Ranks] | None = None,
     ) -> None:
         self.name, self.taps = name, drafter.taps
-        self.plan = TreePlan(length, width, nodes)
-        self.max_drafted = self.plan.nodes
+        self.replan(TreePlan(length, width, nodes, heat=heat, shape=shape))
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._kept = drafter.kept
@@ -144,12 +145,18 @@ class EagleProposer:
 
 
 def make_proposer(
-    artifact: Artifact, name: str | None = None, length: int | None = None, width: int | None = None, nodes: int | None = None
+    artifact: Artifact,
+    name: str | None = None,
+    length: int | None = None,
+    width: int | None = None,
+    nodes: int | None = None,
+    heat: float = 1.0,
+    shape: Sequence[Ranks] | None = None,
 ) -> EagleProposer:
     """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
     chain.
 
-    What is not given is as it was evaluated in training.
+    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`.
     """
     known = artifact.calibration
     width = known.get("width", DEFAULT_WIDTH) if width is None else width
@@ -157,7 +164,7 @@ def make_proposer(
     assert width is not None and length is not None, "a calibration holds numbers"
     if nodes is None and width != 1:
         nodes = max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length))
-    return EagleProposer(artifact.drafter, length, width, nodes, name or f"eagle{artifact.drafter.shape.version}")
+    return EagleProposer(artifact.drafter, length, width, nodes, name or f"eagle{artifact.drafter.shape.version}", heat, shape)
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:

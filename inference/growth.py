@@ -122,7 +122,7 @@ class _Pool:
         missing = scores.gather(1, chosen) == -torch.inf
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
         new_parents = torch.where(missing, 0, place.gather(1, parents.gather(1, chosen)))
-        return DraftTree(new_tokens, parents=new_parents, levels=self._levels), chosen
+        return DraftTree(new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)), chosen
 
     def tree(self) -> DraftTree:
         return self.select()[0]
@@ -146,16 +146,17 @@ Continue = Callable[[Level], Tensor]
 
 
 def grow_dynamic(
-    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, levels: int, width: int, nodes: int
+    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, levels: int, width: int, nodes: int, heat: float = 1.0
 ) -> tuple[DraftTree, Tensor]:
     """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the best `nodes` of all.
 
-    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path. Returns the tree and, for
-    each of its nodes `[B, N]`, its place among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
+    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path, at score temperature `heat`.
+    Returns the tree and, for each of its nodes `[B, N]`, its place among the nodes that `go_on` has seen (-1: not seen; the root
+    is not among them).
     """
     pool = _Pool(root, nodes)
     paths = root[:, None, None]  # [B, M, d]
-    tokens, scores = draws.rank(first[:, None], 0, width, paths)
+    tokens, scores = draws.rank(first[:, None], 0, width, paths, heat)
     tokens, scores = tokens[:, 0], scores[:, 0]
     index = pool.add(tokens, scores, torch.zeros_like(tokens))
     seen = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
@@ -169,7 +170,7 @@ def grow_dynamic(
         visible = torch.cat([visible, own], dim=-1)
         _mark(seen, index, torch.arange(asked, asked + count, device=tokens.device))
         asked += count
-        children, gains = draws.rank(go_on(Level(tokens, above, visible, depth)), depth, width, paths)
+        children, gains = draws.rank(go_on(Level(tokens, above, visible, depth)), depth, width, paths, heat)
         sums = (scores[..., None] + gains).flatten(1)
         all_index = pool.add(children.flatten(1), sums, index.repeat_interleave(children.shape[-1], dim=1))
         seen.append(torch.full_like(all_index, NO_NODE))
@@ -219,7 +220,7 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
 
 
 @dataclass(frozen=True)
-class _SampledLevel:
+class _FixedLevel:
     """The nodes of one depth of a fixed shape that have children, and what filling those takes; on one device."""
 
     at: Tensor
@@ -242,9 +243,9 @@ class _SampledLevel:
 
 
 @lru_cache(maxsize=64)
-def _sampled_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_SampledLevel, ...], Tensor]:
+def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedLevel, ...], Tensor]:
     """The levels of `shape` below which something hangs, and each node's place `[1, N]` among those asked about (-1: none)."""
-    levels: list[_SampledLevel] = []
+    levels: list[_FixedLevel] = []
     asked: list[int] = []
     before = (NO_NODE,)
     inner: tuple[int, ...] = (0,)
@@ -255,7 +256,7 @@ def _sampled_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_Samp
         below = [(m, rank, child) for m, node in enumerate(inner) for rank, child in enumerate(shape.children[node])]
         tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
         levels.append(
-            _SampledLevel(
+            _FixedLevel(
                 at=tensor(inner),
                 depth=shape.depths[inner[0]],
                 width=width,
@@ -272,25 +273,31 @@ def _sampled_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_Samp
     return tuple(levels), torch.tensor([places], device=device)
 
 
-def grow_sampled(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
-    """Fill a fixed shape level by level with draws without replacement, and keep their laws: for the rules that compare laws.
+def grow_fixed(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
+    """Fill a fixed shape level by level with each node's likeliest tokens; for rules that compare laws, with draws without
+    replacement, whose laws are kept.
 
     Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what keeps those rules lossless.
     """
+    compares = draws.sampling.draws_from_law
     batch = len(root)
-    levels, places = _sampled_levels(shape, root.device)
+    levels, places = _fixed_levels(shape, root.device)
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
-    laws = first.new_zeros(batch, shape.nodes, first.shape[-1])
+    laws = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
     for level in levels:
         logits = (
             go_on(Level(tokens[:, level.at], level.above.expand(batch, -1), level.visible.expand(batch, -1, -1), level.depth))
             if level.depth
             else first[:, None]
         )
-        drawn, law = draws.sample(logits, level.at, level.width, tokens[:, level.paths])
-        laws = laws.to(law.dtype)
-        laws[:, level.at] = law
+        paths = tokens[:, level.paths]
+        if laws is not None:
+            drawn, law = draws.sample(logits, level.at, level.width, paths)
+            laws = laws.to(law.dtype)
+            laws[:, level.at] = law
+        else:
+            drawn, _ = draws.rank(logits, level.depth, level.width, paths)
         padded = torch.nn.functional.pad(drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE).flatten(1)
         there = tokens[:, level.parents] >= 0  # nothing hangs on a node that the law had no token for
         tokens[:, level.children] = torch.where(there, padded[:, level.source], NO_NODE)

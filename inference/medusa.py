@@ -34,24 +34,35 @@ class MedusaProposer:
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, heads: MedusaHeads, nodes: Sequence[Ranks] | int, name: str = "medusa") -> None:
-        self.name = name
+    def __init__(self, heads: MedusaHeads, nodes: Sequence[Ranks] | int, name: str = "medusa", heat: float = 1.0) -> None:
+        """`heat`: score temperature of a tree that follows each context (`Draws.rank`)."""
+        self.name, self.heat = name, heat
         self._heads = heads
         self.shape: TreeShape | None = None
+        self.ranks = None if isinstance(nodes, int) else sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
         self._device = next(heads.parameters()).device
         if isinstance(nodes, int):
             self.max_drafted, self._levels, self._width = nodes, heads.config.num_heads, MAX_RANK
         else:
             self.shape = shape_of_ranks(nodes)
             self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
-            ordered = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-            self._width = max((ranks[-1] for ranks in ordered), default=0) + 1
-            slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in ordered]
+            assert self.ranks is not None
+            self._width = max((ranks[-1] for ranks in self.ranks), default=0) + 1
+            slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in self.ranks]
             self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
         if self._levels > heads.config.num_heads:
             raise UserError(f"a tree of {self._levels} levels needs as many heads; there are {heads.config.num_heads}")
         self._width = min(self._width, heads.vocab_size)
         self._state: Tensor
+
+    def with_tree(self, nodes: Sequence[Ranks] | int, heat: float = 1.0) -> MedusaProposer:
+        """The same heads with another tree."""
+        return MedusaProposer(self._heads, nodes, self.name, heat)
+
+    @property
+    def heads(self) -> int:
+        """How many tokens ahead there are heads for."""
+        return self._heads.config.num_heads
 
     def prefill(self, prompts: Prompts) -> None:
         rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
@@ -69,7 +80,7 @@ class MedusaProposer:
         """Best tokens of each head and their log-scores `[B, levels, width]`."""
         paths, found = root[:, None, None], []
         for head in range(self._levels):
-            tokens, scores = draws.rank(self._heads.logits(self._state, head)[:, None], head, self._width, paths)
+            tokens, scores = draws.rank(self._heads.logits(self._state, head)[:, None], head, self._width, paths, self.heat)
             found.append((tokens, scores))
             paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)  # penalties: of all paths, as if the best one were taken
         return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
@@ -85,11 +96,21 @@ class MedusaProposer:
 
 
 def make_proposer(
-    artifact: Artifact, name: str | None = None, nodes: int | None = None, tree: str = "calibrated"
+    artifact: Artifact,
+    name: str | None = None,
+    nodes: int | None = None,
+    tree: str = "calibrated",
+    heat: float = 1.0,
+    shape: Sequence[Ranks] | None = None,
 ) -> MedusaProposer:
     """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each
-    context from the heads' own probabilities (best-first), or each head's best token in a row (chain)."""
+    context from the heads' own probabilities (best-first, at score temperature `heat`), or each head's best token in a row
+    (chain). `shape` gives the tree outright, as rank tuples."""
     name = name or artifact.method
+    if not isinstance(heat, int | float) or not 0 < heat < float("inf"):
+        raise UserError(f"heat, the score temperature, must be above 0, not {heat!r}")
+    if shape is not None:
+        return MedusaProposer(artifact.drafter, [tuple(map(int, ranks)) for ranks in shape], name)
     table = artifact.calibration.get("rank_accuracy")
     if not table:
         raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
@@ -99,7 +120,7 @@ def make_proposer(
         return MedusaProposer(artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name)
     if tree not in ("calibrated", "best-first"):
         raise UserError(f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}")
-    return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name)
+    return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name, heat)
 
 
 @torch.no_grad()

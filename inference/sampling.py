@@ -204,17 +204,20 @@ class Draws:
         assert self._noise is not None
         return self._noise[:, depth : depth + levels].to(like.dtype)
 
-    def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None, heat: float = 1.0) -> tuple[Tensor, Tensor]:
         """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by the drafter's `logits`.
 
         Tokens and their log-scores `[B, M, count]`, best first. In the coupled mode the target's own noise is added first, so the
         best one is what the target will choose wherever the two agree; the score is in units of the logits, which at T -> 0
         becomes the plain log-probability. Never for a rule that compares laws: use `sample` there.
+
+        `heat` is the score temperature: log-scores of the logits over it. Below 1 the best token of each node counts for more, as
+        it should at T = 0, where the target takes its best one always (verification-and-trees 8.8).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
             scores = (scores + self._position_noise(depth, 1, scores)) * self.sampling.temperature
-        best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
+        best = (scores / heat if heat != 1 else scores).log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 
     def sample(self, logits: Tensor, nodes: Tensor | int, count: int, paths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -140,6 +140,9 @@ class DraftTree:
     parents: Tensor | None = None
     levels: int = 0
     laws: Tensor | None = None
+    scores: Tensor | None = None
+    """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen by, a sum along each path; the
+    root's is inf."""
     informed: bool = False
     """Whether the drafts knew anything of the target's noise at their positions; then probabilities say nothing of acceptance."""
 

@@ -88,7 +88,7 @@ def sample(proposer: Proposer, sampling: Sampling, count: int) -> list[Generatio
 def drafters() -> dict[str, tuple[Proposer, str]]:
     """Proposers and a rule for each, with what must have decided."""
     target, drafter = toy()
-    tree = {"length": 2, "width": 2, "nodes": 6}
+    tree: dict[str, Any] = {"length": 2, "width": 2, "nodes": 6}
     four = random_eagle(target, "eagle3", draft_vocab_size=4)  # one token of five can never be drafted
     return {
         "rejection chain": (DraftLM(drafter, VOCAB, length=2), "block"),
@@ -138,7 +138,7 @@ def test_the_lossy_rule_is_caught_by_the_same_test() -> None:
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str) -> None:
     target, _ = toy()
-    settings = {"width": 2, "nodes": 7} if shape == "tree" else {}
+    settings: dict[str, Any] = {"width": 2, "nodes": 7} if shape == "tree" else {}
     same = DraftLM(target, VOCAB, length=3, **settings)
     found = generate(target, same, [Request(PROMPT, 0, i) for i in range(40)], 21, Sampling(temperature=1.0, rule=rule))  # type: ignore[arg-type]
     assert all(r.accepted == 3 for g in found for r in g.rounds)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_sampled, shape_of_ranks
+from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
 from draftsmith.inference.sampling import Draws, Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from hypothesis import given, settings
@@ -51,6 +52,30 @@ def test_greedy_growth_is_the_best_closed_set(table: list[list[float]], nodes: i
     chosen = grow(table, nodes)
     shape_of_ranks(chosen)  # raises if a parent is missing
     assert sum(path_product(table, path) for path in chosen) == pytest.approx(brute_force_best_value(table, nodes))
+
+
+def sequoia_value(table: list[list[float]], nodes: int) -> float:
+    """Most drafts accepted in expectation, by Sequoia's dynamic programme (arXiv 2402.12374) with a table for each depth."""
+
+    @cache
+    def below(depth: int, count: int, rank: int) -> float:
+        """`count` nodes below one of this depth, whose children are offered from `rank` on."""
+        if count == 0 or depth == len(table) or rank == len(table[depth]):
+            return 0.0
+        own = (
+            table[depth][rank] * (1 + below(depth + 1, n - 1, 0)) + below(depth, count - n, rank + 1) for n in range(1, count + 1)
+        )
+        return max(own)
+
+    return below(0, nodes, 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 12))
+def test_greedy_growth_reaches_what_sequoias_dynamic_programme_does(table: list[list[float]], nodes: int) -> None:
+    table = [sorted(row, reverse=True) for row in table]
+    value = sum(path_product(table, path) for path in grow(table, nodes))
+    assert value == pytest.approx(sequoia_value(table, nodes))
 
 
 def test_ranks_that_were_never_right_are_left_out() -> None:
@@ -152,7 +177,7 @@ def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
         one, other = TableDrafter(seed, vocab=7, steps=1000), TableDrafter(seed, vocab=7, steps=1000)
         first, root = one.logits(())[None], torch.tensor([0])
         chain = grow_chain(first, root, draws(REJECTION), one, 3)
-        tree, _ = grow_sampled(first, root, draws(REJECTION), other, TreeShape.chain(3))
+        tree, _ = grow_fixed(first, root, draws(REJECTION), other, TreeShape.chain(3))
         assert torch.equal(chain.tokens, tree.tokens)
         assert chain.laws is not None and tree.laws is not None
         torch.testing.assert_close(chain.laws[:, :3], tree.laws[:, :3])
@@ -168,7 +193,7 @@ def test_chains_follow_the_likeliest_token() -> None:
 def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
     shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, places = grow_sampled(drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape)
+    tree, places = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape)
     tokens = tree.tokens[0].tolist()
     assert tree.laws is not None
     for node, children in enumerate(shape.children):
@@ -180,8 +205,35 @@ def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
     assert [tuple(tokens[n] for n in shape.path_to(node)[1:]) for node in (1, 2, 3)] == drafter.asked
 
 
+def test_a_fixed_shape_holds_the_likeliest_children_of_each_node() -> None:
+    shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
+    drafter = TableDrafter(3, vocab=7, steps=1000)
+    tree, places = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, shape)
+    tokens = tree.tokens[0].tolist()
+    for node, children in enumerate(shape.children):
+        best = drafter.logits(tuple(tokens[n] for n in shape.path_to(node)[1:])).topk(3).indices.tolist()
+        assert [tokens[child] for child in children] == best[: len(children)]
+    assert tree.laws is None and places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([0.3, 0.5, 2.0]))
+def test_heat_is_a_temperature_of_the_scores(seed: int, heat: float) -> None:
+    class Heated(TableDrafter):
+        def logits(self, path: tuple[int, ...]) -> Tensor:
+            return super().logits(path) / heat
+
+    plain, heated = TableDrafter(seed, vocab=5, steps=1000), Heated(seed, vocab=5, steps=1000)
+    root = torch.tensor([0])
+    ours, _ = grow_dynamic(plain.logits(())[None], root, draws(), plain, 3, 3, 6, heat)
+    theirs, _ = grow_dynamic(heated.logits(())[None], root, draws(), heated, 3, 3, 6)
+    assert paths_of(ours, 0) == paths_of(theirs, 0)
+    assert ours.scores is not None and theirs.scores is not None
+    torch.testing.assert_close(ours.scores, theirs.scores)
+
+
 def test_where_a_law_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
     sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, _ = grow_sampled(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3, 1)))
+    tree, _ = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3, 1)))
     assert (tree.tokens[0] == NO_NODE).int().tolist() == [0, 0, 0, 1, 0, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,8 @@ def test_a_draft_model_with_fewer_positions_than_the_text_drafts_badly_and_not_w
     drafter.model.config.max_position_embeddings = drafter.config.n_positions = 16
     drafter.model.transformer.wpe = torch.nn.Embedding.from_pretrained(drafter.model.transformer.wpe.weight[:16])
     prompts = [list(range(3, 23)), [5, 6, 7]]
-    for settings_ in ({}, {"width": 2}):
+    both: tuple[dict[str, Any], ...] = ({}, {"width": 2})
+    for settings_ in both:
         found = generate(target, DraftLM(drafter, target.vocab_size, **settings_), prompts, 30, eos_ids=NONE)
         plain = generate(target, load_proposer("none", target, print), prompts, 30, eos_ids=NONE)
         assert [g.token_ids for g in found] == [g.token_ids for g in plain]

@@ -1,0 +1,282 @@
+"""Every tree that a drafter could draft, and what each would accept at every root of known texts.
+
+Kinds: chains of K; fixed shapes, the best of their size by measured acceptance of each depth and rank (`growth.grow`, which finds
+what Sequoia's dynamic programme does); trees that follow the drafter's confidence, cut to a number of nodes, at a fitted score
+temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from ..heads.errors import UserError
+from .autoregressive import Planned, TreePlan
+from .eagle import RANKS
+from .growth import Ranks, grow
+from .lookup import LookupProposer
+from .medusa import MedusaProposer
+from .proposer import Proposer, load_proposer
+from .sampling import Sampling
+from .target import Target
+from .walk import BEST, KnownPath, Text, nodes_needed, walk
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+LEVELS = 8
+WIDTHS = (2, 4, 8)
+HEATS = (0.3, 0.5, 0.7, 1.0, 1.4)
+MIDDLING = (5, 16)  # levels and nodes of the tree that the score temperature is fitted on
+BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+Counts = list[list[int]]
+"""For each text, a number at each of its roots."""
+Pool = list[list[list[list[int]]]]
+"""For each text, root and number of levels: the nodes that a tree needs to hold the path that comes, to each depth."""
+
+
+@dataclass
+class Candidate:
+    """One way to draft."""
+
+    kind: str
+    """chain, fixed or dynamic."""
+    setting: dict[str, Any]
+    """What `load_proposer` takes to draft so."""
+    make: Callable[[], Proposer]
+    accepted: Counts
+    nodes: int
+    """Drafted nodes, at most."""
+    draft: tuple[int, ...]
+    """Nodes that the drafter continues at each level after the first: what drafting costs."""
+    drafted: Counts | None = None
+    """Nodes at each root, where that varies."""
+    score: float = field(default=0.0)
+    """Predicted tokens a second; filled in by the search."""
+
+    @property
+    def label(self) -> str:
+        """As a person would name it."""
+        shown = {key: f"{len(value)} nodes" if key == "shape" else value for key, value in self.setting.items()}
+        return f"{self.kind}: " + ", ".join(f"{key}={value}" for key, value in shown.items())
+
+
+def candidates(
+    target: Target, spec: str, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+) -> tuple[list[Candidate], dict[str, Any]]:
+    """All that `spec`'s drafter can do, the default first, and what was measured on the way: acceptance of each depth and rank,
+    accepted drafts at each score temperature. `tick` is called with a name before each walk over the texts.
+
+    Raises `UserError` for drafters that cannot be walked along a text.
+    """
+    proposer = load_proposer(spec, target, lambda message: None)
+    if isinstance(proposer, Planned):
+        return _planned(target, proposer, texts, sampling, tick)
+    if isinstance(proposer, MedusaProposer):
+        return _heads(target, proposer, texts, sampling, tick)
+    if isinstance(proposer, LookupProposer):
+        return _lookups(target, spec, texts, sampling, tick)
+    raise UserError(
+        f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune trained drafters or lookups"
+    )
+
+
+def _planned(
+    target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+) -> tuple[list[Candidate], dict[str, Any]]:
+    own: TreePlan = proposer.plan
+    if own.threshold:
+        raise UserError("tune chooses a chain's length itself; leave out threshold")
+
+    def make(**setting: Any) -> Callable[[], Proposer]:
+        def ready() -> Proposer:
+            proposer.replan(TreePlan(**{"length": 1, "width": 1, "nodes": None, **setting}))
+            return proposer
+
+        return ready
+
+    tick("acceptance by depth and rank")
+    ranks = _ranks(target, proposer, texts, sampling, KnownPath(max(*LENGTHS, own.length)))
+    table = rank_table(ranks)
+    lengths = sorted({*LENGTHS, own.length} if own.width == 1 else LENGTHS)
+    found = [Candidate("chain", {"length": k, "width": 1}, make(length=k), runs(ranks, k), k, (1,) * (k - 1)) for k in lengths]
+    for count in BUDGETS:
+        shape = grow(table[:LEVELS], count)
+        if len(shape) == count and max(node[-1] for node in shape):
+            made = make(shape=shape)
+            found.append(Candidate("fixed", {"shape": shape}, made, along(ranks, shape), count, tuple(_inner(shape))))
+    walked = _Pools(target, proposer, texts, sampling, max(LEVELS, own.length if own.width > 1 else 0), tick)
+    heat, taken = fitted_heat(lambda h: walked.of(WIDTHS[1], h))
+    wanted = {(width, heat) for width in WIDTHS} | ({(own.width, own.heat)} if own.width > 1 else set())
+    for width, h in sorted(wanted):
+        pool = walked.of(width, h)
+        for levels in range(2, walked.levels + 1):
+            for nodes in sorted({*BUDGETS, own.nodes}):
+                if levels <= nodes <= width + (levels - 1) * width**2:
+                    setting = {"length": levels, "width": width, "nodes": nodes, **({"heat": h} if h != 1 else {})}
+                    accepted = cut(pool, levels, nodes)
+                    found.append(Candidate("dynamic", setting, make(**setting), accepted, nodes, (width,) * (levels - 1)))
+    default: dict[str, Any] = {"length": own.length, "width": own.width}
+    if own.width > 1:
+        default |= {"nodes": own.nodes, **({"heat": own.heat} if own.heat != 1 else {})}
+    return first_of(found, default), {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
+
+
+def fitted_heat(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
+    """The score temperature at which a middling tree accepts most drafts, and what it accepts at each.
+
+    One temperature serves all sizes: in verification-and-trees 8.8 the best one hardly moves with the number of nodes.
+    """
+    taken = {heat: sum(map(sum, cut(pool_at(heat), *MIDDLING))) for heat in HEATS}
+    return max(taken, key=lambda heat: (taken[heat], -abs(heat - 1))), {str(heat): count for heat, count in taken.items()}
+
+
+class _Pools:
+    """The candidates of trees of each width and score temperature, walked when first asked for."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Any,
+        texts: Sequence[Text],
+        sampling: Sampling,
+        levels: int,
+        tick: Callable[[str], None],
+    ) -> None:
+        self.levels = levels
+        self._about = target, proposer, texts, sampling
+        self._tick = tick
+        self._found: dict[tuple[int, float], Pool] = {}
+
+    def of(self, width: int, heat: float) -> Pool:
+        if (width, heat) not in self._found:
+            self._tick(f"trees {width} wide, score temperature {heat:g}")
+            target, proposer, texts, sampling = self._about
+            proposer.replan(TreePlan(self.levels, width, width + (self.levels - 1) * width**2, heat=heat))
+            self._found[width, heat] = _needs(target, proposer, texts, sampling)
+        return self._found[width, heat]
+
+
+def _heads(
+    target: Target, proposer: MedusaProposer, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+) -> tuple[list[Candidate], dict[str, Any]]:
+    count = proposer.heads
+    tick("acceptance by depth and rank")
+    comb = [(0,) * depth + (rank,) for depth in range(count) for rank in range(BEST)]
+    ranks: list[list[list[int]]] = [[] for _ in texts]
+    for rows, tree, coming in walk(target, proposer.with_tree(comb), texts, sampling):
+        hit = tree.tokens[:, 1:].view(len(rows), count, BEST) == coming[:, :count, None]
+        place = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
+        for row, values in zip(rows, place.tolist(), strict=True):
+            ranks[row].append(values)
+    table = rank_table(ranks, conditional=False)
+    found = [_static("chain", proposer, ranks, [(0,) * d for d in range(1, k + 1)]) for k in range(1, count + 1)]
+    found[0:0] = [_static("fixed", proposer, ranks, proposer.ranks)] if proposer.ranks else []
+    found += [_static("fixed", proposer, ranks, grow(table, n)) for n in BUDGETS]
+    pools: dict[float, Pool] = {}
+
+    def pool_at(heat: float) -> Pool:
+        if heat not in pools:
+            tick(f"trees, score temperature {heat:g}")
+            pools[heat] = _needs(target, proposer.with_tree(max(BUDGETS), heat), texts, sampling)
+        return pools[heat]
+
+    heat, taken = fitted_heat(pool_at)
+    for nodes in BUDGETS:
+        setting = {"tree": "best-first", "nodes": nodes, "heat": heat}
+        ready = lambda nodes=nodes: proposer.with_tree(nodes, heat)  # noqa: E731
+        found.append(Candidate("dynamic", setting, ready, cut(pool_at(heat), count, nodes), nodes, ()))
+    return found, {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
+
+
+def _static(kind: str, proposer: MedusaProposer, ranks: Sequence[Sequence[Sequence[int]]], shape: Sequence[Ranks]) -> Candidate:
+    setting = {"shape": list(shape)} if kind == "fixed" else {"tree": "chain", "nodes": len(shape)}
+    return Candidate(kind, setting, lambda: proposer.with_tree(shape), along(ranks, shape), len(shape), ())
+
+
+def _lookups(
+    target: Target, spec: str, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+) -> tuple[list[Candidate], dict[str, Any]]:
+    tick("guesses")
+    longest = max(LENGTHS)
+    ranks: list[list[list[int]]] = [[] for _ in texts]
+    there: list[list[int]] = [[] for _ in texts]
+    joined = spec + ("," if ":" in spec else ":")
+    for rows, tree, coming in walk(target, load_proposer(f"{joined}length={longest}", target, print), texts, sampling):
+        wrong = (tree.tokens[:, 1:] != coming).long()
+        for row, values, tokens in zip(rows, wrong.tolist(), tree.tokens[:, 1:].tolist(), strict=True):
+            ranks[row].append(values)
+            there[row].append(sum(token >= 0 for token in tokens))
+    found = []
+    for k in LENGTHS:
+        make = lambda k=k: load_proposer(f"{joined}length={k}", target, print)  # noqa: E731
+        drafted = [[min(count, k) for count in counts] for counts in there]
+        found.append(Candidate("chain", {"length": k}, make, runs(ranks, k), k, (), drafted))
+    default: Any = load_proposer(spec, target, print)
+    return first_of(found, {"length": default.max_drafted}), {}
+
+
+def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]:
+    """`found` with the one of this setting first, if it is among them."""
+    return sorted(found, key=lambda candidate: candidate.setting != setting)
+
+
+def _ranks(target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, path: KnownPath) -> list[list[list[int]]]:
+    """For each text and root, the ranks of the tokens that come, each given those before it."""
+    proposer.replan(path)
+    found: list[list[list[int]]] = [[] for _ in texts]
+    for rows, _, _ in walk(target, proposer, texts, sampling):
+        for row, ranks in zip(rows, path.ranks.tolist(), strict=True):
+            found[row].append(ranks)
+    return found
+
+
+def _needs(target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling) -> Pool:
+    """For each text, root and number of levels, the nodes needed to each depth (`nodes_needed`)."""
+    found: Pool = [[] for _ in texts]
+    for rows, tree, coming in walk(target, proposer, texts, sampling):
+        needed = [part.tolist() for part in nodes_needed(tree, coming)]
+        for place, row in enumerate(rows):
+            found[row].append([part[place] for part in needed])
+    return found
+
+
+def cut(pool: Pool, levels: int, nodes: int) -> Counts:
+    """What the best `nodes` of the candidates of at most `levels` levels accept."""
+    return [[sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text] for text in pool]
+
+
+def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
+    """What a chain of best tokens accepts: the leading zeros of each root's ranks, `length` at most."""
+    return [[sum(1 for _ in takewhile(lambda r: r == 0, root[:length])) for root in text] for text in ranks]
+
+
+def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
+    """What a fixed shape accepts: the longest beginning of each root's ranks that is a node of it."""
+    nodes = set(shape)
+
+    def depth(root: Sequence[int]) -> int:
+        return next((d for d in range(len(root)) if tuple(root[: d + 1]) not in nodes), len(root))
+
+    return [[depth(root) for root in text] for text in ranks]
+
+
+def rank_table(ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = True) -> list[list[float]]:
+    """How often the rank-r draft of each depth is right; with `conditional`, where all before it were among the candidates.
+
+    Never rising in rank, since a tree offers better siblings first.
+    """
+    roots = [root for text in ranks for root in text]
+    table = []
+    for depth in range(len(roots[0]) if roots else 0):
+        reached = [root for root in roots if not conditional or all(rank < BEST for rank in root[:depth])]
+        counts = [sum(root[depth] == rank for root in reached) for rank in range(RANKS)]
+        shares = [count / max(len(reached), 1) for count in counts]
+        table.append([max(shares[rank:]) for rank in range(RANKS)])
+    return table
+
+
+def _inner(shape: Sequence[Ranks]) -> list[int]:
+    """Nodes at each level that have children."""
+    parents = {node[:-1] for node in shape if len(node) > 1}
+    return [sum(len(parent) == level for parent in parents) for level in range(1, max(map(len, shape)))]

@@ -8,7 +8,7 @@ temperature.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -51,14 +51,17 @@ class Candidate:
     """Nodes that the drafter continues at each level after the first: what drafting costs."""
     drafted: Counts | None = None
     """Nodes at each root, where that varies."""
-    score: float = field(default=0.0)
-    """Predicted tokens a second; filled in by the search."""
 
     @property
     def label(self) -> str:
         """As a person would name it."""
-        shown = {key: f"{len(value)} nodes" if key == "shape" else value for key, value in self.setting.items()}
-        return f"{self.kind}: " + ", ".join(f"{key}={value}" for key, value in shown.items())
+        setting = dict(self.setting)
+        if "shape" in setting:
+            shape = setting.pop("shape")
+            setting |= {"length": max(map(len, shape)), "nodes": len(shape)}
+        if self.kind == "chain":
+            setting.pop("width", None)
+        return " ".join([self.kind, *(f"{key}={value}" for key, value in setting.items() if key != "tree")])
 
 
 def candidates(

@@ -9,12 +9,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tqdm import tqdm
 
-from .assisted import Assisted
 from .decode import Generation, Request, generate
 from .metrics import (
     alpha,
@@ -59,10 +58,23 @@ Results = dict[str, list[Turn]]
 SAMPLES = 3  # replies of each drafter that are kept token by token
 
 
-Way = Proposer | Assisted
+@runtime_checkable
+class Loop(Protocol):
+    """A way to decode other than a proposer in our loop as it stands."""
+
+    name: str
+
+    def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+        """As `decode.generate`."""
+        ...
 
 
-def compare(target: Target, ways: Sequence[Way], prompts: Sequence[Prompt], setting: Setting) -> Results:
+Way = Proposer | Loop
+
+
+def compare(
+    target: Target, ways: Sequence[Way], prompts: Sequence[Prompt], setting: Setting, progress_bar: bool = True
+) -> Results:
     """Decode every prompt in every way, the first of which is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on from the same text.
@@ -73,7 +85,7 @@ def compare(target: Target, ways: Sequence[Way], prompts: Sequence[Prompt], sett
     results: Results = {name: [] for name in names}
     waiting, number = list(prompts), 0
     about = target.tokenizer, target.name, target.eos_ids, target.max_positions - setting.max_new_tokens
-    progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None, leave=False)
+    progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None if progress_bar else True, leave=False)
     while waiting:
         answered: list[Turn] = []
         for batch, found in _in_turns(target, dict(zip(names, ways, strict=True)), waiting, number, setting):
@@ -105,7 +117,7 @@ def _in_turns(
 
 
 def _decode(target: Target, way: Way, requests: list[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
-    if isinstance(way, Assisted):
+    if isinstance(way, Loop):
         return way.generate(requests, max_new_tokens, sampling.resolved(target.repetition_penalty))
     return generate(target, way, requests, max_new_tokens, sampling)
 

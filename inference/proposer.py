@@ -159,9 +159,14 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None]) -> Proposer:
-    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`. Raises `UserError`."""
+def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None], tuned: dict[str, Any] | None = None) -> Proposer:
+    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`; with a profile's settings, `tuned`, if given.
+
+    Raises `UserError`.
+    """
     name, settings = check_spec(spec)
+    if tuned is not None:
+        settings |= tuned
     if name in UNTRAINED:
         module, cls = UNTRAINED[name]
         make = getattr(importlib.import_module(f".{module}", __package__), cls)
@@ -178,7 +183,9 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None])
     if unknown := sorted(settings.keys() - set(known)):
         raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'no settings'}")
     proposer = make(*arguments, **settings)
-    if settings:
+    if tuned is not None:
+        proposer.name += ":tuned"
+    elif settings:
         proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
     return proposer
 

@@ -18,6 +18,7 @@ VERBS = {
     "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
     "compare": ("inference.compare", "tau before and after by category, from reports of one drafter's lineage"),
     "simulate": ("inference.simulate", "what an acceptance is worth: tokens a round, speed-up, best draft length"),
+    "tune": ("inference.tune", "which tree pays on this machine: measures, searches, writes a profile"),
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
 }

@@ -1,0 +1,192 @@
+"""What rounds cost on this machine: verification by batch, nodes and context; everything else by what is drafted.
+
+Measured in the decode loop itself, where a round really runs: caches are as cold, and the host as busy, as they will be.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .candidates import Candidate
+from .decode import Request, Round, decode
+from .proposer import Accepted, PlainDecoding, Prompts, Proposer
+from .sampling import GREEDY, Draws, Sampling
+from .target import Target
+from .tree import NO_NODE, DraftTree, TreeShape
+
+NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+SAMPLES = 24  # rounds behind every median
+SWEEPS = 4
+SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
+
+
+class Filler:
+    """Drafts that are never right and cost nothing to make, of another size each round: what verifying them takes."""
+
+    name = "filler"
+
+    def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
+        self.taps, self.max_drafted = taps, max(sizes)
+        self._shapes = [TreeShape((NO_NODE, *(i // 3 for i in range(size)))) for size in sizes]
+        self._round = 0
+
+    def prefill(self, prompts: Prompts) -> None:
+        self._round = 0
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        shape = self._shapes[self._round % len(self._shapes)]
+        self._round += 1
+        tokens = torch.full((len(root), shape.nodes), NO_NODE, device=root.device)
+        tokens[:, 0] = root
+        return DraftTree(tokens, shape)
+
+    def commit(self, accepted: Accepted) -> None: ...
+
+    def keep(self, rows: list[int]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+@dataclass
+class VerifyCosts:
+    """Median seconds of a verification: `table[batch][context][nodes]`, drafted nodes without the root."""
+
+    table: dict[int, dict[float, dict[int, float]]]
+
+    def seconds(self, batch: int, nodes: int, context: float) -> float:
+        """Linear between what was measured, in nodes and in context; at the ends, as there. `batch` must have been measured."""
+        by_context = self.table[batch]
+        return between({c: between(sizes, nodes) for c, sizes in by_context.items()}, context)
+
+
+def between(points: dict[Any, float], at: float) -> float:
+    """Linear interpolation through `points`; the nearest one outside of them."""
+    places = sorted(points)
+    if at <= places[0]:
+        return points[places[0]]
+    for low, high in pairwise(places):
+        if at <= high:
+            return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+    return points[places[-1]]
+
+
+def verification(
+    target: Target, batches: Sequence[int], contexts: Sequence[int], text: Sequence[int], tick: Callable[[str], None]
+) -> VerifyCosts:
+    """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes take turns, round by round.
+
+    Contexts are rounded to what fits; each row of the table names the context that its rounds had on average.
+    """
+    rounds = SAMPLES * len(NODES) + SETTLE
+    room = target.max_positions - rounds - max(NODES) - 1
+    table: dict[int, dict[float, dict[int, float]]] = {}
+    for batch in batches:
+        table[batch] = {}
+        for length in sorted({max(1, min(context - rounds // 2, room)) for context in contexts}):
+            tick(f"verification, batch {batch}, context {length + rounds // 2}")
+            prompt = [text[i % len(text)] for i in range(length)]
+            found = run(target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY)
+            sizes: dict[int, list[float]] = {size: [] for size in NODES}
+            for number, record in enumerate(found):
+                if number >= SETTLE + len(NODES) and record.t_verify_s:
+                    sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
+            table[batch][float(length + rounds // 2)] = {size: statistics.median(times) for size, times in sizes.items()}
+    return VerifyCosts(table)
+
+
+def run(target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], rounds: int, sampling: Sampling) -> list[Round]:
+    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do."""
+    found: list[Round] = []
+    requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
+    steps = decode(target, proposer, requests, target.max_positions, sampling, frozenset())
+    for done in steps:
+        record = done[0][1]
+        if record.drafted is not None and record.rows == len(requests):
+            found.append(record)
+        if len(found) == rounds:
+            break
+    steps.close()
+    return found
+
+
+@dataclass
+class DraftCosts:
+    """What rounds of one drafter cost beside verification, by batch."""
+
+    weights: dict[int, list[float]]
+    """Of `features`, by least squares over probes."""
+    verify_ratio: dict[int, float]
+    """A verification in this drafter's rounds over `VerifyCosts`': its taps, and a cache that the drafter has emptied."""
+    error: float
+    """Median relative error of the fit over the probes."""
+
+    def overhead(self, batch: int, candidate: Candidate) -> float:
+        """Seconds of a round without its verification."""
+        return max(sum(w * x for w, x in zip(self.weights[batch], features(candidate), strict=True)), 0.0)
+
+
+def features(candidate: Candidate) -> list[float]:
+    """What the time of a draft is linear in: levels, nodes that the drafter continues, candidates to sort where the tree follows
+    its confidence, nodes to judge."""
+    dynamic = candidate.kind == "dynamic"
+    return [1.0, len(candidate.draft), sum(candidate.draft), dynamic * sum(n * n for n in candidate.draft), candidate.nodes]
+
+
+PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
+
+
+def drafting(
+    target: Target,
+    probes: Sequence[Candidate],
+    prompts: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    verify: VerifyCosts,
+    sampling: Sampling,
+    tick: Callable[[str], None],
+) -> tuple[DraftCosts, DraftCosts]:
+    """Time rounds of some candidates and of plain decoding, all taking turns, and fit what all other candidates would take.
+
+    The costs of the drafter's rounds, and of plain ones at the same moments: what the one takes in units of the other outlasts a
+    machine that slows down.
+    """
+    drafter, plain = DraftCosts({}, {}, 0.0), DraftCosts({}, {}, 0.0)
+    errors: list[float] = []
+    for batch in batches:
+        tick(f"drafting, batch {batch}")
+        together = [prompts[i % len(prompts)] for i in range(batch)]
+        context = statistics.mean(map(len, together)) + SAMPLES
+        records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
+        for _ in range(SWEEPS):
+            for found, probe in zip(records, (PLAIN, *probes), strict=True):
+                found += run(target, probe.make(), together, SETTLE + SAMPLES // SWEEPS, sampling)[SETTLE:]
+        records = [[r for r in found if r.t_verify_s] for found in records]  # a device may not have told of the last rounds
+        rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
+        slower = [
+            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found]  # than in the table
+            for found in records
+        ]
+        plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
+        plain.verify_ratio[batch] = statistics.median(slower[0])
+        drafter.weights[batch], wrong = _fit([features(probe) for probe in probes], rest[1:])
+        drafter.verify_ratio[batch] = statistics.median(chain.from_iterable(slower[1:]))
+        errors += wrong
+    drafter.error = statistics.median(errors)
+    return drafter, plain
+
+
+def _fit(rows: list[list[float]], seconds: list[float]) -> tuple[list[float], list[float]]:
+    """Weights of least relative error, and the errors; a slight pull to 0 settles what the rows leave open."""
+    x = torch.tensor(rows, dtype=torch.float64)
+    y = torch.tensor(seconds, dtype=torch.float64)
+    relative = x / y[:, None]
+    pull = 1e-3 * torch.diag(relative.square().mean(0).sqrt().clamp(min=1e-9))
+    goal = torch.cat([torch.ones_like(y), torch.zeros(len(pull), dtype=torch.float64)])
+    weights = torch.linalg.lstsq(torch.cat([relative, pull]), goal).solution
+    return weights.tolist(), (relative @ weights - 1).abs().tolist()

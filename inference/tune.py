@@ -1,0 +1,271 @@
+"""`draftsmith tune`: which tree, which K, will it pay: the most tokens a second on this machine, predicted, then measured."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..heads.errors import UserError
+from ..heads.files import whole_file, write_json
+from .candidates import Candidate, candidates
+from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
+from .decode import Generation, Request, generate
+from .evaluate import numbers
+from .measure import Setting, compare, measured
+from .prompts import Prompt, read_prompts
+from .proposer import PlainDecoding, check_spec
+from .sampling import Sampling
+from .sources import source_files
+from .target import Target, TargetConfig, load_target
+from .tuned import SCHEMA, key_of, machine_of
+from .walk import Text
+
+EXAMPLE = "draftsmith tune --target TARGET --drafter runs/eagle/best --prompts calibration.jsonl --out profile.json"
+
+
+@dataclass
+class Options:
+    """Find the chain or tree of most tokens a second for each drafter, temperature and batch size, on this machine.
+
+    What every chain, fixed shape and confidence-led tree would accept is counted on the target's own replies; what rounds cost is
+    timed; the best few of the predictions are then decoded, and the fastest goes into the profile.
+    """
+
+    target: TargetConfig
+    prompts: str
+    """Calibration prompts, as `draftsmith evaluate` takes them; not those that you evaluate on."""
+    out: str
+    """The profile to write; `evaluate` and `generate` take it as --profile."""
+    drafter: list[str] = field(default_factory=list)
+    """A trained drafter's folder, a small model's folder, ngram or suffix. May be given several times."""
+    split: str = "train"
+    """Split to take of a hub data set."""
+    limit: int = 24
+    """Use the first so many prompts."""
+    max_new_tokens: int = 96
+    """Longest reply."""
+    temperatures: str = "0"
+    """Tune for each of these: 0,0.7."""
+    batch_sizes: str = "1"
+    """Tune for each of these: 1,4,16."""
+    contexts: str = "128,1024,4096"
+    """Contexts at which verification is timed; cut to what the target allows."""
+    finalists: int = 3
+    """Predictions that are measured, beside the default."""
+    repeats: int = 3
+    """Timed runs of every request."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Other sampling settings."""
+
+    def __post_init__(self) -> None:
+        if not self.drafter:
+            raise UserError("name a drafter to tune: --drafter FOLDER")
+        for name in ("limit", "max_new_tokens", "finalists", "repeats"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.sampling.rule not in ("auto", "coupled"):
+            raise UserError(f"tune works with greedy and coupled decoding, not with rule {self.sampling.rule}; leave it out")
+
+
+def run(options: Options) -> None:
+    for spec in options.drafter:
+        check_spec(spec)
+    source_files(options.prompts)
+    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int)))
+    temperatures = numbers(options.temperatures, "--temperatures", float)
+    contexts = numbers(options.contexts, "--contexts", int)
+    if not batches or min(batches) < 1 or not temperatures or not contexts or min(contexts) < 1:
+        raise UserError("--batch-sizes, --contexts and --temperatures each need numbers; sizes and contexts of at least 1")
+    target = load_target(options.target)
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with tqdm(desc="tuning", unit=" steps", disable=None, leave=False) as progress:
+
+        def tick(what: str) -> None:
+            progress.set_postfix_str(what)
+            progress.update()
+
+        bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick)
+        drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
+        for temperature in temperatures:
+            law = replace(options.sampling, temperature=temperature)
+            for spec in options.drafter:
+                drafters[key_of(spec)] += bench.tune(spec, law, batches)
+    profile = {
+        "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": started,
+        "target": target.fingerprint().as_dict(),
+        "machine": machine_of(target),
+        "prompts": {"path": options.prompts, "count": len(prompts), "max_new_tokens": options.max_new_tokens},
+        "verification_s": bench.verify.table,
+        "drafters": drafters,
+    }
+    with whole_file(options.out) as aside:
+        write_json(aside, profile)
+    show(profile, Console())
+
+
+class Bench:
+    """Target, prompts and this machine's costs."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Prompt],
+        options: Options,
+        batches: Sequence[int],
+        contexts: Sequence[int],
+        tick: Any,
+    ) -> None:
+        self.target, self.prompts, self.options, self.batches, self.tick = target, prompts, options, batches, tick
+        words = [token for prompt in prompts for token in prompt.token_ids]
+        self.verify = verification(target, batches, contexts, words, tick)
+
+    def tune(self, spec: str, law: Sampling, batches: Sequence[int]) -> list[dict[str, Any]]:
+        """A row of the profile for each batch size.
+
+        Times are predicted in plain rounds, and plain decoding's own time is that of the moment at which the finalists are
+        measured, since machines speed up and slow down.
+        """
+        target, options = self.target, self.options
+        law = law.resolved(target.repetition_penalty)
+        requests = [Request(prompt.token_ids, i) for i, prompt in enumerate(self.prompts)]
+        self.tick(f"{PLAIN.kind}, T = {law.temperature:g}")
+        replies = generate(target, PlainDecoding(), requests, options.max_new_tokens, law)
+        texts = [Text.of(reply, (request.id, request.sample)) for reply, request in zip(replies, requests, strict=True)]
+        found, about = candidates(target, spec, texts, law, self.tick)
+        prompts = [prompt.token_ids for prompt in self.prompts]
+        costs, plain_costs = drafting(target, probes_of(found), prompts, self.batches, self.verify, law, self.tick)
+        plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
+        rows = []
+        for batch in batches:
+            price = lambda c, b=batch: predicted(c, texts, b, self.verify, costs)  # noqa: E731
+            ranked = sorted(found, key=lambda c: -price(c)["tokens_s"])
+            chosen = [*ranked[: options.finalists], *([found[0]] if found[0] not in ranked[: options.finalists] else [])]
+            predictions = [predicted(plain, texts, batch, self.verify, plain_costs), *map(price, chosen)]
+            self.tick(f"{len(chosen)} finalists, T = {law.temperature:g}, batch {batch}")
+            measurements = self._measure([plain, *chosen], law, batch)
+            pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
+            predictions = [{**p, "tokens_s": p["tokens_s"] * pace} for p in predictions]
+            finals = [
+                {"kind": c.kind, "label": c.label, "setting": c.setting, "predicted": p, "measured": m}
+                for c, p, m in zip([plain, *chosen], predictions, measurements, strict=True)
+            ]
+            best = max(finals[1:], key=lambda row: row["measured"]["tokens_s"])
+            default = finals[1 + chosen.index(found[0])]
+            rows.append(
+                {"temperature": law.temperature, "batch": batch, **best, "plain": finals[0], "default": default}
+                | {"finalists": finals[1:], "candidates": len(found), "cost_fit_error": costs.error, **about}
+            )
+        return rows
+
+    def _measure(self, chosen: Sequence[Candidate], law: Sampling, batch: int) -> list[dict[str, float]]:
+        """Decode the calibration prompts with each, taking turns."""
+        setting = Setting(law, batch, self.options.max_new_tokens, self.options.repeats)
+        ways = [_Ready(self.target, candidate) for candidate in chosen]
+        results = compare(self.target, ways, self.prompts, setting, progress_bar=False)
+        found = measured(self.target, results, setting)["drafters"].values()
+        return [{"tau": s["tau_incl_bonus"], "tokens_s": s["tokens_s"], "speedup": s["speedup"]} for s in found]
+
+
+class _Ready:
+    """A candidate as a way to decode: candidates of one drafter share its weights, so each is set up when its turn comes."""
+
+    def __init__(self, target: Target, candidate: Candidate) -> None:
+        self.name, self._target, self._candidate = candidate.label, target, candidate
+
+    def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+        return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)
+
+
+def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
+    """Some of each kind, from small to large: what the costs of all the others are fitted on."""
+    chosen: dict[tuple[Any, ...], Candidate] = {}
+    for kind in ("chain", "fixed", "dynamic"):
+        those = [candidate for candidate in found if candidate.kind == kind]
+        widths = sorted({max(candidate.draft, default=0) for candidate in those}) if kind == "dynamic" else [None]
+        for width in widths:
+            own = [c for c in those if width is None or max(c.draft, default=0) == width]
+            own.sort(key=lambda c: (len(c.draft), c.nodes))
+            for place in {0, len(own) // 3, 2 * len(own) // 3, len(own) - 1} if own else ():
+                chosen[kind, width, place] = own[place]
+    return list(chosen.values())
+
+
+def predicted(
+    candidate: Candidate, texts: Sequence[Text], batch: int, verify: VerifyCosts, costs: DraftCosts
+) -> dict[str, float]:
+    """Tau and tokens a second when `texts` are decoded in batches: their rounds are replayed, and each is priced with the rows
+    that are still running."""
+    rounds = [_rounds(candidate, text, place) for place, text in enumerate(texts)]
+    seconds, known = 0.0, {}
+    for start in range(0, len(texts), batch):
+        together = rounds[start : start + batch]
+        for number in range(max(map(len, together))):
+            alive = [row[number] for row in together if number < len(row)]
+            nodes = max(drafted for _, drafted, _ in alive)
+            context = sum(root for *_, root in alive) / len(alive)
+            key = (len(alive), nodes, context // 32)
+            if key not in known:
+                known[key] = _round_seconds(candidate, *key, verify, costs)
+            seconds += known[key]
+    tokens = sum(kept for row in rounds for kept, *_ in row)
+    count = sum(map(len, rounds))
+    return {"tau": tokens / count if count else float("nan"), "tokens_s": tokens / seconds if seconds else float("nan")}
+
+
+def _rounds(candidate: Candidate, text: Text, place: int) -> list[tuple[int, int, int]]:
+    """Tokens kept, nodes drafted and the root's position of each round, as `replay.replay` walks them."""
+    found, root, end = [], text.start, len(text.ids)
+    while root < end - 1:
+        here = root - text.start
+        accepted = candidate.accepted[place][here]
+        drafted = candidate.drafted[place][here] if candidate.drafted is not None else candidate.nodes
+        found.append((min(accepted + 1, end - 1 - root), drafted, root))
+        root += accepted + 1
+    return found
+
+
+def _round_seconds(candidate: Candidate, rows: int, nodes: int, bucket: float, verify: VerifyCosts, costs: DraftCosts) -> float:
+    """A round of `rows` requests, between the batch sizes that were measured."""
+    context = 32 * bucket + 16
+    return between(
+        {
+            batch: costs.overhead(batch, candidate) + costs.verify_ratio[batch] * verify.seconds(batch, nodes, context)
+            for batch in costs.weights
+        },
+        rows,
+    )
+
+
+def show(profile: dict[str, Any], console: Console) -> None:
+    """Print what was found for each drafter, predicted beside measured."""
+    for name, rows in profile["drafters"].items():
+        for row in rows:
+            title = f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of {row['candidates']} chains and trees"
+            table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+            table.add_column("", no_wrap=True)
+            table.add_column("drafts", overflow="fold")
+            for column in ("tau", "predicted", "tok/s", "predicted", "off by", "speed-up"):
+                table.add_column(column, justify="right", no_wrap=True)
+            for final in (row["plain"], *row["finalists"]):
+                p, m = final["predicted"], final["measured"]
+                mark = ("chosen" if final["setting"] == row["setting"] else "") if final["kind"] != PLAIN.kind else ""
+                mark += " default" if final["setting"] == row["default"]["setting"] and final["kind"] != PLAIN.kind else ""
+                taus, speeds = (f"{m['tau']:.2f}", f"{p['tau']:.2f}"), (f"{m['tokens_s']:.0f}", f"{p['tokens_s']:.0f}")
+                off = f"{p['tokens_s'] / m['tokens_s'] - 1:+.0%}"
+                table.add_row(mark.strip(), final["label"], *taus, *speeds, off, f"{m['speedup']:.2f}x")
+            console.print(table)
+            if row["measured"]["speedup"] < 1:
+                console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
+    console.print("tau: tokens a round. Measured on the calibration prompts; evaluate --profile measures on others.")

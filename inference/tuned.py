@@ -1,0 +1,66 @@
+"""The profile that `draftsmith tune` writes and `evaluate` and `generate` read: which tree pays on one machine for one target."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..heads.errors import UserError
+from .proposer import parse_spec
+from .target import Target
+
+SCHEMA = 1
+
+
+def machine_of(target: Target) -> dict[str, Any]:
+    """What the times of a profile hold for."""
+    cuda = target.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(target.device) if cuda else "cpu",
+        "threads": torch.get_num_threads(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "compiled": target.compiled,
+        "torch": torch.__version__,
+    }
+
+
+class Profile:
+    """What was found for each drafter, temperature and batch size."""
+
+    def __init__(self, path: str, target: Target) -> None:
+        """Raises `UserError` for what is no profile, and for one of another target or machine."""
+        self.path = path
+        try:
+            found = json.loads(Path(path).read_text())
+            made_for, self._drafters, machine = found["target"], found["drafters"], found["machine"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a profile ({error}); write one with draftsmith tune") from error
+        own = target.fingerprint().as_dict()
+        if made_for != own:
+            raise UserError(f"{path} was tuned for target {made_for.get('name')}, which is not {own['name']}; tune again")
+        here = machine_of(target)
+        for name in ("device", "dtype", "threads", "compiled"):
+            if machine.get(name) != here[name]:
+                raise UserError(f"{path} was tuned with {name} {machine.get(name)}, this is {here[name]}; tune again here")
+
+    def setting(self, spec: str, temperature: float, batch: int) -> dict[str, Any]:
+        """What `load_proposer` takes as `tuned`: of the nearest temperature that was tuned, and there of the nearest batch size.
+        Raises `UserError` for a drafter that is not in the profile."""
+        rows = self._drafters.get(key_of(spec))
+        if not rows:
+            raise UserError(f"{self.path} knows no drafter {spec}; it has: {', '.join(self._drafters)}")
+        far = lambda row: (abs(row["temperature"] - temperature), abs(math.log(row["batch"] / batch)))  # noqa: E731
+        return min(rows, key=far)["setting"]
+
+    def __contains__(self, spec: str) -> bool:
+        return key_of(spec) in self._drafters
+
+
+def key_of(spec: str) -> str:
+    """A drafter's name in a profile: its folder, or its own name, without settings."""
+    name, _ = parse_spec(spec)
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -54,7 +54,9 @@ def test_files_and_functions_stay_small() -> None:
                 assert (node.end_lineno or 0) - node.lineno < 70, f"{file.name}: {node.name}"
 
 
-@pytest.mark.parametrize("module", ["inference.evaluate", "inference.show", "inference.decode", "inference.medusa", "train.cli"])
+@pytest.mark.parametrize(
+    "module", ["inference.evaluate", "inference.show", "inference.decode", "inference.medusa", "inference.report", "train.cli"]
+)
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb(module: str) -> None:
     code = f"import sys, draftsmith.{module}; print([m for m in ('datasets', 'deepspeed', 'wandb') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
@@ -82,7 +82,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -
     Exits with 2 on a mistake.
     """
     parser = build_parser(config_class, prog, example)
-    namespace = parser.parse_args(spelled(argv, field_types(config_class)))
+    namespace = parser.parse_args(spelled(argv, field_types(config_class), next(iter(positional(config_class)), None)))
     try:
         values = parser.instantiate(namespace)
         values.pop("config", None)
@@ -93,9 +93,10 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -
 
 def build_parser(config_class: type, prog: str, example: str) -> Parser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    words = "".join(f"{word}... " for word in positional(config_class).values())
     parser = Parser(
         prog=prog,
-        usage="%(prog)s [--config FILE] [--option VALUE ...]",
+        usage=f"%(prog)s {words}[--config FILE] [--option VALUE ...]",
         description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {example}",
         formatter_class=RawDescription,
         default_meta=False,
@@ -119,18 +120,26 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
     return types
 
 
-def spelled(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+def positional(config_class: Any) -> dict[str, str]:
+    """The list that takes what is given without an option's name, and its word in the usage line, if the dataclass has one."""
+    return {part.name: part.metadata["positional"] for part in fields(config_class) if "positional" in part.metadata}
+
+
+def spelled(argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None) -> list[str]:
     """The command line as jsonargparse wants it.
 
     Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is
     `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag`
-    and `--no-flag` set a switch; an option that takes a list may be given several times.
+    and `--no-flag` set a switch; an option that takes a list may be given several times. What is no option's value belongs to the
+    list `bare_goes_to`, if there is one.
     """
     result: list[str] = []
     given: set[str] = set()
     for i, argument in enumerate(argv):
         if not argument.startswith("--"):
-            result.append(argument)
+            is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
+            bare_item = bare_goes_to is not None and not is_value and not argument.startswith("-")
+            result.append(f"--{bare_goes_to}+={argument}" if bare_item else argument)
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")

@@ -17,6 +17,7 @@ VERBS = {
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
     "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
     "compare": ("inference.compare", "tau before and after by category, from reports of one drafter's lineage"),
+    "report": ("inference.report", "evaluations and training runs as one HTML page, or as Markdown tables"),
     "simulate": ("inference.simulate", "what an acceptance is worth: tokens a round, speed-up, best draft length"),
     "tune": ("inference.tune", "which tree pays on this machine: measures, searches, writes a profile"),
     "generate": ("inference.show", "decode one prompt and show what was accepted"),

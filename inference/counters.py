@@ -18,7 +18,7 @@ SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 SPECULATION = "vllm:spec_decode_num_"
 DEFINITIONS = {
-    "vllm": "1 + accepted / drafts of its counters; steps without a draft are left out, drafts accepted behind a reply's end are in",
+    "vllm": "1 + accepted / drafts of its counters: without steps that had no draft, with drafts accepted behind a reply's end",
     "sglang": "1 + accepted / spec_verify_ct of our replies; its own spec_accept_length has the prefill's token in the numerator",
     "sglang, tokens": "(completion_tokens - 1 for the prefill's) / spec_verify_ct of our replies",
     "none": "1: the server does not speculate",

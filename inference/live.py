@@ -78,6 +78,8 @@ class Load:
     """From the first request to the last chunk."""
     peak: int
     """Requests that were in flight at once, at most."""
+    busy: float = 0.0
+    """Share of the time in which this client was at work: near 1, what it measures is itself."""
 
 
 Follow = Callable[[Prompt, list[int]], Prompt | None]
@@ -112,8 +114,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
         return Server(engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about)
     if (await counters_of(client)).generated is None:
         raise UserError(
-            f"{url} counts no tokens in /metrics, as vLLM does; start it without --disable-log-stats, and name the engine, "
-            "not a gateway before it"
+            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM without --disable-log-stats, and "
+            "name the engine itself, not a gateway before it"
         )
     version = await _get(client, "/version") or {}
     return Server(engine="vllm", version=str(version.get("version", "")), speculates=None, **about)
@@ -218,7 +220,7 @@ async def load(
                 prompt = follow(prompt, reply.ids) if reply.ids is not None else None
             done()
 
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.thread_time()
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(prompts))):
@@ -232,7 +234,8 @@ async def load(
             first = first.exceptions[0]
         raise UserError(str(first)) from None  # all that are in flight fail for the same reason: say it once
     every = [reply for turns in replies for reply in turns]
-    return Load(every, max(reply.arrivals[-1] for reply in every) - start, peak)
+    seconds = max(reply.arrivals[-1] for reply in every) - start
+    return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
 
 
 async def ask(

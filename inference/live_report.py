@@ -33,6 +33,7 @@ from .target import Target, TargetConfig, check_there
 
 SHOWN = 3
 WARM_UP = 8  # tokens
+BUSY = 0.7  # of a run of a second or more; shorter ones are mostly the client's start
 MEANINGS = {
     "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had no draft",
     "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token excluded: comparable with local "
@@ -44,6 +45,7 @@ MEANINGS = {
     "tpot_quantiles_s": "time per later token, of each request",
     "chunk_gap_quantiles_s": "between chunks of one reply; quantiles over all gaps",
     "equal_to_plain": "greedy replies equal to plain decoding here, token for token, of `compared`",
+    "client_busy": "share of the time in which the process that measures was at work itself",
     "in_flight_peak": "requests of ours that were in flight at once",
 }
 
@@ -165,6 +167,7 @@ def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[
     return {
         "temperature": law.temperature,
         "concurrency": at_once,
+        "client_busy": "share of the time in which the process that measures was at work itself",
         "in_flight_peak": run.peak,
         "tau_incl_bonus": found.tau,
         "tau_definition": DEFINITIONS[found.counted],
@@ -185,7 +188,8 @@ def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[
         "accepted": found.accepted,
         "rounds": found.rounds,
         "speculates": None if found.counted == "unknown" else found.counted != "none",
-        "warnings": found.warnings,
+        "client_busy": run.busy,
+        "warnings": found.warnings + _slow_client(run),
         "per_request": [
             {
                 "id": reply.prompt.id,
@@ -199,6 +203,13 @@ def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[
             for reply in replies
         ],
     }
+
+
+def _slow_client(run: Load) -> list[str]:
+    """A line where reading took the time that was to be measured."""
+    if run.busy < BUSY or run.seconds < 1:
+        return []
+    return [f"this client was busy {run.busy:.0%} of the time: the server may be faster than its figures here"]
 
 
 def compare_replies(measured: Measured, target: Target, results: Results, law: Sampling) -> None:

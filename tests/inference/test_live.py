@@ -18,8 +18,12 @@ from typing import Any
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.compare import load_report
-from draftsmith.inference.counters import DEFINITIONS, Counters, of_sglang, of_vllm, read_counters
+from draftsmith.inference.counters import DEFINITIONS, Counters, Speculation, of_sglang, of_vllm, read_counters
 from draftsmith.inference.evaluate import Options, run
+from draftsmith.inference.live import Load, Reply
+from draftsmith.inference.live_report import figures
+from draftsmith.inference.prompts import Prompt
+from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import TargetConfig, load_target
 from transformers import AutoTokenizer
 
@@ -47,6 +51,8 @@ class Plan:
     """Requests that it answers whole before it breaks off within one."""
     most: int | None = None
     """Requests that it takes at once."""
+    refuses: int | None = None
+    """Status of every answer to a request."""
     models: tuple[str, ...] = ("m",)
     context: int = 200
     pause: float = 0.0
@@ -133,6 +139,8 @@ class Handler(BaseHTTPRequestHandler):
             if crowded:
                 time.sleep(0.05)
                 return self.answer({"error": {"message": "too many requests", "code": 503}}, 503)
+            if plan.refuses is not None:
+                return self.answer({"error": {"message": "max_tokens is\ntoo large", "code": plan.refuses}}, plan.refuses)
             if plan.together is not None and number > 1:  # the first is the warm-up
                 plan.together.wait(10)
             self.reply(body, plan.dies_after is not None and number > plan.dies_after)
@@ -377,6 +385,15 @@ def test_replies_are_held_against_plain_decoding(serve: Serve, saved_tiny: Path,
     ]
 
 
+def test_a_client_that_is_too_slow_says_so() -> None:
+    reply = Reply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
+    nothing = Speculation("none", 1.0)
+    assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing)["warnings"] == []
+    s = figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
+    assert "this client was busy 90% of the time" in s["warnings"][0] and s["client_busy"] == 0.9
+    assert s["tokens_s"] == 1 and s["ttft_quantiles_s"]["p50"] == 0.5 and s["tpot_quantiles_s"]["p99"] == 1
+
+
 def test_later_turns_follow_on_the_servers_reply(serve: Serve, saved_tiny: Path, tmp_path: Path) -> None:
     url, plan = serve()
     path = tmp_path / "turns.jsonl"
@@ -399,7 +416,8 @@ def test_later_turns_follow_on_the_servers_reply(serve: Serve, saved_tiny: Path,
             {"concurrency": "16"},
             r"refuses so many requests at once \(status 503: too many requests\); give a lower",
         ),
-        ({"metrics": "python_info 1.0\n"}, {}, "start it without --disable-log-stats"),
+        ({"refuses": 400}, {}, r"refuses prompt p0 of [0-9]+ tokens \(status 400: max_tokens is too large\); check its limits"),
+        ({"metrics": "python_info 1.0\n"}, {}, "start the vLLM without --disable-log-stats"),
         ({"gone": ("/metrics",)}, {}, "has no /metrics"),
         ({"gone": ("/v1/models",)}, {}, "has no /v1/models; give --server the root"),
         ({"models": ("a", "b")}, {}, "serves a, b; name one with --server-model"),

@@ -114,8 +114,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
         return Server(engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about)
     if (await counters_of(client)).generated is None:
         raise UserError(
-            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM without --disable-log-stats, and "
-            "name the engine itself, not a gateway before it"
+            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM without --disable-log-stats, "
+            "and name the engine itself, not a gateway before it"
         )
     version = await _get(client, "/version") or {}
     return Server(engine="vllm", version=str(version.get("version", "")), speculates=None, **about)

@@ -167,7 +167,6 @@ def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[
     return {
         "temperature": law.temperature,
         "concurrency": at_once,
-        "client_busy": "share of the time in which the process that measures was at work itself",
         "in_flight_peak": run.peak,
         "tau_incl_bonus": found.tau,
         "tau_definition": DEFINITIONS[found.counted],

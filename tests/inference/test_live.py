@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("transfer-encoding", "chunked")
         self.end_headers()
-        prompt = body.get("prompt", body.get("input_ids"))
+        prompt = body["prompt" if plan.engine == "vllm" else "input_ids"]
         own = plan.replies.get(tuple(prompt))
         steps, ids = (STEPS, list(range(5, 5 + TOKENS))) if own is None else ([(1, 0)] * len(own), own)
         steps = steps if plan.speculates else [(1, 0)] * len(ids)

@@ -259,7 +259,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     definitions = dict.fromkeys(s["tau_definition"] for s in server["settings"] if s["speculates"])
     for definition in definitions:
         console.print(f"The server's tau: {definition}.")
-    console.print("kept: tokens a step, steps without a draft and ends of replies as they are: what local tau counts.")
+    if definitions:
+        console.print("kept: tokens a step, steps without a draft and ends of replies as they are: what local tau counts.")
     console.print(
         "tok/s of a server: all its replies together, prefills included; a local drafter's: one at a time, without them."
     )

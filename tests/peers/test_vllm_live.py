@@ -1,6 +1,9 @@
 """`evaluate --server` against a real vLLM on a CPU that speculates with n-grams, and with a draft model. Not in the default run:
 
 VLLM_PYTHON=/path/to/venv/bin/python python -m pytest -m peers tests/peers/test_vllm_live.py
+
+Greedy only: where vLLM 0.32 speculates on a CPU it samples wrongly. At T = 0.01 its replies to six prompts left the greedy ones
+within 7 tokens (without speculation five of the six stayed equal), and it accepted next to nothing beyond the first draft.
 """
 
 from __future__ import annotations

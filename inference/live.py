@@ -91,7 +91,7 @@ def client_of(url: str) -> httpx.AsyncClient:
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
         raise UserError(f"--server takes an address such as http://127.0.0.1:8000, not {url!r}")
-    # Both engines close a connection that was idle for 5 s; one that is taken up at that moment would look like a server that died.
+    # Engines close a connection that was idle for 5 s; one that is taken up at that moment would look like a server that died.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     try:
         return httpx.AsyncClient(base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits)

@@ -61,9 +61,12 @@ def load_report(path: str) -> dict[str, Any]:
     """A report of `draftsmith evaluate`. Raises `UserError`."""
     try:
         report = json_module.loads(Path(path).read_text())
-        _ = report["settings"][0]["drafters"]["plain"], report["prompt_set"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        if not (only_server := bool(report.get("server")) and not report["settings"]):
+            _ = report["settings"][0]["drafters"]["plain"], report["prompt_set"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
+    if only_server:
+        raise UserError(f"{path} holds the figures of a server only; evaluate with a --drafter too to compare it")
     return report
 
 

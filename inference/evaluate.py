@@ -22,7 +22,8 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_directory, whole_file, write_json
-from . import replayed
+from ..heads.fingerprint import tokenizer_hash
+from . import live_report, replayed
 from .assisted import Assisted
 from .draft_lm import DraftLM
 from .measure import DEFINITIONS, Results, Setting, compare, distinct_names, measured
@@ -36,6 +37,7 @@ from .target import Target, TargetConfig, load_target
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
+CONCURRENCY = (1, 8, 32, 64)
 BASELINES = ("ngram", "lookahead", "early-exit")
 
 
@@ -57,6 +59,12 @@ class Options:
     drafter: list[str] = field(default_factory=list)
     """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
     ngram:length=8. May be given several times. Plain decoding is always there."""
+    server: str | None = None
+    """Address of a running vLLM or SGLang: its acceptance and speed on the same prompts, and drafters here only if named."""
+    server_model: str | None = None
+    """Name of the model there, if it serves several."""
+    concurrency: str | None = None
+    """Requests in flight at the server, a row for each: 1,8,32,64 if not given."""
     baselines: bool = True
     """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a small model drafts."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -83,8 +91,27 @@ def run(options: Options) -> None:
     settings = check(options)
     if options.features is not None:
         return replayed.run(options)
-    assert options.prompts is not None
     started = datetime.now(UTC).isoformat(timespec="seconds")
+    served = None
+    if options.server is not None:  # first: it may be wrong or gone, and measuring drafters here takes long
+        at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
+        served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
+    if served is not None and not options.drafter:
+        nothing = {"left_out": {}, "drafter_bytes": {}, "settings": []}
+        report = {**facts_of(None, served.tokenizer, served.prompts, options, started), **nothing}
+    else:
+        report = decoded(options, settings, started, served)
+    if served is not None:
+        report["server"] = served.report
+    if options.json is not None:
+        with whole_file(options.json) as aside:
+            write_json(aside, report)
+    show(report)
+
+
+def decoded(options: Options, settings: list[Setting], started: str, served: live_report.Measured | None) -> dict[str, Any]:
+    """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held against those that `served` has."""
+    assert options.prompts is not None
     target = load_target(options.target)
     proposers, left_out = proposers_of(options, target)
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
@@ -95,13 +122,14 @@ def run(options: Options) -> None:
     results = [compare(target, ways(setting), prompts, setting) for setting in settings]
     found = [measured(target, result, setting) for result, setting in zip(results, settings, strict=True)]
     sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
-    report = {**facts_of(target, prompts, options, started), "left_out": left_out, "drafter_bytes": sizes, "settings": found}
-    if options.json is not None:
-        with whole_file(options.json) as aside:
-            write_json(aside, report)
+    if served is not None:
+        for result, setting in zip(results, settings, strict=True):
+            if setting.sampling.greedy:
+                live_report.compare_replies(served, target, result, setting.sampling)
     if options.spec_bench is not None:
         write_spec_bench(Path(options.spec_bench), results[0], target)
-    show(report)
+    facts = facts_of(target, target.tokenizer, prompts, options, started)
+    return {**facts, "left_out": left_out, "drafter_bytes": sizes, "settings": found}
 
 
 def check(options: Options) -> list[Setting]:
@@ -114,6 +142,7 @@ def check(options: Options) -> list[Setting]:
         raise UserError("give either --target and --prompts to decode, or --features to replay")
     if options.features is not None and (options.temperatures or options.batch_sizes or options.spec_bench):
         raise UserError("--features replays greedy texts one by one; leave out --temperatures, --batch-sizes and --spec-bench")
+    check_server(options)
     if options.prompts is not None:
         source_files(options.prompts)
     for spec in options.drafter:
@@ -128,6 +157,22 @@ def check(options: Options) -> list[Setting]:
     temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
     laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     return [Setting(law, size, options.max_new_tokens, options.repeats) for law in laws for size in sizes]
+
+
+def check_server(options: Options) -> None:
+    """Raises `UserError` for options that do not go with `server`, or only with it."""
+    if options.server is None:
+        if options.concurrency is not None or options.server_model is not None:
+            raise UserError("--concurrency and --server-model are of a server; name it with --server http://127.0.0.1:8000")
+        return
+    if options.features is not None:
+        raise UserError("--features replays without a server; leave out one of --features and --server")
+    if options.batch_sizes is not None or options.batch_size != 1:
+        raise UserError("--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are measured one by one")
+    if options.spec_bench is not None and not options.drafter:
+        raise UserError("--spec-bench writes the replies of drafters here; name one with --drafter, or leave it out")
+    if min(numbers(options.concurrency, "--concurrency", int), default=1) < 1:
+        raise UserError("--concurrency must be at least 1")
 
 
 def numbers(text: str | None, option: str, kind: type) -> list[Any]:
@@ -153,18 +198,19 @@ def proposers_of(options: Options, target: Target) -> tuple[list[Proposer], dict
     return proposers + [load_proposer(spec, target, warn) for spec in named], left_out
 
 
-def facts_of(target: Target, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
-    """What the numbers were measured on."""
+def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
+    """What the numbers were measured on; without a `target` here, only its name and tokenizer are known."""
     assert options.prompts is not None
-    cuda = target.device.type == "cuda"
+    cuda = target is not None and target.device.type == "cuda"
+    known = {"name": options.target.path, "tokenizer_hash": tokenizer_hash(tokenizer)}
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "schema_version": SCHEMA,
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
         "started_at": started,
-        "target": target.fingerprint().as_dict(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
+        "target": target.fingerprint().as_dict() if target is not None else known,
+        "dtype": str(target.dtype).removeprefix("torch.") if target is not None else None,
+        "device": str(target.device) if target is not None else None,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "sampling": asdict(options.sampling),
@@ -211,12 +257,17 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
                 console.print(
                     f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
                 )
-    if len(report["prompt_set"]["categories"]) > 1:
+    if report["settings"] and len(report["prompt_set"]["categories"]) > 1:
         console.print(_categories(report["settings"][0]))
     for name, reason in report["left_out"].items():
         console.print(f"{name} is left out: {reason}")
-    loops = report["settings"][0]["drafters"]["plain"]["loop_share"]
-    console.print(f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {loops:.0%}; loops flatter every drafter.")
+    if report["settings"]:
+        loops = report["settings"][0]["drafters"]["plain"]["loop_share"]
+        console.print(
+            f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {loops:.0%}; loops flatter every drafter."
+        )
+    if "server" in report:
+        live_report.show(report, console)
 
 
 def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:

@@ -1,0 +1,317 @@
+"""`draftsmith evaluate --server URL`: the acceptance and speed that a running server shows on our prompts, in our table.
+
+The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured here as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from ..heads.errors import UserError
+from ..heads.files import read_json
+from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
+from .decode import Generation
+from .live import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
+from .measure import Results, divergence
+from .metrics import quantiles
+from .prompts import Prompt, next_turn, read_prompts
+from .sampling import Sampling
+from .target import Target, TargetConfig, check_there
+
+SHOWN = 3
+WARM_UP = 8  # tokens
+BUSY = 0.7  # of a run of a second or more; shorter ones are mostly the client's start
+MEANINGS = {
+    "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had no draft",
+    "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token excluded: comparable with local "
+    "tau. vLLM does not count steps; where a slow reader got several in one chunk it is at most this",
+    "survival": "share of the drafts of which at least d tokens were accepted",
+    "accept_rate": "accepted / drafted tokens, roots excluded",
+    "tokens_s": "all tokens / time from the first request to the last chunk, prefills, queue and the run's ends included",
+    "ttft_quantiles_s": "from sending a request to its first chunk, its wait in the server's queue included",
+    "tpot_quantiles_s": "time per later token, of each request",
+    "chunk_gap_quantiles_s": "between chunks of one reply; quantiles over all gaps",
+    "equal_to_plain": "greedy replies equal to plain decoding here, token for token, of `compared`",
+    "client_busy": "share of the time in which the process that measures was at work itself",
+    "in_flight_peak": "requests of ours that were in flight at once",
+}
+
+
+@dataclass
+class Measured:
+    """What a server did: the report, and the runs it is of, in the same order."""
+
+    report: dict[str, Any]
+    prompts: list[Prompt]
+    tokenizer: Any
+    loads: list[Load]
+
+
+@dataclass
+class Reader:
+    """What renders prompts as the target wants them: its tokenizer and settings, without its weights."""
+
+    name: str
+    tokenizer: Any
+    eos_ids: frozenset[int]
+    repetition_penalty: float
+
+
+def load_reader(config: TargetConfig) -> Reader:
+    """Raises `UserError` where the target's folder has no tokenizer."""
+    path = config.path
+    check_there(path)
+    if Path(path, "adapter_config.json").is_file():
+        path = read_json(Path(path, "adapter_config.json")).get("base_model_name_or_path") or ""
+        check_there(path)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        try:
+            settings = GenerationConfig.from_pretrained(path)
+        except OSError:
+            own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            settings = GenerationConfig.from_model_config(own)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load the tokenizer of target {path!r}: {first_line}") from error
+    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    penalty = getattr(settings, "repetition_penalty", None) or 1.0
+    return Reader(config.path, tokenizer, frozenset([ends] if isinstance(ends, int) else ends or []), penalty)
+
+
+def measure(options: Any, laws: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
+    """Measure `options.server` at each law and concurrency. `options` are those of `evaluate`. Raises `UserError`."""
+    reader = load_reader(options.target)
+    prompts = read_prompts(options.prompts, reader.tokenizer, reader.name, options.limit, options.split)
+    return asyncio.run(_measure(options, reader, prompts, [law.resolved(reader.repetition_penalty) for law in laws], concurrency))
+
+
+async def _measure(
+    options: Any, reader: Reader, prompts: list[Prompt], laws: Sequence[Sampling], concurrency: Sequence[int]
+) -> Measured:
+    async with client_of(options.server) as client:
+        server = await connect(client, reader.name, options.server_model)
+        await check_tokenizer(client, server, reader.tokenizer)
+        check_lengths(prompts, server)
+        runs, settings = [], []
+        for law in laws:
+            for at_once in concurrency:
+                run, speculation = await _one(client, server, reader, prompts, law, at_once, options)
+                runs.append(run)
+                settings.append(figures(law, at_once, run, speculation))
+    about = {"url": server.url, "engine": server.engine, "version": server.version, "model": server.model}
+    report = {**about, "context": server.context, "definitions": MEANINGS, "settings": settings}
+    return Measured(report, prompts, reader.tokenizer, runs)
+
+
+def check_lengths(prompts: Sequence[Prompt], server: Server) -> None:
+    """Demand that every prompt leaves room for a token. Raises `UserError`."""
+    for prompt in prompts:
+        if server.context is not None and len(prompt.token_ids) >= server.context:
+            raise UserError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, the server's context {server.context}; leave it out, "
+                "or start the server with a longer context"
+            )
+
+
+async def _one(
+    client: httpx.AsyncClient,
+    server: Server,
+    reader: Reader,
+    prompts: Sequence[Prompt],
+    law: Sampling,
+    at_once: int,
+    options: Any,
+) -> tuple[Load, Speculation]:
+    """One setting: warm up, then as many passes over the prompts as keep `at_once` requests in flight for two rounds of them."""
+    room = (server.context or 2**40) - options.max_new_tokens
+
+    def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
+        return next_turn(prompt, reply, reader.tokenizer, reader.name, reader.eos_ids, room)
+
+    counted = server.engine == "vllm"
+    before = await counters_of(client) if counted else None
+    warm = await load(client, server, prompts[:1], 1, law, min(WARM_UP, options.max_new_tokens), lambda prompt, reply: None)
+    if before is not None:
+        before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
+    passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
+    requests = [prompt for _ in range(passes) for prompt in prompts]
+    label = f"server, T = {law.temperature:g}, {at_once} at once"
+    with tqdm(total=len(requests), desc=label, unit=" prompts", disable=None, leave=False) as bar:
+        run = await load(client, server, requests, at_once, law, options.max_new_tokens, follow, bar.update)
+    tokens = sum(reply.tokens for reply in run.replies)
+    if before is None:
+        return run, of_sglang([reply.meta for reply in run.replies], tokens, server.speculates)
+    delta = (await settled(client, before, tokens)).since(before)
+    chunks = sum(len(reply.arrivals) for reply in run.replies)
+    return run, of_vllm(delta, tokens, len(run.replies), chunks, before.running)
+
+
+def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[str, Any]:
+    """The numbers of one setting; names as in evaluation.md, and as `MEANINGS` says."""
+    replies = run.replies
+    tokens = sum(reply.tokens for reply in replies)
+    return {
+        "temperature": law.temperature,
+        "concurrency": at_once,
+        "in_flight_peak": run.peak,
+        "tau_incl_bonus": found.tau,
+        "tau_definition": DEFINITIONS[found.counted],
+        "tau_kept": found.tau_kept,
+        "survival": found.survival,
+        "accept_rate": found.accepted / found.drafted if found.drafted and found.accepted is not None else None,
+        "mean_n_draft": found.drafted / found.drafts if found.drafts and found.drafted is not None else None,
+        "tokens_s": tokens / run.seconds,
+        "seconds": run.seconds,
+        "ttft_quantiles_s": quantiles([reply.ttft_s for reply in replies]),
+        "tpot_quantiles_s": quantiles([reply.tpot_s for reply in replies]),
+        "chunk_gap_quantiles_s": quantiles([b - a for reply in replies for a, b in pairwise(reply.arrivals)]),
+        "requests": len(replies),
+        "tokens": tokens,
+        "chunks": sum(len(reply.arrivals) for reply in replies),
+        "drafts": found.drafts,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "rounds": found.rounds,
+        "speculates": None if found.counted == "unknown" else found.counted != "none",
+        "client_busy": run.busy,
+        "warnings": found.warnings + _slow_client(run),
+        "per_request": [
+            {
+                "id": reply.prompt.id,
+                "turn": reply.turn,
+                "n_prompt": len(reply.prompt.token_ids),
+                "n_out": reply.tokens,
+                "ttft_s": reply.ttft_s,
+                "tpot_s": reply.tpot_s,
+                "finish_reason": reply.finish,
+            }
+            for reply in replies
+        ],
+    }
+
+
+def _slow_client(run: Load) -> list[str]:
+    """A line where reading took the time that was to be measured."""
+    if run.busy < BUSY or run.seconds < 1:
+        return []
+    return [f"this client was busy {run.busy:.0%} of the time: the server may be faster than its figures here"]
+
+
+def compare_replies(measured: Measured, target: Target, results: Results, law: Sampling) -> None:
+    """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the report's greedy settings.
+
+    `results` are of the same prompts under the same greedy `law`. Later turns of which the text before differs are left out.
+    """
+    law = law.resolved(target.repetition_penalty)
+    plain = {(turn.prompt.place, turn.number): turn.generation for turn in next(iter(results.values()))}
+    for setting, run in zip(measured.report["settings"], measured.loads, strict=True):
+        if setting["temperature"] != 0:
+            continue
+        equal = compared = 0
+        differing: dict[Any, dict[str, Any]] = {}
+        for reply in run.replies:
+            ours = plain.get((reply.prompt.place, reply.turn))
+            if reply.ids is None or ours is None or ours.prompt_ids != reply.prompt.token_ids:
+                continue
+            compared += 1
+            equal += reply.ids == ours.token_ids
+            key = (reply.prompt.place, reply.turn, tuple(reply.ids))
+            if reply.ids != ours.token_ids and key not in differing:
+                index, gap = divergence(target, ours, Generation(reply.prompt.token_ids, reply.ids), law)
+                differing[key] = {"id": reply.prompt.id, "turn": reply.turn, "index": index, "top2_gap": gap}
+        setting |= {"equal_to_plain": equal, "compared": compared, "divergences": list(differing.values())}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print what the server did: acceptance beside the local drafters, then the times."""
+    server = report["server"]
+    for temperature in dict.fromkeys(setting["temperature"] for setting in server["settings"]):
+        rows = [setting for setting in server["settings"] if setting["temperature"] == temperature]
+        console.print(_acceptance(report, rows, temperature))
+        console.print(_times(rows))
+        for row in rows:
+            where = f"{row['concurrency']} at once"
+            for warning in row["warnings"]:
+                console.print(f"warning, {where}: {warning}")
+            if row["in_flight_peak"] < row["concurrency"]:
+                console.print(f"warning, {where}: only {row['in_flight_peak']} requests were in flight")
+            gaps = [d["top2_gap"] for d in row.get("divergences", []) if d["top2_gap"] is not None]
+            if gaps:
+                console.print(
+                    f"{where}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
+                )
+    if any(setting["speculates"] is False for setting in server["settings"]):
+        console.print("The server does not speculate: it writes one token a step.")
+    definitions = dict.fromkeys(s["tau_definition"] for s in server["settings"] if s["speculates"])
+    for definition in definitions:
+        console.print(f"The server's tau: {definition}.")
+    if definitions:
+        console.print("kept: tokens a step, steps without a draft and ends of replies as they are: what local tau counts.")
+    console.print(
+        "tok/s of a server: all its replies together, prefills included; a local drafter's: one at a time, without them."
+    )
+
+
+def _table(title: str | None) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _acceptance(report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float) -> Table:
+    """The columns of the local tables, the server's rows under the local drafters'."""
+    server = report["server"]
+    title = f"{server['engine']} {server['version']} at {server['url']}\n{server['model']}, T = {temperature:g}"
+    table = _table(title)
+    table.add_column("drafter", overflow="fold", min_width=8)
+    for column in ("batch", "con-\ncurrency", "tau", "kept", f"accepted\n1-{SHOWN}", "acc/\ndrafted", "tok/s", "identical"):
+        table.add_column(column, justify="right", no_wrap=True)
+    number = lambda value: "-" if value is None else f"{value:.2f}"  # noqa: E731
+    depths = lambda survival: " ".join(f"{x:.2f}".removeprefix("0") for x in survival[:SHOWN]) or "-"  # noqa: E731
+    equal = lambda same, of: "-" if same is None or not of else "yes" if same == of else f"{same} of {of}"  # noqa: E731
+    for setting in report["settings"]:
+        if setting["temperature"] == temperature:
+            for name, s in setting["drafters"].items():
+                tau, rate = number(s["tau_incl_bonus"]), number(s["accept_rate"] if s["mean_n_draft"] else None)
+                same = equal(s["equal_to_ar"], s["requests"])
+                row = (tau, tau, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
+                table.add_row(name, str(setting["batch"]), "-", *row)
+    for s in rows:
+        tau, kept, rate = number(s["tau_incl_bonus"]), number(s["tau_kept"]), number(s["accept_rate"])
+        same = equal(s.get("equal_to_plain"), s.get("compared"))
+        row = (tau, kept, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
+        table.add_row("server", "-", str(s["concurrency"]), *row)
+    return table
+
+
+def _times(rows: Sequence[dict[str, Any]]) -> Table:
+    """Milliseconds at each concurrency."""
+    table = _table(None)
+    parts = {
+        "TTFT": ("ttft_quantiles_s", 3),
+        "time per token": ("tpot_quantiles_s", 3),
+        "chunk gap": ("chunk_gap_quantiles_s", 2),
+    }
+    table.add_column("con-\ncurrency", justify="right")
+    for name, (_, count) in parts.items():
+        table.add_column(f"{name}, ms\np50 / p95" + " / p99" * (count > 2), justify="right", no_wrap=True)
+    table.add_column("requests", justify="right")
+    for s in rows:
+        cells = []
+        for key, count in parts.values():
+            values = list((s[key] or {}).values())[:count]
+            cells.append(" / ".join(f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}" for value in values) or "-")
+        table.add_row(str(s["concurrency"]), *cells, str(s["requests"]))
+    return table

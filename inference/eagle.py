@@ -54,6 +54,12 @@ class EagleProposer(Planned):
         self._new: tuple[Tensor, Tensor, Tensor] | None = None  # fused features [B, A, H], their tokens [B, A], counts [B]
         self._counts: list[int] = []
 
+    @property
+    def for_llamacpp(self) -> bool:
+        """Whether llama.cpp's loader takes it: EAGLE-3, one layer, three taps, no norm of each tap or of the output."""
+        shape = self._drafter.shape
+        return shape.version == 3 and shape.num_layers == 1 and len(self.taps) == 3 and not (shape.norm_taps or shape.norm_output)
+
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
         self._cache = TreeCache(batch, 2 * length + 64 + self.max_drafted, self._device)

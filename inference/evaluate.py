@@ -8,7 +8,7 @@ import resource
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,13 +26,15 @@ from ..heads.fingerprint import tokenizer_hash
 from . import live_report, replayed
 from .assisted import Assisted
 from .draft_lm import DraftLM
-from .measure import DEFINITIONS, Results, Setting, compare, distinct_names, measured
+from .engines import AsIn, Engine
+from .measure import DEFINITIONS, Results, Setting, Way, compare, distinct_names, measured
 from .metrics import kept_per_round
 from .prompts import Prompt, read_prompts
 from .proposer import PlainDecoding, Proposer, check_spec, load_proposer, weight_bytes
 from .sampling import Sampling
 from .sources import source_files
 from .target import Target, TargetConfig, load_target
+from .tuned import Profile, Tuned
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 2
@@ -65,6 +67,11 @@ class Options:
     """Name of the model there, if it serves several."""
     concurrency: str | None = None
     """Requests in flight at the server, a row for each: 1,8,32,64 if not given."""
+    profile: str | None = None
+    """What draftsmith tune wrote: drafters that are in it are measured with its settings too."""
+    like: list[str] = field(default_factory=list)
+    """Decode as an engine would, its shape, drafts and rule: vllm, sglang or llamacpp; settings follow a colon:
+    vllm:drafts=5,draws=probabilistic. May be given several times."""
     baselines: bool = True
     """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a small model drafts."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -118,9 +125,14 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     theirs = [Assisted(target, p) for p in proposers if isinstance(p, DraftLM)][: int(options.baselines)]
     if options.baselines and not theirs:
         left_out["assisted generation"] = "it needs a small model; give one as --drafter"
-    ways = lambda setting: [*proposers, *(theirs if setting.batch == 1 else [])]  # noqa: E731
-    results = [compare(target, ways(setting), prompts, setting) for setting in settings]
-    found = [measured(target, result, setting) for result, setting in zip(results, settings, strict=True)]
+    others = tuned_and_served(options, target, left_out)
+    ways = lambda setting: [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]  # noqa: E731
+    results, found = [], []
+    for setting in settings:
+        decoding = ways(setting)
+        chosen = {way.name: way.setting for way in decoding if isinstance(way, Tuned | AsIn)}
+        results.append(compare(target, decoding, prompts, setting))
+        found.append(measured(target, results[-1], setting, chosen))
     sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
@@ -132,6 +144,26 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     return {**facts, "left_out": left_out, "drafter_bytes": sizes, "settings": found}
 
 
+def tuned_and_served(options: Options, target: Target, left_out: dict[str, str]) -> Callable[[Setting], list[Way]]:
+    """For each setting, the named drafters as `options.profile` has them, and as in each engine of `options.like`."""
+    profile = Profile(options.profile, target) if options.profile is not None else None
+    tuned = [spec for spec in options.drafter if profile is not None and spec in profile]
+    if profile is not None and not tuned:
+        raise UserError(f"{options.profile} is of none of the drafters; name one of those that it has with --drafter")
+    engines: list[Way] = []
+    for engine in map(Engine, options.like):
+        for spec in options.drafter:
+            try:
+                engines.append(AsIn(engine, spec, target, lambda message: None))
+            except UserError as error:
+                left_out[f"{spec} as in {engine.label}"] = str(error)
+
+    def ways(setting: Setting) -> list[Way]:
+        return [Tuned(profile, spec, target, setting.sampling, setting.batch) for spec in tuned if profile is not None] + engines
+
+    return ways
+
+
 def check(options: Options) -> list[Setting]:
     """The settings to measure. Raises `UserError` for what is known to be wrong before a large target loads, or hours pass."""
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
@@ -140,8 +172,14 @@ def check(options: Options) -> list[Setting]:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if (options.features is None) == (options.prompts is None):
         raise UserError("give either --target and --prompts to decode, or --features to replay")
-    if options.features is not None and (options.temperatures or options.batch_sizes or options.spec_bench):
-        raise UserError("--features replays greedy texts one by one; leave out --temperatures, --batch-sizes and --spec-bench")
+    only_decoding = ("temperatures", "batch_sizes", "spec_bench", "profile", "like")
+    if options.features is not None and (given := [name for name in only_decoding if getattr(options, name)]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"--features replays greedy texts one by one; leave out {names}")
+    for engine in options.like:
+        Engine(engine)
+    if (options.like or options.profile) and not options.drafter:
+        raise UserError("--like and --profile are about drafters; name one with --drafter")
     check_server(options)
     if options.prompts is not None:
         source_files(options.prompts)

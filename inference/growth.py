@@ -206,7 +206,7 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
             chosen = drawn[:, :, 0]
             laws.append(law)
         else:
-            chosen = draws.choices(draws.scores(logits, paths), depth)
+            chosen = draws.guess(logits, depth, paths)
         tokens.append(chosen)
         if depth + 1 == length:
             break

@@ -7,7 +7,7 @@ of median decode time is kept; tokens and rounds are the same in all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -167,8 +167,11 @@ def request_record(target: Target, turn: Turn, plain: Generation, sampling: Samp
     }
 
 
-def measured(target: Target, results: Results, setting: Setting) -> dict[str, Any]:
-    """The numbers of every drafter in one setting."""
+def measured(
+    target: Target, results: Results, setting: Setting, settings_of: Mapping[str, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """The numbers of every drafter in one setting; `settings_of`: what was chosen for a drafter, by its name, if anything was."""
+    settings_of = settings_of or {}
     first = next(iter(results))
     plain = [turn.generation for turn in results[first]]
     sampling = setting.sampling.resolved(target.repetition_penalty)
@@ -185,6 +188,8 @@ def measured(target: Target, results: Results, setting: Setting) -> dict[str, An
         summary["equal_to_ar"] = sum(same) if same else None
         summary["by_category"] = by_category(turns)
         summary["per_request"] = [request_record(target, turn, a, sampling) for turn, a in zip(turns, plain, strict=True)]
+        if (chosen := settings_of.get(name)) is not None:
+            summary["setting"] = chosen
         summary["samples"] = [token_view(target, turn, sampling) for turn in turns[:SAMPLES]]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
         drafters[name] = summary

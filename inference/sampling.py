@@ -24,7 +24,7 @@ from transformers import (
 from ..heads.errors import UserError
 from . import noise
 
-Rule = Literal["auto", "coupled", "rejection", "recursive", "lossy-typical"]
+Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Sampling:
     seed: int = 0
     """With the request's id and sample index, the seed of all its noise."""
     rule: Rule = "auto"
-    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever the drafter), rejection (block
+    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever the drafter), match (the same
+    text, but drafts are the drafter's best tokens and know nothing of the noise, as in most engines), rejection (block
     verification of a sampled chain, traversal of a sampled tree, match of a deterministic draft), recursive (recursive rejection
     instead of traversal), lossy-typical (Medusa's typical acceptance: NOT the target's law)."""
 
@@ -204,6 +205,11 @@ class Draws:
         assert self._noise is not None
         return self._noise[:, depth : depth + levels].to(like.dtype)
 
+    def guess(self, logits: Tensor, depth: int, paths: Tensor | None) -> Tensor:
+        """The drafter's one choice `[B, M]` after nodes of one depth: with the target's noise, except under the rule match."""
+        scores = self.scores(logits, paths)
+        return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
+
     def rank(self, logits: Tensor, depth: int, count: int, paths: Tensor | None, heat: float = 1.0) -> tuple[Tensor, Tensor]:
         """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by the drafter's `logits`.
 
@@ -216,7 +222,9 @@ class Draws:
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
-            scores = (scores + self._position_noise(depth, 1, scores)) * self.sampling.temperature
+            scores = scores + self._position_noise(depth, 1, scores)
+        if not self.sampling.greedy:
+            scores = scores * self.sampling.temperature
         best = (scores / heat if heat != 1 else scores).log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 

@@ -16,6 +16,7 @@ from .metrics import kept_per_round, tau
 from .proposer import check_spec, load_proposer
 from .sampling import GREEDY, Sampling
 from .target import TargetConfig, load_target
+from .tuned import Profile
 
 EXAMPLE = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -34,6 +35,8 @@ class Options:
     drafter: str = "none"
     """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit; settings follow a colon:
     ngram:length=8."""
+    profile: str | None = None
+    """What draftsmith tune wrote: draft with its settings."""
     max_new_tokens: int = 256
     """Longest reply."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -55,7 +58,10 @@ def run(options: Options) -> None:
     if not text.strip():
         raise UserError("the prompt is empty; give --prompt some words")
     target = load_target(options.target)
-    proposer = load_proposer(options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr))
+    tuned = None
+    if options.profile is not None:
+        tuned = Profile(options.profile, target).setting(options.drafter, options.sampling.temperature, 1)
+    proposer = load_proposer(options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), tuned)
     decoder = Decoder(target, proposer)
     color = options.color if options.color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
     ids = decoder.encode(text, options.raw)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..heads.errors import UserError
-from .proposer import parse_spec
+from .decode import Generation, Request, generate
+from .proposer import load_proposer, parse_spec
+from .sampling import Sampling
 from .target import Target
 
 SCHEMA = 1
@@ -58,6 +61,21 @@ class Profile:
 
     def __contains__(self, spec: str) -> bool:
         return key_of(spec) in self._drafters
+
+
+class Tuned:
+    """A drafter as a way to decode: with what a profile says for one temperature and batch size."""
+
+    def __init__(self, profile: Profile, spec: str, target: Target, sampling: Sampling, batch: int) -> None:
+        self.setting = profile.setting(spec, sampling.temperature, batch)
+        name, _ = parse_spec(spec)
+        self._target = target
+        self._proposer = load_proposer(name, target, lambda message: None, self.setting)
+        self.name = self._proposer.name
+
+    def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+        """As `decode.generate`."""
+        return generate(self._target, self._proposer, requests, max_new_tokens, sampling)
 
 
 def key_of(spec: str) -> str:

@@ -24,9 +24,9 @@ from tqdm import tqdm
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
+from ..inference.sources import source_files
 from ..inference.stored import manifest_of
 from ..inference.target import check_there, resolve_device
-from . import data as data_module
 from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
@@ -155,7 +155,7 @@ def check_before_loading(run: Any) -> None:
         resolve_device(run.target.device)
         check_there(run.target.path)
         for source in run.data.sources:
-            data_module.source_files(source)
+            source_files(source.path)
     else:
         manifest_of(run.features.store)
     if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():

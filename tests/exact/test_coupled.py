@@ -102,6 +102,8 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
         for name, proposer in {**drafters, **future}.items():
             found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **law))
             assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
+            matched = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law))
+            assert [g.token_ids for g in matched] == expected, f"{name} by match, seed {seed}"
             if name in accepted:
                 accepted[name] += sum(r.accepted for g in found for r in g.rounds)
             ended += sum(g.finish_reason == "eos" for g in found)

@@ -1,0 +1,109 @@
+"""What a drafter would do in a serving engine: that engine's shape, drafts and acceptance rule, in our loop.
+
+Which engine takes which drafter, and with what defaults, is as of vLLM 0.32, SGLang 0.5 and llama.cpp of late 2026; engines
+change, so every number can be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..heads.errors import UserError
+from .decode import Generation, Request, generate
+from .draft_lm import DraftLM
+from .eagle import EagleProposer
+from .medusa import MedusaProposer
+from .ngram import NgramLookup
+from .proposer import Proposer, load_proposer, parse_spec, positive
+from .sampling import Rule, Sampling
+from .target import Target
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "vllm": {"drafts": 3, "draws": "greedy", "verify": "standard"},
+    "sglang": {"steps": None, "topk": None, "tokens": None},
+    "llamacpp": {"drafts": 3},
+}
+"""Settings and their defaults: vLLM's num_speculative_tokens (which it wants from you), draft_sample_method and
+rejection_sample_method; SGLang's speculative-num-steps, -eagle-topk and -num-draft-tokens; llama.cpp's draft n-max."""
+
+
+class Engine:
+    """An engine's way to speculate. `spec`: its name, settings after a colon, such as vllm:drafts=5,draws=probabilistic."""
+
+    def __init__(self, spec: str) -> None:
+        """Raises `UserError` for an engine or a setting that is not known."""
+        self.name, given = parse_spec(spec)
+        self.label = spec
+        if self.name not in ENGINES:
+            raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(ENGINES)}")
+        if unknown := sorted(given.keys() - ENGINES[self.name].keys()):
+            raise UserError(f"{self.name} has no setting {unknown[0]!r} here; there are: {', '.join(ENGINES[self.name])}")
+        self.settings = ENGINES[self.name] | given
+        for key in ("drafts", "steps", "topk"):
+            if self.settings.get(key) is not None:
+                positive(key, self.settings[key])
+        if self.settings.get("tokens") is not None:
+            positive("tokens", self.settings["tokens"], 2)
+        if self.settings.get("draws", "greedy") not in ("greedy", "probabilistic"):
+            raise UserError(f"vllm's draws are greedy or probabilistic, not {self.settings['draws']!r}")
+        if self.settings.get("verify", "standard") not in ("standard", "block"):
+            raise UserError(f"vllm's verify is standard or block, not {self.settings['verify']!r}")
+
+    def rule(self, kind: type) -> Rule:
+        """The rule at T > 0. Greedy drafts are one-hot laws, of which all lossless rules accept alike: match.
+
+        Standard rejection of a drawn chain is recursive rejection with one child a node.
+        """
+        if self.settings.get("draws") == "probabilistic" and issubclass(kind, EagleProposer | DraftLM):
+            return "rejection" if self.settings["verify"] == "block" else "recursive"
+        return "match"
+
+    def shape(self, proposer: Proposer) -> dict[str, Any]:
+        """The settings, for `load_proposer`, of `proposer` as it would draft there. Raises `UserError` if it does not."""
+        if self.name == "sglang":
+            return self._sglang(proposer)
+        drafts = self.settings["drafts"]
+        if isinstance(proposer, EagleProposer | DraftLM):
+            if self.name == "llamacpp" and isinstance(proposer, EagleProposer) and not proposer.for_llamacpp:
+                raise UserError("llama.cpp takes EAGLE-3 of one layer and three taps, without tap or output norms")
+            return {"length": drafts, "width": 1}
+        if isinstance(proposer, NgramLookup):
+            return {"length": drafts}
+        if isinstance(proposer, MedusaProposer) and self.name == "vllm":  # taken out in 0.33
+            return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
+        raise UserError(f"{self.name} has no such drafter")
+
+    def _sglang(self, proposer: Proposer) -> dict[str, Any]:
+        """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where topk is 1."""
+        if not isinstance(proposer, EagleProposer | DraftLM):
+            raise UserError("sglang has no such drafter")
+        steps, topk, tokens = (5, 4, 8) if isinstance(proposer, EagleProposer) else (3, 1, 4)
+        steps = self.settings["steps"] or steps
+        topk = self.settings["topk"] or topk
+        if topk == 1:
+            return {"length": steps, "width": 1}
+        tokens = self.settings["tokens"] or max(tokens, steps + 1)
+        if tokens <= steps:
+            raise UserError(f"sglang: tokens count the root too; {steps} steps need at least {steps + 1}, not {tokens}")
+        return {"length": steps, "width": topk, "nodes": min(tokens - 1, topk + (steps - 1) * topk**2)}
+
+
+class AsIn:
+    """A drafter as a way to decode: an engine's shape and rule in our loop."""
+
+    def __init__(self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]) -> None:
+        """Raises `UserError` for a drafter that the engine does not take."""
+        name, _ = parse_spec(spec)
+        proposer = load_proposer(name, target, warn)
+        self.name = f"{proposer.name} as in {engine.label}"
+        self.setting = engine.shape(proposer)
+        self._rule = engine.rule(type(proposer))
+        self._target = target
+        self._proposer = load_proposer(name, target, lambda message: None, self.setting)
+
+    def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+        """As `decode.generate`."""
+        law = sampling if sampling.greedy else replace(sampling, rule=self._rule)
+        return generate(self._target, self._proposer, requests, max_new_tokens, law)

@@ -1,0 +1,151 @@
+"""One walk over all roots tells what every tree accepts: the rounds it foretells are those that decoding takes, one by one."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.candidates import Candidate, along, candidates, cut, rank_table, runs
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.replay import replay
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target
+from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.walk import BEST, NEVER, Text, nodes_needed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import QUICKSTART
+from tests.trained import chat_prompts
+
+DRAFTERS = QUICKSTART.parent / "drafters"
+SPECS = [
+    str(DRAFTERS / "eagle3"),
+    str(DRAFTERS / "eagle1") + ":length=4,width=3,nodes=9",
+    str(DRAFTERS / "medusa"),
+    str(QUICKSTART.parent / "draft_lm"),
+    str(DRAFTERS / "distill"),
+    "ngram",
+    "suffix",
+]
+
+
+def check(target: Target, spec: str, law: Sampling, limit: int, count: int, tried: int) -> None:
+    """Prompts of unequal length as one batch; `tried` candidates drawn, the default always."""
+    prompts = chat_prompts(target, "valid", count)
+    requests = [Request(prompt, 7 * i, i) for i, prompt in enumerate(prompts)]
+    plain = generate(target, PlainDecoding(), requests, limit, law)
+    texts = [Text.of(reply, (r.id, r.sample)) for reply, r in zip(plain, requests, strict=True)]
+    found, _ = candidates(target, spec, texts, law, lambda what: None)
+    draw = random.Random(0)
+    drawn: list[Candidate] = [found[0]]
+    for kind in ("chain", "fixed", "dynamic"):
+        those = [c for c in found if c.kind == kind]
+        drawn += draw.sample(those, min(tried, len(those)))
+    accepted = 0
+    for candidate in drawn:
+        foretold = [
+            replay([0] * text.start + own, text.start, len(text.ids)) for text, own in zip(texts, candidate.accepted, strict=True)
+        ]
+        decoded = generate(target, candidate.make(), requests, limit, law)
+        assert foretold == [kept_per_round(g) for g in decoded], candidate.label
+        assert [g.token_ids for g in decoded] == [g.token_ids for g in plain]
+        assert max(r.drafted or 0 for g in decoded for r in g.rounds) <= candidate.nodes
+        accepted += sum(r.accepted for g in decoded for r in g.rounds)
+    assert accepted, "a drafter that is never right proves nothing"
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.split("/")[-1])
+def test_foretold_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
+    check(quickstart, spec, Sampling(temperature=1.0, seed=3), 16, 3, 2)
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=["eagle3", "medusa"])
+def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
+    check(quickstart, spec, Sampling(), 16, 3, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.split("/")[-1])
+@pytest.mark.parametrize("law", [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], ids=["greedy", "law"])
+def test_foretold_rounds_are_the_decoded_ones_full(quickstart: Target, spec: str, law: Sampling) -> None:
+    check(quickstart, spec, law, 96, 12, 12)
+
+
+@pytest.mark.parametrize("spec", ["early-exit", "lookahead", "none"])
+def test_what_cannot_be_walked_is_refused(quickstart: Target, spec: str) -> None:
+    with pytest.raises(UserError, match="cannot be tuned"):
+        candidates(quickstart, spec, [], Sampling(), lambda what: None)
+
+
+def test_an_adaptive_chain_is_refused(quickstart: Target) -> None:
+    with pytest.raises(UserError, match="leave out threshold"):
+        candidates(quickstart, f"{DRAFTERS / 'distill'}:threshold=auto", [], Sampling(), lambda what: None)
+
+
+def pool(seed: int, count: int, levels: int, vocab: int) -> tuple[DraftTree, torch.Tensor]:
+    """A random tree in level order whose scores never rise along a path, with ties; and a text to come."""
+    draw = random.Random(seed)
+    parents, depths, tokens, scores = [0], [0], [99], [0.0]
+    for _ in range(count):
+        above = draw.choice([n for n, d in enumerate(depths) if d < levels])
+        parents.append(above)
+        depths.append(depths[above] + 1)
+        scores.append(scores[above] - draw.choice([0, 1, 1, 2]))
+    order = sorted(range(len(parents)), key=lambda n: (depths[n], n))
+    place = {n: i for i, n in enumerate(order)}
+    taken: dict[int, set[int]] = {}
+    for n in order[1:]:
+        free = [t for t in range(vocab) if t not in taken.setdefault(parents[n], set())]
+        token = draw.choice(free) if free else -1
+        taken[parents[n]].add(token)
+        tokens.append(token)
+    tree = DraftTree(
+        torch.tensor([tokens]),
+        parents=torch.tensor([[place[parents[n]] for n in order]]),
+        levels=levels,
+        scores=torch.tensor([[float("inf"), *(scores[n] for n in order[1:])]], dtype=torch.float64),
+    )
+    return tree, torch.tensor([[draw.randrange(vocab) for _ in range(levels)]])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 100_000), st.integers(1, 14), st.integers(1, 4))
+def test_nodes_needed_is_what_cutting_the_pool_by_hand_gives(seed: int, count: int, levels: int) -> None:
+    tree, coming = pool(seed, count, levels, 3)
+    needed = nodes_needed(tree, coming)
+    assert tree.scores is not None
+    scores, tokens = tree.scores[0].tolist(), tree.tokens[0].tolist()
+    parents, depths = tree.tables.parents[0].tolist(), tree.tables.depths[0].tolist()
+    for limit in range(1, levels + 1):
+        among = [n for n in range(1, tree.nodes) if depths[n] <= limit and tokens[n] >= 0]
+        ranked = sorted(among, key=lambda n: (-scores[n], n))
+        for size in range(1, len(ranked) + 1):
+            kept = {0, *ranked[:size]}
+            node, depth = 0, 0
+            while (
+                child := next((n for n in kept if n and parents[n] == node and tokens[n] == coming[0, depth]), None)
+            ) is not None:
+                node, depth = child, depth + 1
+                if depth == limit:
+                    break
+            assert sum(int(need) <= size for need in needed[limit - 1][0]) == depth
+    assert all(int(need) == NEVER or int(need) <= count for part in needed for need in part[0])
+
+
+def test_ranks_by_hand() -> None:
+    """One text of three roots: the ranks of the next three tokens."""
+    ranks = [[[0, 0, 2], [0, 1, 0], [BEST, 0, 0]]]
+    assert runs(ranks, 3) == [[2, 1, 0]] and runs(ranks, 1) == [[1, 1, 0]]
+    assert along(ranks, [(0,), (0, 1), (0, 1, 0), (1,)]) == [[1, 3, 0]]
+    table = rank_table(ranks)
+    assert table[0][:2] == [2 / 3, 0] and table[1][:3] == [1 / 2, 1 / 2, 0], "of the two roots whose first token was a candidate"
+    assert table[2][0] == 1 / 2 and table[2][2] == 1 / 2, "never rising: rank 1 is offered before rank 2"
+    assert table[2][1] == 1 / 2
+    assert (
+        cut([[[[2], [3, 7]]]], 1, 2) == [[1]] and cut([[[[2], [3, 7]]]], 2, 6) == [[1]] and cut([[[[2], [3, 7]]]], 2, 7) == [[2]]
+    )

@@ -1,0 +1,107 @@
+"""What a drafter would do in an engine: that engine's shape and rule, in our loop."""
+
+from __future__ import annotations
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.engines import AsIn, Engine
+from draftsmith.inference.evaluate import Options, check
+from draftsmith.inference.metrics import mean
+from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target
+
+from tests.conftest import QUICKSTART
+from tests.trained import chat_prompts
+
+HERE = QUICKSTART.parent
+EAGLE3, EAGLE1, MEDUSA = (str(HERE / "drafters" / name) for name in ("eagle3", "eagle1", "medusa"))
+DRAFT_LM = str(HERE / "draft_lm")
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafter", "setting"),
+    [
+        ("vllm", EAGLE3, {"length": 3, "width": 1}),
+        ("vllm:drafts=5", EAGLE1, {"length": 5, "width": 1}),
+        ("vllm:drafts=2", MEDUSA, {"tree": "chain", "nodes": 2}),
+        ("vllm", "ngram", {"length": 3}),
+        ("sglang", EAGLE3, {"length": 5, "width": 4, "nodes": 7}),
+        ("sglang:steps=3,topk=2,tokens=6", EAGLE1, {"length": 3, "width": 2, "nodes": 5}),
+        ("sglang:topk=1", EAGLE3, {"length": 5, "width": 1}),
+        ("sglang", DRAFT_LM, {"length": 3, "width": 1}),
+        ("llamacpp:drafts=16", DRAFT_LM, {"length": 16, "width": 1}),
+    ],
+)
+def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
+    """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as steps."""
+    assert AsIn(Engine(engine), drafter, quickstart, print).setting == setting
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafter", "why"),
+    [
+        ("llamacpp", EAGLE3, "EAGLE-3 of one layer and three taps, without tap or output norms"),
+        ("llamacpp", EAGLE1, "EAGLE-3 of one layer"),
+        ("sglang", MEDUSA, "has no such drafter"),
+        ("vllm", "early-exit", "has no such drafter"),
+    ],
+)
+def test_what_an_engine_does_not_take_is_said(quickstart: Target, engine: str, drafter: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        AsIn(Engine(engine), drafter, quickstart, print)
+
+
+def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
+    """Greedy drafts write the text of plain sampling; drawn ones keep its law only; no shape but the engine's is drafted."""
+    requests = [Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 6))]
+    law = Sampling(temperature=1.0, seed=5)
+    plain = [g.token_ids for g in generate(quickstart, PlainDecoding(), requests, 24, law)]
+    rules, drafted, accepted = {}, {}, {}
+    for spec in ("vllm", "vllm:draws=probabilistic", "vllm:draws=probabilistic,verify=block", "sglang"):
+        way = AsIn(Engine(spec), EAGLE3, quickstart, print)
+        found = way.generate(requests, 24, law)
+        rounds = [r for g in found for r in g.rounds]
+        (rules[spec],) = {r.rule for r in rounds}
+        drafted[spec], accepted[spec] = max(r.drafted or 0 for r in rounds), sum(r.accepted for r in rounds)
+        assert ([g.token_ids for g in found] == plain) == (rules[spec] == "match")
+    assert list(rules.values()) == ["match", "rrs", "block", "match"]
+    assert list(drafted.values()) == [3, 3, 3, 7] and min(accepted.values()) > 10
+
+
+def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
+    """Under match a drafter guesses the same whatever the seed, and is right less often than one that shares the noise; what the
+    target would accept in expectation is what is counted, within noise."""
+    requests = [Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 16))]
+    tau, expected = {}, None
+    for rule in ("coupled", "match"):
+        proposer = load_proposer(f"{DRAFT_LM}:length=3", quickstart, print)
+        rounds = [r for g in generate(quickstart, proposer, requests, 48, Sampling(temperature=1.0, rule=rule)) for r in g.rounds]
+        tau[rule] = 1 + sum(r.accepted for r in rounds) / len(rounds)
+        if rule == "match":
+            expected = mean([r.expected for r in rounds])
+    assert tau["match"] < tau["coupled"]
+    assert expected == pytest.approx(tau["match"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"like": ["tgi"]}, "unknown engine 'tgi'; there are: vllm, sglang, llamacpp"),
+        ({"like": ["vllm:steps=3"]}, "has no setting 'steps' here"),
+        ({"like": ["vllm:drafts=0"]}, "drafts must be a whole number of at least 1"),
+        ({"like": ["vllm:draws=some"]}, "greedy or probabilistic"),
+        ({"like": ["vllm"], "drafter": []}, "name one with --drafter"),
+        ({"profile": "p.json", "features": "store", "prompts": None}, "leave out --profile"),
+    ],
+)
+def test_wrong_settings_are_said_before_anything_loads(options: dict[str, object], why: str) -> None:
+    prompts = str(QUICKSTART / "config.json")
+    with pytest.raises(UserError, match=why):
+        check(Options(**{"prompts": prompts, "drafter": ["ngram"], **options}))  # type: ignore[arg-type]
+
+
+def test_an_impossible_tree_is_said(quickstart: Target) -> None:
+    with pytest.raises(UserError, match="5 steps need at least 6, not 4"):
+        AsIn(Engine("sglang:tokens=4"), EAGLE3, quickstart, print)

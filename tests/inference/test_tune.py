@@ -1,0 +1,182 @@
+"""tune: costs, the search and its predictions, the profile and who may use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.candidates import Candidate
+from draftsmith.inference.costs import NODES, PLAIN, DraftCosts, Filler, VerifyCosts, _fit, between, features, run
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.sampling import GREEDY, Sampling
+from draftsmith.inference.target import Target, TargetConfig
+from draftsmith.inference.tune import Options, predicted, probes_of
+from draftsmith.inference.tuned import Profile, Tuned, key_of
+from draftsmith.inference.walk import Text
+
+from tests.conftest import QUICKSTART
+from tests.inference.test_simulate import run_cli
+from tests.trained import chat_prompts
+
+MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")
+
+
+def test_between_is_linear_and_flat_outside() -> None:
+    points = {1: 10.0, 3: 20.0, 7: 0.0}
+    assert [between(points, at) for at in (0, 1, 2, 3, 5, 7, 9)] == [10, 10, 15, 20, 10, 0, 0]
+
+
+def test_a_filler_is_never_right_and_takes_every_size_in_turn(quickstart: Target) -> None:
+    prompt = chat_prompts(quickstart, "valid", 1)[0]
+    found = run(quickstart, Filler((0, 3, 9)), [prompt] * 2, 6, GREEDY)
+    assert len(found) == 6 and all(len(r.tokens) == 1 and r.accepted == 0 and r.rows == 2 for r in found)
+    assert all(r.t_verify_s > 0 for r in found)
+    plain = run(quickstart, PlainDecoding(), [prompt] * 2, 6, GREEDY)
+    assert [r.tokens for r in plain] == [r.tokens for r in found], "the text is the target's, whatever was drafted"
+
+
+def chain(length: int, accepted: list[int]) -> Candidate:
+    return Candidate("chain", {"length": length}, PlainDecoding, [accepted], length, (1,) * (length - 1))
+
+
+def test_the_fit_finds_what_a_draft_costs() -> None:
+    truth = [3e-3, 2e-3, 1e-4, 0.0, 5e-5]
+    probes = [
+        *(chain(k, []) for k in (1, 4, 8)),
+        *(Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d) for w in (2, 8) for d in (1, 4, 7) for n in (4, 40)),
+    ]
+    rows = [features(probe) for probe in probes]
+    seconds = [sum(w * x for w, x in zip(truth, row, strict=True)) for row in rows]
+    weights, errors = _fit(rows, seconds)
+    assert max(errors) < 0.02
+    other = Candidate("dynamic", {}, PlainDecoding, [], 16, (4, 4, 4))
+    assert DraftCosts({1: weights}, {1: 1.0}, 0.0).overhead(1, other) == pytest.approx(
+        sum(w * x for w, x in zip(truth, features(other), strict=True)), rel=0.03
+    )
+
+
+def test_a_prediction_by_hand() -> None:
+    """Two texts: 6 tokens to write in rounds of 3, 1, 2 (the last one cut), and 2 tokens in a round of 2.
+
+    A draft takes 1 s, verifying n nodes 1 + n seconds for each row: with two drafts 1 + 3 in batches of one.
+    """
+    texts = [Text([0] * 9, 2, (0, 0)), Text([0] * 5, 2, (1, 0))]
+    candidate = replace(chain(2, []), accepted=[[2, 9, 9, 0, 1, 9], [2, 9]])
+    verify = VerifyCosts({b: {64.0: {n: b * (1.0 + n) for n in range(4)}} for b in (1, 2)})
+    costs = DraftCosts({b: [1.0, 0, 0, 0, 0] for b in (1, 2)}, {1: 1.0, 2: 1.0}, 0.0)
+    one = predicted(candidate, texts, 1, verify, costs)
+    assert one["tau"] == pytest.approx(8 / 4) and one["tokens_s"] == pytest.approx(8 / (4 * 4))
+    two = predicted(candidate, texts, 2, verify, costs)
+    assert two["tokens_s"] == pytest.approx(8 / ((1 + 6) + 4 + 4)), "the first round is shared, then one row is left"
+    plain = predicted(replace(PLAIN, accepted=[[0] * 6, [0] * 2]), texts, 1, verify, costs)
+    assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
+
+
+def test_probes_reach_from_the_smallest_to_the_largest() -> None:
+    found = [chain(k, []) for k in (1, 2, 4, 8, 16)]
+    found += [Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d) for w in (2, 8) for d in range(1, 8) for n in (8, 64)]
+    probes = probes_of(found)
+    assert {c.nodes for c in probes if c.kind == "chain"} >= {1, 16}
+    assert {(len(c.draft), c.nodes, max(c.draft)) for c in probes if c.kind == "dynamic"} >= {(1, 8, 2), (7, 64, 2), (7, 64, 8)}
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small but real run: two temperatures, two batch sizes, two drafters."""
+    folder = tmp_path_factory.mktemp("tune")
+    rows = [{"id": i, "prompt": f"def add{i}(a, b):\n    '''Add numbers.'''"} for i in range(3)]
+    prompts = folder / "p.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["--limit", "3", "--max-new-tokens", "20", "--repeats", "1", "--contexts", "128", "--finalists", "2"]
+    shared = ["--target", str(QUICKSTART), "--prompts", str(prompts)]
+    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--drafter", MEDUSA, "--drafter", "ngram"]
+    done = run_cli("tune", *shared, *sweep, *small, "--out", str(folder / "profile.json"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("batch 2: best of") == 4 and "chosen" in done.stdout and "default" in done.stdout
+    return folder / "profile.json"
+
+
+def test_the_profile_holds_what_was_measured_and_foretold(profile: Path) -> None:
+    found = json.loads(profile.read_text())
+    assert found["drafters"].keys() == {key_of(MEDUSA), "ngram"}
+    for rows in found["drafters"].values():
+        assert [(row["temperature"], row["batch"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        for row in rows:
+            best = max(row["finalists"], key=lambda final: final["measured"]["tokens_s"])
+            assert row["setting"] == best["setting"], "the fastest of those measured, the default among them"
+            assert row["default"]["setting"] in [final["setting"] for final in row["finalists"]]
+            for final in (row["plain"], *row["finalists"]):
+                assert final["predicted"]["tau"] == pytest.approx(final["measured"]["tau"]), "acceptance is counted, not modelled"
+                assert final["predicted"]["tokens_s"] > 0
+    for by_context in found["verification_s"].values():
+        assert all(set(map(int, sizes)) == set(NODES) and min(sizes.values()) > 0 for sizes in by_context.values())
+
+
+def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) -> None:
+    prompts = profile.parent / "p.jsonl"
+    shared = ["--target", str(QUICKSTART), "--drafter", MEDUSA, "--profile", str(profile)]
+    out = str(tmp_path / "o.json")
+    more = ["--temperatures", "0,1", "--no-baselines", "--repeats", "1", "--max-new-tokens", "12", "--limit", "2"]
+    done = run_cli("evaluate", *shared, "--prompts", str(prompts), *more, "--json", out)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(profile.read_text())["drafters"][key_of(MEDUSA)]
+    for setting in json.loads(Path(out).read_text())["settings"]:
+        assert list(setting["drafters"]) == ["plain", "medusa", "medusa:tuned"]
+        tuned = setting["drafters"]["medusa:tuned"]
+        (row,) = (row for row in rows if (row["temperature"], row["batch"]) == (setting["temperature"], 1))
+        assert tuned["setting"] == row["setting"] and tuned["equal_to_ar"] == tuned["requests"]
+    done = run_cli("generate", *shared, "--prompt", "def add(a, b):", "--max-new-tokens", "8", "--color", "false")
+    assert done.returncode == 0 and "8 tokens" in done.stderr
+
+
+def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: Target) -> None:
+    rows: list[dict[str, Any]] = [
+        {"temperature": t, "batch": b, "setting": {"length": 1 + i}} for i, (t, b) in enumerate([(0, 1), (0, 16), (1, 1), (1, 4)])
+    ]
+    written = json.loads(profile.read_text()) | {"drafters": {"ngram": rows}}
+    path = profile.parent / "other.json"
+    path.write_text(json.dumps(written))
+    own = Profile(str(path), quickstart)
+    asked = [(0.0, 1), (0.2, 3), (0.2, 5), (0.7, 1), (1.0, 64)]
+    assert [own.setting("ngram", *at)["length"] for at in asked] == [1, 1, 2, 3, 4]
+    assert "ngram:length=3" in own and MEDUSA not in own
+    with pytest.raises(UserError, match="knows no drafter suffix; it has: ngram"):
+        own.setting("suffix", 0, 1)
+    law = Sampling(temperature=1.0)
+    assert Tuned(own, "ngram", quickstart, law, 4).setting == {"length": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"target": {"name": "another"}}, "tuned for target another"),
+        ({"machine": {"device": "H100"}}, "tuned with device H100, this is cpu; tune again here"),
+        ({"drafters": None, "machine": None}, "is not a profile"),
+    ],
+)
+def test_a_profile_of_another_target_or_machine_is_refused(
+    profile: Path, quickstart: Target, tmp_path: Path, change: dict[str, Any], why: str
+) -> None:
+    found = json.loads(profile.read_text())
+    found |= {key: ({**found[key], **value} if value else None) for key, value in change.items()}
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+    with pytest.raises(UserError, match=why):
+        Profile(str(path), quickstart)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"drafter": []}, "name a drafter"),
+        ({"limit": 0}, "--limit must be at least 1"),
+        ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
+    ],
+)
+def test_wrong_options_are_said_before_anything_loads(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        Options(**{"target": TargetConfig("t"), "prompts": "p", "out": "o", "drafter": ["ngram"], **options})

@@ -19,7 +19,7 @@ from rich.table import Table
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .evaluate import BASELINES
-from .metrics import bootstrap, tau
+from .metrics import bootstrap, pooled, tau
 
 EXAMPLE = "draftsmith compare --report public.json --report tuned.json --fail-on-regression 2%"
 REGRESSED = 3  # exit code
@@ -82,47 +82,58 @@ def compared(reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Seq
     for key in common:
         requests = [_requests(by_key[key], name, path) for by_key, name, path in zip(keyed, names, paths, strict=True)]
         before = requests[0]
-        categories = [ALL, *sorted({category for _, category, _ in before})]
+        categories = [ALL, *sorted({r.category for r in before})]
         rows = []
         for number, after in enumerate(requests[1:], 1):
-            if [name for name, *_ in before] != [name for name, *_ in after]:
+            if [r.name for r in before] != [r.name for r in after]:
                 raise UserError(f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the same prompts")
             for category in categories if len(categories) > 2 else [ALL]:
-                both = ((own, kept, later) for (_, own, kept), (_, _, later) in zip(before, after, strict=True))
-                pairs = [(kept, later) for own, kept, later in both if category in (ALL, own) and kept and later]
+                both = zip(before, after, strict=True)
+                pairs = [(a, b) for a, b in both if category in (ALL, a.category) and a.kept and b.kept]
                 if pairs:
                     rows.append({"category": category, "report": number, **_change(pairs, limit)})
         found.append({"temperature": key[0], "batch": key[1], "rows": rows})
     return found
 
 
-Kept = list[int]
+@dataclass
+class _Request:
+    name: tuple[str, int]
+    """Id and turn."""
+    category: str
+    prompt: int
+    kept: list[int]
+    """Tokens kept in each round."""
 
 
-def _change(pairs: list[tuple[Kept, Kept]], limit: float) -> dict[str, Any]:
-    """Tau before and after over the same requests, and the relative change with its interval."""
-    before, after = tau([a for a, _ in pairs]), tau([b for _, b in pairs])
+def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, Any]:
+    """Tau before and after over the same requests, and the relative change with its interval; turns of a prompt go together."""
+    prompts = [a.prompt for a, _ in pairs]
+    before, after = (pooled([pair[side].kept for pair in pairs], prompts) for side in (0, 1))
     relative = lambda sample: tau([b for _, b in sample]) / tau([a for a, _ in sample]) - 1  # noqa: E731
-    low, high = bootstrap(pairs, relative)
-    change = after / before - 1
+    both = list(zip(before, after, strict=True))
+    low, high = bootstrap(both, relative)
+    change = relative(both)
     return {
         "requests": len(pairs),
-        "tau_before": before,
-        "tau_before_ci95": bootstrap([a for a, _ in pairs], tau),
-        "tau_after": after,
-        "tau_after_ci95": bootstrap([b for _, b in pairs], tau),
+        "tau_before": tau(before),
+        "tau_before_ci95": bootstrap(before, tau),
+        "tau_after": tau(after),
+        "tau_after_ci95": bootstrap(after, tau),
         "change": change,
         "change_ci95": [low, high],
         "regressed": change < -limit and high < 0,
     }
 
 
-def _requests(setting: dict[str, Any], name: str, path: str) -> list[tuple[tuple[str, int], str, Kept]]:
-    """Of each request: id and turn, category, and the tokens kept in each round."""
+def _requests(setting: dict[str, Any], name: str, path: str) -> list[_Request]:
     if name not in setting["drafters"]:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting['drafters'])}")
     requests = setting["drafters"][name]["per_request"]
-    return [((r["id"], r["turn"]), r["category"], [kept for _, _, kept in r["rounds"]]) for r in requests]
+    return [
+        _Request((r["id"], r["turn"]), r["category"], r.get("prompt", place), [kept for _, _, kept in r["rounds"]])
+        for place, r in enumerate(requests)
+    ]
 
 
 def _only_drafter(report: dict[str, Any], path: str) -> str:

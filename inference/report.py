@@ -16,7 +16,7 @@ from . import sections
 from .compare import load_report
 from .evaluate import BASELINES
 from .page import folded, page
-from .tables import Report, Training, categories, summary, trainings
+from .tables import Report, Training, categories, served, summary, trainings
 
 EXAMPLE = "draftsmith report out.json runs/medusa --out report.html"
 METRICS_FILE = "metrics.jsonl"  # of a training run
@@ -171,6 +171,7 @@ def parts_of(report: Report, colours: dict[str, int]) -> list[tuple[str, str]]:
     """The sections of one report that have something to show, in their order."""
     every = [
         ("Summary", sections.summaries(report, colours)),
+        ("Server", table.html() if (table := served(report)) is not None else ""),
         ("Acceptance by position", sections.acceptance(report, colours)),
         ("Categories", sections.by_category(report, colours)),
         ("Speed-up", sections.speed(report, colours)),
@@ -187,6 +188,7 @@ def markdown(found: Found) -> str:
         name = report.get("target", {}).get("name", "target")
         blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
         blocks += [summary(setting, report.get("drafter_bytes", {})).markdown() for setting in report["settings"]]
+        blocks += [table.markdown()] if (table := served(report)) is not None else []
         blocks += [table.markdown() for setting in sections.firsts(report) if (table := categories(setting)) is not None]
     if (table := trainings(found.trainings)) is not None:
         blocks.append(table.markdown())

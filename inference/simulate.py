@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json as json_module
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from rich.table import Table
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .compare import load_report
+from .costs import between
 from .evaluate import numbers
 from .gains import (
     GPUS,
@@ -62,6 +65,8 @@ class Options:
     """Experts of a layer."""
     active: int = 0
     """Experts that a token passes through."""
+    profile: str | None = None
+    """What draftsmith tune wrote: the same with the verifications that it timed on its machine."""
     batch: str = "1,16,64,256"
     """Batch sizes of the roofline."""
     context: str = "1000,8000,32000"
@@ -74,6 +79,8 @@ class Options:
             raise UserError("give either --acceptance or --report")
         if self.draft_length < 1 or self.longest < self.draft_length or self.draft_cost < 0:
             raise UserError("--draft-length must be at least 1 and at most --longest, --draft-cost at least 0")
+        if self.profile is not None and self.report is not None:
+            raise UserError("--profile goes with --acceptance; a report has costs of its own")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
         if self.gpu is not None and self.gpu not in GPUS:
@@ -128,6 +135,8 @@ def simulation(options: Options) -> dict[str, Any]:
         )
         found["roofline"] = roofline(model, options, profile)
         found["free_tokens"] = free_tokens(model, GPUS[options.gpu])
+    if options.profile is not None:
+        found["measured_verification"] = from_profile(options, profile)
     return found
 
 
@@ -137,31 +146,44 @@ def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([acceptance / 2, acceptance / 2, 1 - acceptance], dtype=torch.float64), drafter
 
 
-def roofline(model: Model, options: Options, profile: list[float]) -> list[dict[str, Any]]:
+def roofline(model: Model, options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
     """For each batch size and context: a plain step, what verification costs beside it, and the best chain."""
     assert options.gpu is not None
     gpu, rows = GPUS[options.gpu], []
     for batch in numbers(options.batch, "--batch", int):
         for context in numbers(options.context, "--context", int):
-            plain = pass_seconds(model, gpu, batch, 1, context)
-            costs = [pass_seconds(model, gpu, batch, k + 1, context) / plain for k in range(options.longest + 1)]
-            gain = speedup(
-                profile_tokens(stretched(profile, options.draft_length)),
-                options.draft_length,
-                options.draft_cost,
-                costs[options.draft_length],
-            )
-            rows.append(
-                {
-                    "batch": batch,
-                    "context": context,
-                    "plain_s": plain,
-                    "verify_cost": costs[options.draft_length],
-                    "speedup": gain,
-                    "best": asdict(best_length(profile, options.draft_cost, options.longest, costs)),
-                }
-            )
+            seconds = [pass_seconds(model, gpu, batch, k + 1, context) for k in range(options.longest + 1)]
+            rows.append(_gains(options, acceptance, batch, context, seconds))
     return rows
+
+
+def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
+    """As `roofline`, for the batch sizes and contexts at which a profile has timed verification. Raises `UserError`."""
+    assert options.profile is not None
+    try:
+        timed = json_module.loads(Path(options.profile).read_text())["verification_s"]
+        tables = [
+            (int(batch), round(float(context)), {int(nodes): float(seconds) for nodes, seconds in sizes.items()})
+            for batch, contexts in timed.items()
+            for context, sizes in contexts.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{options.profile} is not a profile ({error}); write one with draftsmith tune") from error
+    lengths = range(options.longest + 1)
+    return [_gains(options, acceptance, b, context, [between(sizes, k) for k in lengths]) for b, context, sizes in tables]
+
+
+def _gains(options: Options, acceptance: list[float], batch: int, context: int, seconds: list[float]) -> dict[str, Any]:
+    """What drafting gains where verifying K drafts takes `seconds[K]`."""
+    costs, length = [each / seconds[0] for each in seconds], options.draft_length
+    return {
+        "batch": batch,
+        "context": context,
+        "plain_s": seconds[0],
+        "verify_cost": costs[length],
+        "speedup": speedup(profile_tokens(stretched(acceptance, length)), length, options.draft_cost, costs[length]),
+        "best": asdict(best_length(acceptance, options.draft_cost, options.longest, costs)),
+    }
 
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
@@ -209,10 +231,16 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{row['draft_cost']:g}", f"{row['speedup']:.2f}x", str(row["best"]["length"]), f"{row['best']['speedup']:.2f}x"
         )
     console.print(grid, costs)
-    if "roofline" in found:
-        title = f"roofline: a pass is free up to about {found['free_tokens']:.0f} tokens in all (data-sheet peaks; expect half)"
+    titles = {
+        "roofline": f"roofline: a pass is free up to about {found.get('free_tokens', 0):.0f} tokens in all "
+        "(data-sheet peaks; expect half)",
+        "measured_verification": "with verification as timed by draftsmith tune",
+    }
+    for name, title in titles.items():
+        if name not in found:
+            continue
         table = _table(title, "batch", "context", "plain step", "verify", "speed-up", "best K", "speed-up")
-        for row in found["roofline"]:
+        for row in found[name]:
             table.add_row(
                 str(row["batch"]), f"{row['context']:,}", f"{1e3 * row['plain_s']:.2f} ms", f"{row['verify_cost']:.2f} steps",
                 f"{row['speedup']:.2f}x", str(row["best"]["length"]), f"{row['best']['speedup']:.2f}x",

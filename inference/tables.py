@@ -107,7 +107,7 @@ def fastest(setting: Report) -> str | None:
 
 
 COLUMNS = (
-    "drafter", "tau", "95%", "tau untrunc.", "accept rate", "drafts/round", "tokens/s", "speed-up", "95%", "TTFT p50 ms",
+    "drafter", "tau", "tau 95%", "tau untrunc.", "accept rate", "drafts/round", "tokens/s", "speed-up", "its 95%", "TTFT p50 ms",
     "ms/token p50", "p95", "drafter size", "identical",
 )  # fmt: skip
 
@@ -137,6 +137,34 @@ def summary(setting: Report, sizes: Mapping[str, int]) -> Table:
         ])  # fmt: skip
     best = fastest(setting)
     return Table(law(setting), COLUMNS, rows, None if best is None else list(setting["drafters"]).index(best))
+
+
+SERVER_COLUMNS = (
+    "setting", "tau", "kept", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms", "its p95", "ms/token p50",
+    "its p95", "identical",
+)  # fmt: skip
+
+
+def served(report: Report) -> Table | None:
+    """What a live server did on the same prompts, a row for each temperature and concurrency; None if none was asked."""
+    if (server := report.get("server")) is None:
+        return None
+    rows = []
+    for s in server["settings"]:
+        first, each = s.get("ttft_quantiles_s") or {}, s.get("tpot_quantiles_s") or {}
+        depths = [*s["survival"], None, None, None][:3]
+        same = s.get("equal_to_plain")
+        rows.append([
+            f"T = {s['temperature']:g}, {s['concurrency']} at once",
+            number(s["tau_incl_bonus"]),
+            number(s["tau_kept"]),
+            *map(number, depths),
+            number(s["accept_rate"]),
+            number(s["tokens_s"], ".0f"),
+            *(number(times.get(at), ".1f", 1000) for times in (first, each) for at in ("p50", "p95")),
+            NOTHING if same is None else f"{same} of {s['compared']}",
+        ])  # fmt: skip
+    return Table(f"{server['engine']} {server['version']} at {server['url']}", SERVER_COLUMNS, rows)
 
 
 def categories(setting: Report) -> Table | None:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole road on a fresh machine, no GPU, no model hub: install, let the small target write its training replies, train Medusa
-# heads and an EAGLE-3 drafter on them, decode held-out prompts with and without, print a table.   ./scripts/quickstart.sh
+# heads and an EAGLE-3 drafter on them, decode held-out prompts with and without, print a table, make a page of it.
+#     ./scripts/quickstart.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=${ACCELERATE_USE_CPU:-true}
@@ -34,6 +35,7 @@ say "5/5 held-out prompts: plain decoding beside both"
 # The target is so small that one thread decodes faster than two.
 OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/best --drafter $run/eagle/best \
     --no-baselines --prompts $run/test.prompts.jsonl --max-new-tokens 128 --json $run/evaluation.json
-say "done. See a reply with its accepted drafts in green:
+draftsmith report $run --out $run/report.html
+say "done. Open $run/report.html for curves and replies token by token, or see a reply with its accepted drafts in green:
        source .venv/bin/activate
        draftsmith generate --target $target --drafter $run/eagle/best --prompt 'def read_lines(path):'"

@@ -19,6 +19,7 @@ from draftsmith.inference.charts import Axis, Bar, Series, Shares, bar_chart, li
 from draftsmith.inference.page import SCRIPT
 from draftsmith.inference.report import Options, gather, html, markdown, run
 from draftsmith.inference.tables import Table, Training, fastest, size, summary, trainings
+from draftsmith.inference.tables import served as tables_served
 
 from tests.inference.test_simulate import run_cli
 
@@ -98,6 +99,34 @@ def page_of(report: dict[str, Any], tmp_path: Path) -> str:
     path = tmp_path / "made.json"
     path.write_text(json.dumps(report))
     return html(gather([str(path)])).decode()
+
+
+def test_a_server_has_its_table(tmp_path: Path) -> None:
+    setting = {
+        "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_kept": 2.5, "survival": [0.875], "accept_rate": 0.4375,
+        "tokens_s": 321.4, "ttft_quantiles_s": {"p50": 0.0625, "p95": 0.125}, "tpot_quantiles_s": None, "equal_to_plain": 5,
+        "compared": 6,
+    }  # fmt: skip
+    server = {"engine": "vllm", "version": "0.0", "url": "http://127.0.0.1:1", "settings": [setting]}
+    table = tables_served(made() | {"server": server})
+    assert table is not None and tables_served(made()) is None
+    cells = [
+        "T = 0, 8 at once",
+        "2.75",
+        "2.50",
+        "0.88",
+        "\u2013",
+        "\u2013",
+        "0.44",
+        "321",
+        "62.5",
+        "125.0",
+        "\u2013",
+        "\u2013",
+        "5 of 6",
+    ]
+    assert table.rows == [cells] and len(cells) == len(table.columns)
+    assert table.html() in page_of(made() | {"server": server}, tmp_path)
 
 
 class Seen(HTMLParser):

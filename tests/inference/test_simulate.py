@@ -125,6 +125,21 @@ def test_costs_erase_the_gain() -> None:
     assert "simulated_tokens" not in simulation(Options(acceptance="0.9,0.5"))
 
 
+def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None:
+    """Verifying 0, 2 and 4 drafts takes 1, 2 and 6 ms: with free drafts of acceptance 0.5, one draft (1.5 tokens in 1.5 steps)
+    gains nothing, four (1.94 in 6) lose."""
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"verification_s": {"8": {"132.0": {"0": 1e-3, "2": 2e-3, "4": 6e-3}}}}))
+    options = Options(acceptance="0.5", draft_length=4, draft_cost=0.0, longest=6, profile=str(profile))
+    (row,) = simulation(options)["measured_verification"]
+    assert (row["batch"], row["context"], row["plain_s"]) == (8, 132, 1e-3)
+    assert row["verify_cost"] == pytest.approx(6) and row["speedup"] == pytest.approx(1.9375 / 6)
+    assert row["best"] == {"length": 0, "speedup": 1.0}
+    profile.write_text("{}")
+    with pytest.raises(UserError, match="is not a profile"):
+        simulation(options)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -135,6 +150,7 @@ def test_costs_erase_the_gain() -> None:
         ({"acceptance": "0.8", "draft_length": 0}, "at least 1"),
         ({"acceptance": "1.2"}, "between 0 and 1"),
         ({"acceptance": "high"}, "numbers with commas"),
+        ({"report": "r.json", "profile": "p.json"}, "--profile goes with --acceptance"),
     ],
 )
 def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:

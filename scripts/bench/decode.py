@@ -7,7 +7,7 @@
 Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the draft model (constant draft
 length, confidence threshold 0), our loop with the same draft model and length, and every `--drafter`. Greedy, batch 1. Times are
 medians of `--repeats` turns; the split is of our loop's rounds. "loop" is all of a round but draft and target forwards. tau:
-tokens a round; of transformers' rounds the first includes the prefill, of ours none does.
+tokens a round, the prefill left out.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from typing import Any
 
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.assisted import Assisted
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.decode import Generation, generate_one
+from draftsmith.inference.decode import Generation, Request, generate_one
+from draftsmith.inference.draft_lm import DraftLM
 from draftsmith.inference.metrics import kept_per_round, split, tau
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
+from draftsmith.inference.sampling import GREEDY
 from draftsmith.inference.target import Target, TargetConfig, load_target
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers.generation.streamers import BaseStreamer
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -54,19 +56,6 @@ class Arm:
     name: str
     decode: Callable[[list[int]], Run]
     runs: list[Run] = field(default_factory=list)
-    rounds: float | None = None
-
-
-class CountPuts(BaseStreamer):
-    """transformers gives assisted generation no statistics; its streamer is called once a round (and once for the prompt)."""
-
-    def __init__(self) -> None:
-        self.puts = 0
-
-    def put(self, value: Any) -> None:
-        self.puts += 1
-
-    def end(self) -> None: ...
 
 
 def synchronised(device: torch.device) -> float:
@@ -96,37 +85,28 @@ def theirs(target: Target, limit: int, **options: Any) -> Callable[[list[int]], 
     return decode
 
 
-def assisted(target: Target, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of `generate` for assisted generation on equal terms: constant draft length, no confidence threshold."""
-    helper = load_target(TargetConfig(arguments.draft_lm, dtype=arguments.dtype, device=arguments.device)).model
-    settings = helper.generation_config
-    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = arguments.draft_length, "constant"
-    settings.assistant_confidence_threshold = 0.0
-    return {"assistant_model": helper}
+def assisted(target: Target, drafter: DraftLM, limit: int) -> Callable[[list[int]], Run]:
+    way = Assisted(target, drafter)
+
+    def decode(prompt: list[int]) -> Run:
+        start = synchronised(target.device)
+        (found,) = way.generate([Request(prompt)], limit, GREEDY)
+        return Run(found.token_ids, synchronised(target.device) - start, found)
+
+    return decode
 
 
 def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[int]]) -> list[Arm]:
     limit = arguments.max_new_tokens
     arms = [Arm("plain (ours)", ours(target, PlainDecoding(), limit)), Arm("target.generate", theirs(target, limit))]
     if arguments.draft_lm:
-        options = assisted(target, arguments)
-        arm = Arm(f"assisted (transformers), {arguments.draft_length}", theirs(target, limit, **options))
-        arm.rounds = count_rounds(target, prompts, limit, options)
         spec = f"{arguments.draft_lm}:length={arguments.draft_length}"
-        arms += [arm, Arm(f"draft-lm, {arguments.draft_length}", ours(target, load_proposer(spec, target, print), limit))]
+        drafter: Any = load_proposer(spec, target, print)
+        arms.append(Arm(f"assisted (transformers), {arguments.draft_length}", assisted(target, drafter, limit)))
+        arms.append(Arm(f"draft-lm, {arguments.draft_length}", ours(target, drafter, limit)))
     for spec in arguments.drafter:
         arms.append(Arm(spec.rstrip("/").split("/")[-1], ours(target, load_proposer(spec, target, print), limit)))
     return arms
-
-
-def count_rounds(target: Target, prompts: list[list[int]], limit: int, options: dict[str, Any]) -> int:
-    """transformers' rounds over all prompts, in runs of their own, since the streamer costs time."""
-    rounds = 0
-    for prompt in prompts:
-        counter = CountPuts()
-        theirs(target, limit, **options, streamer=counter)(prompt)
-        rounds += counter.puts - 1
-    return rounds
 
 
 def measure(arms: list[Arm], prompts: list[list[int]], repeats: int) -> None:
@@ -149,12 +129,13 @@ def summarise(arm: Arm, base: Arm) -> dict[str, Any]:
         "speedup": sum(run.seconds for run in base.runs) / seconds,
         "speedup_median": statistics.median(b.seconds / a.seconds for a, b in zip(arm.runs, base.runs, strict=True)),
         "identical": sum(a.tokens == b.tokens for a, b in zip(arm.runs, base.runs, strict=True)),
-        "tau": tokens / arm.rounds if arm.rounds else None,
+        "tau": None,
     }
     own = [run.own for run in arm.runs if run.own is not None]
+    rounds = [r for generation in own for r in generation.rounds]
     if own:
-        rounds = [r for generation in own for r in generation.rounds]
         found["tau"] = tau([kept_per_round(generation) for generation in own])
+    if any(r.t_verify_s for r in rounds):  # transformers' loop does not tell
         wall = sum(r.t_round_s for r in rounds)
         found["split"] = {part: seconds / wall for part, seconds in split(rounds).items()}
         found["round_ms"] = 1000 * wall / len(rounds)

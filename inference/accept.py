@@ -46,7 +46,7 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         return _typical(tree, scores, draws)
     choices = draws.choices(scores, tables.depths, tree.levels)
     node = match(tree, choices)
-    known = sampling.greedy or sampling.coupled or tree.informed
+    known = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
     expected = None if known else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
     return Verdict(node, choices.gather(1, node[:, None])[:, 0], rule, choices, expected)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
+from ..heads.errors import UserError
 from .decode import Generation, Request, Round
 from .draft_lm import DraftLM
 from .sampling import Sampling
@@ -25,11 +26,15 @@ class Assisted:
     """`model.generate(assistant_model=...)`, with a constant draft length and no confidence threshold: equal terms."""
 
     def __init__(self, target: Target, drafter: DraftLM) -> None:
+        """Raises `UserError` for a drafter that transformers does not take."""
+        own, theirs = (model.config.get_text_config().vocab_size for model in (target.model, drafter.model.model))
+        if own != theirs:
+            raise UserError(f"transformers wants the vocabularies of both models equal, which are {own} and {theirs}")
         self.name = f"assisted ({drafter.name})"
         self._target, self._helper, self._length = target, drafter.model.model, drafter.plan.length
 
     def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
-        """As `decode.generate`. The first round has the prefill in it, so it is told as the first token and counts as none."""
+        """As `decode.generate`. The first round has the prefill in it: its tokens come first and belong to no round."""
         return [self._one(request, max_new_tokens, sampling) for request in requests]
 
     def _one(self, request: Request, max_new_tokens: int, sampling: Sampling) -> Generation:
@@ -52,7 +57,12 @@ class Assisted:
                 streamer=watch,
                 **_law(sampling),
             )
-        return watch.generation(request, self._length, "greedy" if sampling.greedy else "assisted")
+        found = watch.generation(request, self._length, "greedy" if sampling.greedy else "assisted")
+        if found.token_ids[-1] in target.eos_ids:
+            found.finish_reason = "eos"
+        elif len(found.token_ids) < max_new_tokens:
+            found.finish_reason = "context"
+        return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 from ..heads.errors import UserError
 from .autoregressive import Planned, TreePlan
 from .eagle import RANKS
+from .early_exit import EarlyExit
 from .growth import Ranks, grow
 from .lookup import LookupProposer
 from .medusa import MedusaProposer
@@ -73,12 +74,22 @@ def candidates(
     Raises `UserError` for drafters that cannot be walked along a text.
     """
     proposer = load_proposer(spec, target, lambda message: None)
+    check_tunable(proposer, spec)
     if isinstance(proposer, Planned):
         return _planned(target, proposer, texts, sampling, tick)
     if isinstance(proposer, MedusaProposer):
         return _heads(target, proposer, texts, sampling, tick)
-    if isinstance(proposer, LookupProposer):
-        return _lookups(target, spec, texts, sampling, tick)
+    return _lookups(target, spec, texts, sampling, tick)
+
+
+def check_tunable(proposer: Proposer, spec: str) -> None:
+    """Raises `UserError` for drafters that cannot be walked along a text, and for chains that end by themselves."""
+    if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
+        if proposer.plan.threshold:
+            raise UserError("tune chooses a chain's length itself; leave out threshold")
+        return
+    if isinstance(proposer, MedusaProposer | LookupProposer):
+        return
     raise UserError(
         f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune trained drafters or lookups"
     )
@@ -88,8 +99,6 @@ def _planned(
     target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     own: TreePlan = proposer.plan
-    if own.threshold:
-        raise UserError("tune chooses a chain's length itself; leave out threshold")
 
     def make(**setting: Any) -> Callable[[], Proposer]:
         def ready() -> Proposer:
@@ -113,7 +122,7 @@ def _planned(
     wanted = {(width, heat) for width in WIDTHS} | ({(own.width, own.heat)} if own.width > 1 else set())
     for width, h in sorted(wanted):
         pool = walked.of(width, h)
-        for levels in range(2, walked.levels + 1):
+        for levels in range(1, walked.levels + 1):
             for nodes in sorted({*BUDGETS, own.nodes}):
                 if levels <= nodes <= width + (levels - 1) * width**2:
                     setting = {"length": levels, "width": width, "nodes": nodes, **({"heat": h} if h != 1 else {})}
@@ -174,22 +183,28 @@ def _heads(
             ranks[row].append(values)
     table = rank_table(ranks, conditional=False)
     found = [_static("chain", proposer, ranks, [(0,) * d for d in range(1, k + 1)]) for k in range(1, count + 1)]
-    found[0:0] = [_static("fixed", proposer, ranks, proposer.ranks)] if proposer.ranks else []
-    found += [_static("fixed", proposer, ranks, grow(table, n)) for n in BUDGETS]
+    shapes = {len(shape): shape for n in BUDGETS if (shape := grow(table, n))}
+    found += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
     pools: dict[float, Pool] = {}
 
     def pool_at(heat: float) -> Pool:
         if heat not in pools:
             tick(f"trees, score temperature {heat:g}")
-            pools[heat] = _needs(target, proposer.with_tree(max(BUDGETS), heat), texts, sampling)
+            largest = max(*BUDGETS, proposer.max_drafted)
+            pools[heat] = _needs(target, proposer.with_tree(largest, heat), texts, sampling)
         return pools[heat]
 
     heat, taken = fitted_heat(pool_at)
-    for nodes in BUDGETS:
+
+    def best_first(nodes: int, heat: float) -> Candidate:
         setting = {"tree": "best-first", "nodes": nodes, "heat": heat}
-        ready = lambda nodes=nodes: proposer.with_tree(nodes, heat)  # noqa: E731
-        found.append(Candidate("dynamic", setting, ready, cut(pool_at(heat), count, nodes), nodes, ()))
-    return found, {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
+        ready = lambda: proposer.with_tree(nodes, heat)  # noqa: E731
+        return Candidate("dynamic", setting, ready, cut(pool_at(heat), count, nodes), nodes, ())
+
+    found += [best_first(nodes, heat) for nodes in BUDGETS]
+    ranked = proposer.ranks
+    own = _static("fixed", proposer, ranks, ranked) if ranked else best_first(proposer.max_drafted, proposer.heat)
+    return [own, *found], {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
 
 
 def _static(kind: str, proposer: MedusaProposer, ranks: Sequence[Sequence[Sequence[int]]], shape: Sequence[Ranks]) -> Candidate:
@@ -201,26 +216,27 @@ def _lookups(
     target: Target, spec: str, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     tick("guesses")
-    longest = max(LENGTHS)
+    own: Any = load_proposer(spec, target, print)
+    lengths = sorted({*LENGTHS, own.max_drafted})
+    longest = lengths[-1]
     ranks: list[list[list[int]]] = [[] for _ in texts]
     there: list[list[int]] = [[] for _ in texts]
-    joined = spec + ("," if ":" in spec else ":")
-    for rows, tree, coming in walk(target, load_proposer(f"{joined}length={longest}", target, print), texts, sampling):
+    for rows, tree, coming in walk(target, load_proposer(spec, target, print, {"length": longest}), texts, sampling):
         wrong = (tree.tokens[:, 1:] != coming).long()
         for row, values, tokens in zip(rows, wrong.tolist(), tree.tokens[:, 1:].tolist(), strict=True):
             ranks[row].append(values)
             there[row].append(sum(token >= 0 for token in tokens))
     found = []
-    for k in LENGTHS:
-        make = lambda k=k: load_proposer(f"{joined}length={k}", target, print)  # noqa: E731
+    for k in lengths:
+        make = lambda k=k: load_proposer(spec, target, print, {"length": k})  # noqa: E731
         drafted = [[min(count, k) for count in counts] for counts in there]
         found.append(Candidate("chain", {"length": k}, make, runs(ranks, k), k, (), drafted))
-    default: Any = load_proposer(spec, target, print)
-    return first_of(found, {"length": default.max_drafted}), {}
+    return first_of(found, {"length": own.max_drafted}), {}
 
 
 def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]:
-    """`found` with the one of this setting first, if it is among them."""
+    """`found` with the one of this setting first."""
+    assert any(candidate.setting == setting for candidate in found), "the drafter's own tree is one of the candidates"
     return sorted(found, key=lambda candidate: candidate.setting != setting)
 
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .evaluate import BASELINES
+from .measure import FEWEST
 from .metrics import bootstrap, pooled, tau
 
 EXAMPLE = "draftsmith compare --report public.json --report tuned.json --fail-on-regression 2%"
@@ -35,7 +36,8 @@ class Options:
     drafter: list[str] = field(default_factory=list)
     """Name of the drafter in each report, in the same order; not needed where a report has one besides the baselines."""
     fail_on_regression: str | None = None
-    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, and its interval lies below 0."""
+    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, and its interval lies below 0; of five
+    prompts at least."""
     json: str | None = None
     """Write the numbers to this file."""
 
@@ -46,7 +48,7 @@ def run(options: Options) -> None:
         raise UserError("give at least two reports: --report before.json --report after.json")
     if options.drafter and len(options.drafter) != len(options.report):
         raise UserError(f"--drafter must be given once for each of the {len(options.report)} reports, or not at all")
-    reports = [load_report(path) for path in options.report]
+    reports = [load_measured(path) for path in options.report]
     names = options.drafter or [_only_drafter(report, path) for report, path in zip(reports, options.report, strict=True)]
     found = compared(reports, names, options.report, limit or 0.0)
     if options.json is not None:
@@ -61,19 +63,38 @@ def load_report(path: str) -> dict[str, Any]:
     """A report of `draftsmith evaluate`. Raises `UserError`."""
     try:
         report = json_module.loads(Path(path).read_text())
-        if not (only_server := bool(report.get("server")) and not report["settings"]):
+        if not (report.get("server") and report["settings"] == []):
             _ = report["settings"][0]["drafters"]["plain"], report["prompt_set"]["sha256"]
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
-    if only_server:
+    return report
+
+
+def load_measured(path: str) -> dict[str, Any]:
+    """A report that has drafters. Raises `UserError`."""
+    report = load_report(path)
+    if not report["settings"]:
         raise UserError(f"{path} holds the figures of a server only; evaluate with a --drafter too to compare it")
     return report
 
 
+def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None:
+    """Demand that nothing but the drafter differs. Raises `UserError`."""
+    facts = {
+        "prompts": lambda r: (r["prompt_set"]["sha256"], r["prompt_set"]["prompts"]),
+        "targets": lambda r: (r.get("target") or {}).get("weights_hash"),
+        "lengths of replies (max_new_tokens)": lambda r: (r.get("options") or {}).get("max_new_tokens"),
+        "sampling": lambda r: {key: value for key, value in (r.get("sampling") or {}).items() if key != "temperature"},
+    }
+    for what, fact in facts.items():
+        for report, path in zip(reports[1:], paths[1:], strict=True):
+            if fact(report) != fact(reports[0]):
+                raise UserError(f"{paths[0]} and {path} are of different {what}; evaluate both alike")
+
+
 def compared(reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Sequence[str], limit: float) -> list[dict[str, Any]]:
     """For each setting that all reports have, a row for each category and each report after the first."""
-    if len({(report["prompt_set"]["sha256"], report["prompt_set"]["prompts"]) for report in reports}) > 1:
-        raise UserError("the reports are of different prompts; evaluate both on the same file")
+    check_alike(reports, paths)
     keyed = [{(s["temperature"], s["batch"], s["lossless"]): s for s in report["settings"]} for report in reports]
     common = [key for key in keyed[0] if all(key in other for other in keyed)]
     if not common:
@@ -122,7 +143,7 @@ def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, A
         "tau_after_ci95": bootstrap(after, tau),
         "change": change,
         "change_ci95": [low, high],
-        "regressed": change < -limit and high < 0,
+        "regressed": change < -limit and high < 0 and len(both) >= FEWEST,
     }
 
 
@@ -137,7 +158,8 @@ def _requests(setting: dict[str, Any], name: str, path: str) -> list[_Request]:
 
 
 def _only_drafter(report: dict[str, Any], path: str) -> str:
-    names = [name for name in report["settings"][0]["drafters"] if name not in ("plain", *BASELINES)]
+    drafters = report["settings"][0]["drafters"]
+    names = [name for name in drafters if name not in ("plain", *BASELINES) and not name.startswith("assisted (")]
     if len(names) != 1:
         raise UserError(f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name one with --drafter")
     return names[0]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..heads.errors import UserError
 from .candidates import Candidate
 from .decode import Request, Round, decode
 from .proposer import Accepted, PlainDecoding, Prompts, Proposer
@@ -24,6 +25,8 @@ from .tree import NO_NODE, DraftTree, TreeShape
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 SAMPLES = 24  # rounds behind every median
 SWEEPS = 4
+FEWEST = 3  # samples that a median needs
+SHORTEST = 16  # prompts
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
 
@@ -84,8 +87,13 @@ def verification(
 
     Contexts are rounded to what fits; each row of the table names the context that its rounds had on average.
     """
-    rounds = SAMPLES * len(NODES) + SETTLE
-    room = target.max_positions - rounds - max(NODES) - 1
+    samples = min(SAMPLES, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
+    if samples < FEWEST:
+        raise UserError(
+            f"{target.name} has {target.max_positions} positions, too few to time verification of {max(NODES)} drafts"
+        )
+    rounds = samples * len(NODES) + SETTLE
+    room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
     table: dict[int, dict[float, dict[int, float]]] = {}
     for batch in batches:
         table[batch] = {}
@@ -97,19 +105,26 @@ def verification(
             for number, record in enumerate(found):
                 if number >= SETTLE + len(NODES) and record.t_verify_s:
                     sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
-            table[batch][float(length + rounds // 2)] = {size: statistics.median(times) for size, times in sizes.items()}
+            table[batch][length + len(found) / 2] = {size: statistics.median(times) for size, times in sizes.items()}
     return VerifyCosts(table)
 
 
 def run(target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], rounds: int, sampling: Sampling) -> list[Round]:
-    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do."""
+    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do.
+
+    A record's `drafted` is the most of any row.
+    """
     found: list[Round] = []
     requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
     steps = decode(target, proposer, requests, target.max_positions, sampling, frozenset())
     for done in steps:
         record = done[0][1]
-        if record.drafted is not None and record.rows == len(requests):
-            found.append(record)
+        if record.drafted is None:
+            continue
+        if record.rows < len(requests):
+            break
+        record.drafted = max(step.drafted or 0 for _, step, _ in done)
+        found.append(record)
         if len(found) == rounds:
             break
     steps.close()
@@ -160,13 +175,17 @@ def drafting(
     errors: list[float] = []
     for batch in batches:
         tick(f"drafting, batch {batch}")
-        together = [prompts[i % len(prompts)] for i in range(batch)]
+        longest = SETTLE + SAMPLES // SWEEPS + 1
+        room = target.max_positions - longest * (1 + max(len(probe.draft) + 1 for probe in probes)) - max(NODES)
+        together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
         context = statistics.mean(map(len, together)) + SAMPLES
         records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
         for _ in range(SWEEPS):
             for found, probe in zip(records, (PLAIN, *probes), strict=True):
                 found += run(target, probe.make(), together, SETTLE + SAMPLES // SWEEPS, sampling)[SETTLE:]
         records = [[r for r in found if r.t_verify_s] for found in records]  # a device may not have told of the last rounds
+        if not all(records):
+            raise UserError(f"{target.name} has {target.max_positions} positions, too few to time rounds of {max(NODES)} drafts")
         rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
         slower = [
             [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found]  # than in the table

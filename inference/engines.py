@@ -16,7 +16,7 @@ from .draft_lm import DraftLM
 from .eagle import EagleProposer
 from .medusa import MedusaProposer
 from .ngram import NgramLookup
-from .proposer import Proposer, load_proposer, parse_spec, positive
+from .proposer import Proposer, load_proposer, parse_spec, positive, without_tree
 from .sampling import Rule, Sampling
 from .target import Target
 
@@ -73,12 +73,12 @@ class Engine:
             return {"length": drafts}
         if isinstance(proposer, MedusaProposer) and self.name == "vllm":  # taken out in 0.33
             return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
-        raise UserError(f"{self.name} has no such drafter")
+        raise UserError(f"{self.name} takes no such drafter, or drafts with one of its own that is not imitated here")
 
     def _sglang(self, proposer: Proposer) -> dict[str, Any]:
         """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where topk is 1."""
         if not isinstance(proposer, EagleProposer | DraftLM):
-            raise UserError("sglang has no such drafter")
+            raise UserError("sglang takes no such drafter, or drafts with one of its own that is not imitated here")
         steps, topk, tokens = (5, 4, 8) if isinstance(proposer, EagleProposer) else (3, 1, 4)
         steps = self.settings["steps"] or steps
         topk = self.settings["topk"] or topk
@@ -95,13 +95,12 @@ class AsIn:
 
     def __init__(self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]) -> None:
         """Raises `UserError` for a drafter that the engine does not take."""
-        name, _ = parse_spec(spec)
-        proposer = load_proposer(name, target, warn)
+        proposer = load_proposer(without_tree(spec), target, warn)
         self.name = f"{proposer.name} as in {engine.label}"
         self.setting = engine.shape(proposer)
         self._rule = engine.rule(type(proposer))
         self._target = target
-        self._proposer = load_proposer(name, target, lambda message: None, self.setting)
+        self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
 
     def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
         """As `decode.generate`."""

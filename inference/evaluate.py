@@ -21,20 +21,20 @@ from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
-from ..heads.files import whole_directory, whole_file, write_json
+from ..heads.files import checksum, whole_directory, whole_file, write_json
 from ..heads.fingerprint import tokenizer_hash
 from . import live_report, replayed
 from .assisted import Assisted
 from .draft_lm import DraftLM
 from .engines import AsIn, Engine
-from .measure import DEFINITIONS, Results, Setting, Way, compare, distinct_names, measured
+from .measure import DEFINITIONS, Results, Setting, Way, compare, distinct_names, measured, model_batches
 from .metrics import kept_per_round
-from .prompts import Prompt, read_prompts
-from .proposer import PlainDecoding, Proposer, check_spec, load_proposer, weight_bytes
+from .prompts import Prompt, check_room, read_prompts
+from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
 from .sampling import Sampling
 from .sources import source_files
 from .target import Target, TargetConfig, load_target
-from .tuned import Profile, Tuned
+from .tuned import Profile, Tuned, key_of, machine_of
 
 EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 2
@@ -120,19 +120,23 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held against those that `served` has."""
     assert options.prompts is not None
     target = load_target(options.target)
-    proposers, left_out = proposers_of(options, target)
+    loaded, left_out = proposers_of(options, target)
+    proposers = list(loaded.values())
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
-    theirs = [Assisted(target, p) for p in proposers if isinstance(p, DraftLM)][: int(options.baselines)]
-    if options.baselines and not theirs:
-        left_out["assisted generation"] = "it needs a small model; give one as --drafter"
+    check_room(prompts, target.max_positions)
+    theirs = assisted(options, target, proposers, left_out)
+    if theirs and any(setting.batch > 1 for setting in settings):
+        left_out["assisted generation of batches"] = "transformers assists one request at a time"
     others = tuned_and_served(options, target, left_out)
     ways = lambda setting: [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]  # noqa: E731
     results, found = [], []
     for setting in settings:
         decoding = ways(setting)
-        chosen = {way.name: way.setting for way in decoding if isinstance(way, Tuned | AsIn)}
+        names = zip(distinct_names(decoding), decoding, strict=True)
+        chosen = {name: way.setting for name, way in names if isinstance(way, Tuned | AsIn)}
         results.append(compare(target, decoding, prompts, setting))
         found.append(measured(target, results[-1], setting, chosen))
+    model_batches(found)
     sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
@@ -141,18 +145,34 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     if options.spec_bench is not None:
         write_spec_bench(Path(options.spec_bench), results[0], target)
     facts = facts_of(target, target.tokenizer, prompts, options, started)
-    return {**facts, "left_out": left_out, "drafter_bytes": sizes, "settings": found}
+    own = dict(zip(sizes, map(origin, loaded), strict=True))
+    return {**facts, "left_out": left_out, "drafters": own, "drafter_bytes": sizes, "settings": found}
+
+
+def assisted(options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]) -> list[Assisted]:
+    """transformers' own loop with the first of the small models, if baselines are wanted and there is one that it takes."""
+    models = [proposer for proposer in proposers if isinstance(proposer, DraftLM)]
+    if not options.baselines:
+        return []
+    try:
+        if not models:
+            raise UserError("it needs a small model; give one as --drafter")
+        return [Assisted(target, models[0])]
+    except UserError as error:
+        left_out["assisted generation"] = str(error)
+        return []
 
 
 def tuned_and_served(options: Options, target: Target, left_out: dict[str, str]) -> Callable[[Setting], list[Way]]:
     """For each setting, the named drafters as `options.profile` has them, and as in each engine of `options.like`."""
     profile = Profile(options.profile, target) if options.profile is not None else None
-    tuned = [spec for spec in options.drafter if profile is not None and spec in profile]
+    apart = {key_of(spec): spec for spec in options.drafter}  # trees of one drafter are told apart by their settings alone
+    tuned = [spec for spec in apart.values() if profile is not None and spec in profile]
     if profile is not None and not tuned:
         raise UserError(f"{options.profile} is of none of the drafters; name one of those that it has with --drafter")
     engines: list[Way] = []
     for engine in map(Engine, options.like):
-        for spec in options.drafter:
+        for spec in apart.values():
             try:
                 engines.append(AsIn(engine, spec, target, lambda message: None))
             except UserError as error:
@@ -221,19 +241,26 @@ def numbers(text: str | None, option: str, kind: type) -> list[Any]:
         raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
 
 
-def proposers_of(options: Options, target: Target) -> tuple[list[Proposer], dict[str, str]]:
-    """Plain decoding, what the user names and the baselines, and why a baseline is left out."""
+def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer], dict[str, str]]:
+    """Plain decoding, the baselines and what the user names, by their specs, and why a baseline is left out."""
     warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
-    named = [spec for spec in options.drafter if spec != "none"]
-    proposers: list[Proposer] = [PlainDecoding()]
+    named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
+    proposers = {"none": load_proposer("none", target, warn)}
     left_out = {}
     for spec in BASELINES if options.baselines else ():
         if spec not in named:
             try:
-                proposers.append(load_proposer(spec, target, warn))
+                proposers[spec] = load_proposer(spec, target, warn)
             except UserError as error:  # such as early exit, which not every architecture allows
                 left_out[spec] = str(error)
-    return proposers + [load_proposer(spec, target, warn) for spec in named], left_out
+    return proposers | {spec: load_proposer(spec, target, warn) for spec in named}, left_out
+
+
+def origin(spec: str) -> dict[str, str | None]:
+    """A drafter as it was named, and a hash of its weights' files; None for one that has no files."""
+    name, _ = parse_spec(spec)
+    files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
+    return {"spec": spec, "sha256": " ".join(map(checksum, files)) or None}
 
 
 def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
@@ -250,6 +277,7 @@ def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], o
         "dtype": str(target.dtype).removeprefix("torch.") if target is not None else None,
         "device": str(target.device) if target is not None else None,
         "threads": torch.get_num_threads(),
+        "machine": machine_of(target) if target is not None else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "sampling": asdict(options.sampling),
         "options": asdict(options),
@@ -290,6 +318,8 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
     for setting in report["settings"]:
         console.print(_table_of(setting, report))
         for name, s in setting["drafters"].items():
+            for warning in s["warnings"]:
+                console.print(f"warning, {name}: {warning}")
             gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
             if gaps:
                 console.print(

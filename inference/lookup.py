@@ -59,9 +59,9 @@ class LookupProposer(ABC):
         longest = max(map(len, guesses))
         size = next(size for size in self._sizes if size >= longest)
         if size == 0:
-            return DraftTree(root[:, None], TreeShape.chain(0))
+            return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
         padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
-        return DraftTree(torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size))
+        return DraftTree(torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size), informed=False)
 
     def commit(self, accepted: Accepted) -> None:
         for row, tokens in zip(self._rows, accepted.tokens, strict=True):

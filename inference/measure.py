@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -55,6 +56,7 @@ class Turn:
 
 
 Results = dict[str, list[Turn]]
+FEWEST = 5  # prompts, or batches, of which an interval means something
 SAMPLES = 3  # replies of each drafter that are kept token by token
 
 
@@ -182,10 +184,13 @@ def measured(
         summary = summarise(generations, batches, [turn.prompt.place for turn in turns])
         costs = [(*_cost([plain[i] for i in batch]), *_cost([generations[i] for i in batch])) for batch in batches]
         summary["speedup"] = _ratio(costs)
-        summary["speedup_ci95"] = bootstrap(_by_prompt(costs, batches, turns), _ratio)
-        summary["speedup_median"] = statistics.median(_ratio([cost]) for cost in costs if all(cost))
+        units = _by_prompt(costs, batches, turns)
+        summary["speedup_ci95"] = bootstrap(units, _ratio) if len(units) >= FEWEST else (float("nan"), float("nan"))
+        ratios = [_ratio([cost]) for cost in costs if all(cost)]
+        summary["speedup_median"] = statistics.median(ratios) if ratios else None
         same = [a.token_ids == b.token_ids for a, b in zip(plain, generations, strict=True) if comparable(b)]
-        summary["equal_to_ar"] = sum(same) if same else None
+        summary["equal_to_ar"] = sum(same) if len(same) == len(turns) else None
+        summary["warnings"] = warnings_of(summary, generations)
         summary["by_category"] = by_category(turns)
         summary["per_request"] = [request_record(target, turn, a, sampling) for turn, a in zip(turns, plain, strict=True)]
         if (chosen := settings_of.get(name)) is not None:
@@ -249,12 +254,14 @@ DEFINITIONS = {
     "rounds": "of each request: [nodes drafted, drafts accepted, tokens kept] of every round",
     "discarded_share": "share of all verified nodes, roots included, that were drafts and not accepted",
     "verify_cost": "a verification over a plain verification; round_cost: a whole round over a plain round",
-    "predicted_speedup": "tau over round_cost; both over plain decoding's",
+    "predicted_speedup": "tau over round_cost; both over plain decoding's: what the split of these very rounds explains",
+    "modelled_speedup": "foretold from the smallest batch's tau and draft time, and from plain decoding's steps at all sizes",
     "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles over requests, nearest rank",
     "survival": "share of rounds that accepted at least d drafts",
     "cond_accept": "survival at d over survival at d - 1; cond_offered: among the rounds that had a draft at d",
     "chunk_gap": "seconds between the pieces that a reader of the stream sees: one a round",
     "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
+    "speedup_ci95": "over prompts; over batches where several prompts ran together; not given for fewer than five of them",
     "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where both wrote the same text, the "
     "ratio of the times",
     "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, traversal, rrs, or typical (lossy)",
@@ -265,6 +272,55 @@ DEFINITIONS = {
     "first_divergence": "index of the first token that differs from plain decoding",
     "top2_gap": "the target's best logit minus its second best there: near-ties flip in low precision, others must not",
 }
+
+
+def warnings_of(summary: dict[str, Any], generations: Sequence[Generation]) -> list[str]:
+    """What makes a figure doubtful (evaluation.md, section 2)."""
+    found = []
+    if cut := sum(g.finish_reason == "context" for g in generations):
+        found.append(f"{cut} replies were cut where the target's positions end")
+    if empty := sum(not g.rounds for g in generations):
+        found.append(f"{empty} replies had no round: their only token is the prefill's")
+    return found
+
+
+def model_batches(settings: Sequence[dict[str, Any]]) -> None:
+    """Add `modelled_speedup` to every drafter of settings that differ in batch size: what follows for each batch from the
+    smallest one's acceptance and draft time, and from plain decoding's steps at all of them.
+
+    A pass over n tokens in all takes what a plain step of n requests takes, between and beyond the batch sizes measured; drafting
+    grows with the batch as a plain step does. Needs two batch sizes of one temperature.
+    """
+    for law in {(s["temperature"], s["lossless"]) for s in settings}:
+        same = sorted((s for s in settings if (s["temperature"], s["lossless"]) == law), key=lambda s: s["batch"])
+        steps = {s["batch"]: _round_seconds(plain) for s in same if (plain := s["drafters"]["plain"])["rounds"]}
+        if len(steps) < 2:
+            continue
+        for setting in same:
+            for name, summary in setting["drafters"].items():
+                base = same[0]["drafters"].get(name)
+                if base is not None and base["rounds"] and base["split_s"]["verify"]:
+                    summary["modelled_speedup"] = _modelled(base, same[0]["batch"], setting["batch"], steps)
+
+
+def _round_seconds(summary: dict[str, Any]) -> float:
+    """Wall time of a round of the whole batch: `split_s` shares it among its rows."""
+    return summary["decode_s"] / summary["steps"]
+
+
+def _modelled(base: dict[str, Any], smallest: int, batch: int, steps: dict[int, float]) -> float:
+    pass_seconds = lambda tokens: _extended(steps, tokens)  # noqa: E731
+    each = {part: seconds / base["steps"] for part, seconds in base["split_s"].items()}
+    growth = pass_seconds(batch) / pass_seconds(smallest)
+    cost = each["draft"] * growth + pass_seconds(batch * (1 + base["mean_n_draft"])) + each["accept"] + each["kv"] + each["host"]
+    return base["tau_incl_bonus"] * pass_seconds(batch) / cost
+
+
+def _extended(points: dict[int, float], at: float) -> float:
+    """Linear through `points`, of which the last two go on."""
+    places = sorted(points)
+    low, high = next(((a, b) for a, b in pairwise(places) if at <= b), (places[-2], places[-1]))
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 @torch.inference_mode()
@@ -282,6 +338,8 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> dict[str, Any]
     ids: Any = torch.tensor([text], device=target.device)
     start = len(found.prompt_ids) - 1
     scores = target.head(target.forward(ids).last[0, start:-1]).float()
+    if (penalise := sampling.history_processor) is not None:  # each place has a text of its own before it
+        scores = torch.cat([penalise(ids[:, : start + 1 + i], scores[i : i + 1]) for i in range(len(scores))])
     laws = sampling.warpers(ids, scores).softmax(-1)
     chances = laws.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
     best = laws.topk(min(3, laws.shape[-1]))

@@ -116,6 +116,8 @@ def make_proposer(
         raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
     count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
     positive("nodes", count)
+    if tree == "chain" and nodes is None:
+        count = artifact.drafter.config.num_heads
     if tree == "chain":
         return MedusaProposer(artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name)
     if tree not in ("calibrated", "best-first"):

@@ -6,6 +6,7 @@ that the prefill chooses belongs to no round.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -76,8 +77,11 @@ def pooled(kept: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[i
 def bootstrap(requests: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int = 0) -> tuple[float, float]:
     """95% interval of a statistic, resampling requests or prompts: rounds of one are correlated, so they go together."""
     rng = random.Random(seed)
-    values = sorted(statistic(rng.choices(requests, k=len(requests))) for _ in range(RESAMPLES))
-    return values[int(0.025 * RESAMPLES)], values[int(0.975 * RESAMPLES) - 1]
+    drawn = (statistic(rng.choices(requests, k=len(requests))) for _ in range(RESAMPLES if requests else 0))
+    values = sorted(value for value in drawn if not math.isnan(value))  # of nothing but replies without a round, say
+    if not values:
+        return float("nan"), float("nan")
+    return values[int(0.025 * len(values))], values[max(int(0.975 * len(values)) - 1, 0)]
 
 
 def repeats_itself(tokens: Sequence[int], n: int = LOOP_NGRAM) -> bool:
@@ -122,12 +126,13 @@ def quantiles(values: Sequence[float | None], at: Sequence[float] = (0.5, 0.95, 
     there = sorted(value for value in values if value is not None)
     if not there:
         return None
-    return {f"p{100 * share:g}": there[min(int(share * len(there)), len(there) - 1)] for share in at}
+    return {f"p{100 * share:g}": there[max(math.ceil(share * len(there)) - 1, 0)] for share in at}
 
 
 def time_per_token(generation: Generation) -> float | None:
-    """Seconds from the first token to the last over the tokens after the first; `None` for a reply of one token."""
-    return generation.decode_s / (len(generation.token_ids) - 1) if len(generation.token_ids) > 1 else None
+    """Seconds from the prefill's token to the last over the tokens of all rounds; `None` for a reply without a round."""
+    tokens = sum(kept_per_round(generation))
+    return generation.decode_s / tokens if tokens else None
 
 
 def summarise(
@@ -150,6 +155,7 @@ def summarise(
     return {
         "requests": len(generations),
         "rounds": len(rounds),
+        "steps": sum(max((len(generations[i].rounds) for i in batch), default=0) for batch in together),
         "tokens": sum(len(g.token_ids) for g in generations),
         "tau_incl_bonus": tau(kept),
         "tau_ci95": [low, high],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def read_prompts(
     if not prompts:
         raise UserError(f"{path} holds no prompts; give at least one row")
     return prompts
+
+
+def check_room(prompts: Sequence[Prompt], positions: int) -> None:
+    """Demand that every prompt leaves room for a token; raises `UserError` that names one which does not."""
+    for prompt in prompts:
+        if len(prompt.token_ids) >= positions:
+            raise UserError(
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens and leaves no room in {positions} positions; "
+                "shorten it or leave it out"
+            )
 
 
 def next_turn(prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int) -> Prompt | None:

@@ -149,6 +149,17 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
+TREE_SETTINGS = ("length", "width", "nodes", "tree", "threshold", "cost", "heat", "shape")
+"""What says how far and how wide to draft; the other settings of a drafter say what it is."""
+
+
+def without_tree(spec: str | Path) -> str:
+    """`spec` with only the settings that are not about its tree: `ngram:longest=5,length=9` -> `ngram:longest=5`."""
+    name, settings = parse_spec(str(spec))
+    kept = ",".join(f"{key}={value}" for key, value in settings.items() if key not in TREE_SETTINGS)
+    return f"{name}:{kept}" if kept else name
+
+
 def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     """`parse_spec`, and that the name is a drafter's as far as one can see without a target. Raises `UserError`."""
     name, settings = parse_spec(str(spec))
@@ -160,13 +171,12 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None], tuned: dict[str, Any] | None = None) -> Proposer:
-    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`; with a profile's settings, `tuned`, if given.
+    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`; with the tree `tuned` instead of its own.
 
     Raises `UserError`.
     """
-    name, settings = check_spec(spec)
-    if tuned is not None:
-        settings |= tuned
+    name, settings = check_spec(spec if tuned is None else without_tree(spec))
+    settings |= tuned or {}
     if name in UNTRAINED:
         module, cls = UNTRAINED[name]
         make = getattr(importlib.import_module(f".{module}", __package__), cls)

@@ -71,6 +71,8 @@ def facts(report: Report, path: str) -> str:
 
 def verdict(report: Report) -> str:
     """Whether decoding was lossless, and the fastest drafter of each temperature's first setting, in a line each."""
+    if not report["settings"]:
+        return ""
     lossy = [f"T = {s['temperature']:g}, batch {s['batch']}" for s in report["settings"] if not s["lossless"]]
     lines = []
     if lossy:
@@ -199,17 +201,18 @@ def speed(report: Report, colours: Colours) -> str:
         title = f"Speed-up, T = {first['temperature']:g}" + ("" if first["lossless"] else ", LOSSY")
         if len(same) > 1:
             note = (
-                "points: measured, with 95% intervals; dashed: predicted from tau and the cost of a round; dotted: plain decoding"
+                "points: measured, with 95% intervals; dashed: foretold from the smallest batch and plain decoding's steps; "
+                "dotted: plain decoding"
             )
             figures.append(figure(title, _over_batches(same, colours), note))
             continue
         bars = [
-            Bar(name, s["speedup"], colours[name], finite_pair(s.get("speedup_ci95")), s.get("predicted_speedup"))
+            Bar(name, s["speedup"], colours[name], finite_pair(s.get("speedup_ci95")), None)
             for name, s in drafting(first).items()
             if s.get("speedup") is not None
         ]
         chart = bar_chart([("", bars)], f"speed-up over plain decoding, batch {first['batch']}", 1.0)
-        figures.append(figure(title, chart, "dashed tick: predicted from tau and the cost of a round; dotted: plain decoding"))
+        figures.append(figure(title, chart, "dotted: plain decoding"))
     return side_by_side(figures)
 
 
@@ -220,7 +223,7 @@ def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
         there = [(log2(setting["batch"]), setting["drafters"][name]) for setting in settings if name in setting["drafters"]]
         measured = [(x + aside, s["speedup"]) for x, s in there if s.get("speedup") is not None]
         pairs = [finite_pair(s.get("speedup_ci95")) for _, s in there if s.get("speedup") is not None]
-        guessed = [(x + aside, s["predicted_speedup"]) for x, s in there if s.get("predicted_speedup") is not None]
+        guessed = [(x + aside, s["modelled_speedup"]) for x, s in there if s.get("modelled_speedup") is not None]
         lines.append(Series(f"{name}, predicted", guessed, colours[name], dashed=True, label=""))
         lines.append(Series(name, measured, colours[name], pairs, joined=False))
     sizes = [(log2(setting["batch"]), str(setting["batch"])) for setting in settings]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
-from .compare import load_report
+from .compare import load_measured
 from .costs import between
 from .evaluate import numbers
 from .gains import (
@@ -79,8 +79,8 @@ class Options:
             raise UserError("give either --acceptance or --report")
         if self.draft_length < 1 or self.longest < self.draft_length or self.draft_cost < 0:
             raise UserError("--draft-length must be at least 1 and at most --longest, --draft-cost at least 0")
-        if self.profile is not None and self.report is not None:
-            raise UserError("--profile goes with --acceptance; a report has costs of its own")
+        if self.report is not None and any((self.profile, self.gpu, self.params)):
+            raise UserError("--profile, --gpu and --params go with --acceptance; a report has costs of its own")
         if (self.gpu is None) != (self.params is None):
             raise UserError("--gpu and --params go together")
         if self.gpu is not None and self.gpu not in GPUS:
@@ -188,14 +188,18 @@ def _gains(options: Options, acceptance: list[float], batch: int, context: int, 
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
     """What the model says of each drafter and setting that a report measured, beside what was measured."""
-    settings = [(s, s["drafters"]["plain"]) for s in load_report(path)["settings"]]
+    settings = [(s, s["drafters"]["plain"]) for s in load_measured(path)["settings"]]
     found = {}
     for setting, plain in settings:
         for name, drafter in setting["drafters"].items():
             if not drafter["cond_accept"]:
                 continue
             plain_step = sum(plain["split_s"].values()) / plain["rounds"]
-            step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / len(drafter["cond_accept"])
+            levels = len(drafter["cond_accept"])
+            step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / levels
+            # Only where what was drafted is a chain, and no longer than what was seen of it.
+            chain = drafter["split_s"]["verify"] > 0 and max(r[0] for q in drafter["per_request"] for r in q["rounds"]) == levels
+            best = asdict(best_length(drafter["cond_accept"], step, min(longest, levels))) if chain else None
             label = name if len(settings) == 1 else f"{name}, T = {setting['temperature']:g}, batch {setting['batch']}"
             found[label] = {
                 "tokens": profile_tokens(drafter["cond_accept"]),
@@ -205,7 +209,7 @@ def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
                 "speedup_predicted": drafter["predicted_speedup"],
                 "speedup_measured": drafter["speedup"],
                 "draft_step_cost": step,
-                "best_chain": asdict(best_length(drafter["cond_accept"], step, longest)),
+                "best_chain": best,
             }
     return found
 
@@ -263,7 +267,8 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
     for name, row in found.items():
         table.add_row(
             name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", f"{row['round_cost']:.2f}", f"{row['speedup_predicted']:.2f}x",
-            f"{row['speedup_measured']:.2f}x", f"{row['best_chain']['length']}: {row['best_chain']['speedup']:.2f}x",
+            f"{row['speedup_measured']:.2f}x",
+            f"{best['length']}: {best['speedup']:.2f}x" if (best := row["best_chain"]) is not None else "-",
         )  # fmt: skip
     console.print(table)
     console.print(

@@ -143,8 +143,9 @@ class DraftTree:
     scores: Tensor | None = None
     """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen by, a sum along each path; the
     root's is inf."""
-    informed: bool = False
-    """Whether the drafts knew anything of the target's noise at their positions; then probabilities say nothing of acceptance."""
+    informed: bool | None = None
+    """Whether the drafts knew anything of the target's noise at their positions; then probabilities say nothing of acceptance.
+    None: as the rule says, coupled drafts do."""
 
     def __post_init__(self) -> None:
         if self.shape is not None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -16,13 +17,13 @@ from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
-from .candidates import Candidate, candidates
+from .candidates import Candidate, candidates, check_tunable
 from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
 from .evaluate import numbers
 from .measure import Setting, compare, measured
-from .prompts import Prompt, read_prompts
-from .proposer import PlainDecoding, check_spec
+from .prompts import Prompt, check_room, read_prompts
+from .proposer import PlainDecoding, check_spec, load_proposer
 from .sampling import Sampling
 from .sources import source_files
 from .target import Target, TargetConfig, load_target
@@ -53,8 +54,8 @@ class Options:
     """Use the first so many prompts."""
     max_new_tokens: int = 96
     """Longest reply."""
-    temperatures: str = "0"
-    """Tune for each of these: 0,0.7."""
+    temperatures: str | None = None
+    """Tune for each of these: 0,0.7. In place of sampling.temperature."""
     batch_sizes: str = "1"
     """Tune for each of these: 1,4,16."""
     contexts: str = "128,1024,4096"
@@ -77,16 +78,13 @@ class Options:
 
 
 def run(options: Options) -> None:
-    for spec in options.drafter:
-        check_spec(spec)
-    source_files(options.prompts)
-    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int)))
-    temperatures = numbers(options.temperatures, "--temperatures", float)
-    contexts = numbers(options.contexts, "--contexts", int)
-    if not batches or min(batches) < 1 or not temperatures or not contexts or min(contexts) < 1:
-        raise UserError("--batch-sizes, --contexts and --temperatures each need numbers; sizes and contexts of at least 1")
+    laws, batches, contexts = check(options)
     target = load_target(options.target)
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
+    prompts = [replace(prompt, later=[]) for prompt in prompts]  # what is counted and what is timed are first turns
+    check_room(prompts, target.max_positions)
+    for spec in options.drafter:
+        check_tunable(load_proposer(spec, target, lambda message: print(f"warning: {message}", file=sys.stderr)), spec)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with tqdm(desc="tuning", unit=" steps", disable=None, leave=False) as progress:
 
@@ -96,8 +94,7 @@ def run(options: Options) -> None:
 
         bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick)
         drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
-        for temperature in temperatures:
-            law = replace(options.sampling, temperature=temperature)
+        for law in laws:
             for spec in options.drafter:
                 drafters[key_of(spec)] += bench.tune(spec, law, batches)
     profile = {
@@ -113,6 +110,24 @@ def run(options: Options) -> None:
     with whole_file(options.out) as aside:
         write_json(aside, profile)
     show(profile, Console())
+
+
+def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
+    """Laws, batch sizes and contexts. Raises `UserError` for what is known to be wrong before a large target loads."""
+    for spec in options.drafter:
+        check_spec(spec)
+    keys = [key_of(spec) for spec in options.drafter]
+    if len(set(keys)) < len(keys):
+        raise UserError("a drafter is named twice; its trees are what tune looks for, so name it once")
+    source_files(options.prompts)
+    if Path(options.out).is_dir():
+        raise UserError(f"cannot write {options.out}: it is a folder; name a file")
+    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int)))
+    contexts = sorted(set(numbers(options.contexts, "--contexts", int)))
+    if min(batches) < 1 or min(contexts) < 1:
+        raise UserError("--batch-sizes and --contexts must be at least 1")
+    temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
+    return [replace(options.sampling, temperature=temperature) for temperature in temperatures], batches, contexts
 
 
 class Bench:
@@ -143,6 +158,8 @@ class Bench:
         self.tick(f"{PLAIN.kind}, T = {law.temperature:g}")
         replies = generate(target, PlainDecoding(), requests, options.max_new_tokens, law)
         texts = [Text.of(reply, (request.id, request.sample)) for reply, request in zip(replies, requests, strict=True)]
+        if not any(text.roots for text in texts):
+            raise UserError("the target answers every prompt with one token, so there is nothing to draft; give other prompts")
         found, about = candidates(target, spec, texts, law, self.tick)
         prompts = [prompt.token_ids for prompt in self.prompts]
         costs, plain_costs = drafting(target, probes_of(found), prompts, self.batches, self.verify, law, self.tick)
@@ -156,7 +173,7 @@ class Bench:
             self.tick(f"{len(chosen)} finalists, T = {law.temperature:g}, batch {batch}")
             measurements = self._measure([plain, *chosen], law, batch)
             pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
-            predictions = [{**p, "tokens_s": p["tokens_s"] * pace} for p in predictions]
+            predictions = [{**p, "tokens_s": p["tokens_s"] * pace, "tokens_s_unscaled": p["tokens_s"]} for p in predictions]
             finals = [
                 {"kind": c.kind, "label": c.label, "setting": c.setting, "predicted": p, "measured": m}
                 for c, p, m in zip([plain, *chosen], predictions, measurements, strict=True)
@@ -165,7 +182,7 @@ class Bench:
             default = finals[1 + chosen.index(found[0])]
             rows.append(
                 {"temperature": law.temperature, "batch": batch, **best, "plain": finals[0], "default": default}
-                | {"finalists": finals[1:], "candidates": len(found), "cost_fit_error": costs.error, **about}
+                | {"finalists": finals[1:], "candidates": len(found), "cost_fit_error": costs.error, "pace": pace, **about}
             )
         return rows
 
@@ -268,4 +285,7 @@ def show(profile: dict[str, Any], console: Console) -> None:
             console.print(table)
             if row["measured"]["speedup"] < 1:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
-    console.print("tau: tokens a round. Measured on the calibration prompts; evaluate --profile measures on others.")
+    console.print(
+        "tau: tokens a round. Predicted: rounds in units of plain ones, which take what they took while the finalists ran. The "
+        "chosen one is the fastest of few that are close, so expect a little less elsewhere; evaluate --profile measures it."
+    )

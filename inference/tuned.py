@@ -12,7 +12,7 @@ import torch
 
 from ..heads.errors import UserError
 from .decode import Generation, Request, generate
-from .proposer import load_proposer, parse_spec
+from .proposer import load_proposer, parse_spec, without_tree
 from .sampling import Sampling
 from .target import Target
 
@@ -43,10 +43,11 @@ class Profile:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a profile ({error}); write one with draftsmith tune") from error
         own = target.fingerprint().as_dict()
-        if made_for != own:
+        if {**made_for, "name": None} != {**own, "name": None}:
             raise UserError(f"{path} was tuned for target {made_for.get('name')}, which is not {own['name']}; tune again")
         here = machine_of(target)
-        for name in ("device", "dtype", "threads", "compiled"):
+        threads = ("threads",) if here["device"] == "cpu" else ()
+        for name in ("device", "dtype", "compiled", *threads):
             if machine.get(name) != here[name]:
                 raise UserError(f"{path} was tuned with {name} {machine.get(name)}, this is {here[name]}; tune again here")
 
@@ -68,9 +69,8 @@ class Tuned:
 
     def __init__(self, profile: Profile, spec: str, target: Target, sampling: Sampling, batch: int) -> None:
         self.setting = profile.setting(spec, sampling.temperature, batch)
-        name, _ = parse_spec(spec)
         self._target = target
-        self._proposer = load_proposer(name, target, lambda message: None, self.setting)
+        self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
         self.name = self._proposer.name
 
     def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
@@ -79,6 +79,7 @@ class Tuned:
 
 
 def key_of(spec: str) -> str:
-    """A drafter's name in a profile: its folder, or its own name, without settings."""
+    """A drafter's name in a profile: its folder, or its own name, with the settings that are not about its tree."""
     name, _ = parse_spec(spec)
-    return str(Path(name).resolve()) if Path(name).is_dir() else name
+    kept = without_tree(spec)
+    return str(Path(name).resolve()) + kept.removeprefix(name) if Path(name).is_dir() else kept

@@ -35,6 +35,35 @@ def test_what_is_gained_on_one_category_and_lost_on_another() -> None:
     assert low == high == pytest.approx(-0.2), "pairs that all change alike leave no doubt"
 
 
+def test_turns_of_a_prompt_are_drawn_together() -> None:
+    """Every prompt has a turn that gains a half and one that loses as much: no doubt that nothing has changed."""
+    before, after = report(CODE, CHAT), report(CODE, CHAT)
+    for found in (before, after):
+        for place, request in enumerate(found["settings"][0]["drafters"]["head"]["per_request"]):
+            request |= {"prompt": place // 2, "category": "", "rounds": [[5, 3, 4]]}
+    for place, request in enumerate(after["settings"][0]["drafters"]["head"]["per_request"]):
+        request["rounds"] = [[5, 1, 2]] if place % 2 else [[5, 5, 6]]
+    (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
+    assert [row["change_ci95"] for row in setting["rows"]] == [[0.0, 0.0]]
+
+
+def test_few_prompts_do_not_fail_anybody() -> None:
+    before, after = report(CODE, CHAT), report(CODE, [1, 1, 1])
+    for found in (before, after):
+        requests = found["settings"][0]["drafters"]["head"]["per_request"]
+        found["settings"][0]["drafters"]["head"]["per_request"] = requests[:10] + requests[10:14]
+    (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.02)
+    assert {row["category"]: row["regressed"] for row in setting["rows"]}["chat"] is False
+
+
+def test_only_the_drafter_may_differ() -> None:
+    for key, value in {"target": {"weights_hash": "y"}, "options": {"max_new_tokens": 7}, "sampling": {"top_k": 3}}.items():
+        with pytest.raises(UserError, match="of different"):
+            compared([report(CODE, CHAT), report(CODE, CHAT) | {key: value}], ["head", "head"], ["a", "b"], 0.0)
+    hotter = report(CODE, CHAT) | {"sampling": {"temperature": 1}}
+    assert compared([report(CODE, CHAT) | {"sampling": {"temperature": 0}}, hotter], ["head", "head"], ["a", "b"], 0.0)
+
+
 def test_a_fall_within_the_interval_is_no_regression() -> None:
     """Five prompts gain what five lose, and one round more: -3%, with 0 inside."""
     before, after = report(CODE, CHAT), report(CODE, CHAT)
@@ -65,7 +94,8 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("other", "options", "why"),
     [
-        (report(CODE, CHAT, sha="y"), {}, "different prompts"),
+        (report(CODE, CHAT, sha="y"), {}, "of different prompts"),
+        ({"server": {"url": "x"}, "settings": []}, {}, "figures of a server only"),
         (report(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
         (report(CODE, CHAT), {"drafter": ["head", "nobody"]}, "has no drafter 'nobody'; there are: plain, ngram, head"),
         (report(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),

@@ -44,8 +44,8 @@ def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str
     [
         ("llamacpp", EAGLE3, "EAGLE-3 of one layer and three taps, without tap or output norms"),
         ("llamacpp", EAGLE1, "EAGLE-3 of one layer"),
-        ("sglang", MEDUSA, "has no such drafter"),
-        ("vllm", "early-exit", "has no such drafter"),
+        ("sglang", MEDUSA, "takes no such drafter"),
+        ("vllm", "early-exit", "takes no such drafter"),
     ],
 )
 def test_what_an_engine_does_not_take_is_said(quickstart: Target, engine: str, drafter: str, why: str) -> None:

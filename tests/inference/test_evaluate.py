@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluate import Options, check
+from draftsmith.inference.measure import model_batches
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.prompts import next_turn, read_prompts
 from draftsmith.inference.target import TargetConfig, load_target
@@ -105,8 +106,97 @@ def test_a_later_turn_follows_the_reply(tmp_path: Path) -> None:
 
 
 def test_quantiles_by_the_nearest_rank() -> None:
-    assert quantiles([3.0, 1.0, None, 2.0, 4.0]) == {"p50": 3.0, "p95": 4.0, "p99": 4.0}
+    assert quantiles([3.0, 1.0, None, 2.0, 4.0]) == {"p50": 2.0, "p95": 4.0, "p99": 4.0}
+    assert quantiles([float(i) for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
     assert quantiles([None]) is None
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A draft model, so transformers' own loop too; as in an engine; under a rule that keeps the law only; six prompts."""
+    folder = tmp_path_factory.mktemp("second")
+    rows = [{"prompt": f"def add{i}(a, b):\n    # Add two numbers."} for i in range(6)]
+    (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shared = ["--target", QUICKSTART, "--prompts", folder / "p.jsonl", "--max-new-tokens", 24, "--repeats", 1]
+    ways = ["--drafter", QUICKSTART.parent / "draft_lm", "--like", "vllm:drafts=2", "--like", "sglang", "--drafter", "suffix"]
+    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,3", "--rule", "rejection"]
+    done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "one request at a time" in said and "suffix as in vllm:drafts=2 is left out" in said
+    return json.loads((folder / "o.json").read_text())
+
+
+def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any]) -> None:
+    one, three, sampled, _ = second["settings"]
+    theirs, ours = one["drafters"]["assisted (draft-lm)"], one["drafters"]["draft-lm"]
+    assert theirs["equal_to_ar"] == theirs["requests"] == 6 and theirs["tau_incl_bonus"] > 1.5
+    assert theirs["mean_n_draft"] == ours["mean_n_draft"] == 4 and theirs["verify_cost"] is None
+    assert all(r["finish_reason"] in ("eos", "length") for r in theirs["per_request"])
+    assert sampled["drafters"]["assisted (draft-lm)"]["equal_to_ar"] is None
+    assert "assisted (draft-lm)" not in three["drafters"]
+
+
+def test_as_in_an_engine(second: dict[str, Any]) -> None:
+    for setting in second["settings"]:
+        vllm, sglang = (setting["drafters"][f"draft-lm as in {name}"] for name in ("vllm:drafts=2", "sglang"))
+        assert vllm["setting"] == {"length": 2, "width": 1} and vllm["mean_n_draft"] == 2
+        assert sglang["setting"] == {"length": 3, "width": 1} and sglang["mean_n_draft"] == 3
+        assert vllm["equal_to_ar"] == 6, "greedy drafts write what plain sampling writes"
+
+
+def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) -> None:
+    greedy, _, sampled, _ = second["settings"]
+    assert greedy["drafters"]["draft-lm"]["equal_to_ar"] == 6 and sampled["drafters"]["draft-lm"]["equal_to_ar"] is None
+    assert sampled["drafters"]["suffix"]["verify_mode"] == ["match"] and sampled["drafters"]["suffix"]["rb_tau"] > 1
+
+
+def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
+    drafters = second["drafters"]
+    assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft-lm", "suffix"]
+    assert drafters["draft-lm"]["spec"].endswith("draft_lm") and len(drafters["draft-lm"]["sha256"]) == 64
+    assert drafters["suffix"] == {"spec": "suffix", "sha256": None}
+    assert second["machine"]["device"] == "cpu"
+
+
+def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> None:
+    one, three = second["settings"][:2]
+    assert all(x == x for x in one["drafters"]["ngram"]["speedup_ci95"])
+    assert all(x != x for x in three["drafters"]["ngram"]["speedup_ci95"]), "two batches"
+
+
+def test_what_a_batch_gains_is_foretold_from_the_smallest_one() -> None:
+    """A plain step of 1, 4 and 8 requests takes 10, 16 and 24 ms; 3 nodes are drafted in 5 ms, tau is 2, the host takes 1 ms.
+
+    Batch 1: four tokens in a pass, 16 ms; 2 tokens in 5 + 16 + 1 ms against 10 ms a token. Batch 4: drafting takes 8 ms, 16
+    tokens go through in 24 + 2 * (24 - 16) = 40 ms, and a plain step would take 16.
+    """
+
+    def summary(milliseconds: float, drafted: float, tau: float, split: dict[str, float]) -> dict[str, Any]:
+        parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "kv": 0.0, "host": 0.0} | {k: v / 100 for k, v in split.items()}
+        times = {"decode_s": milliseconds / 100, "steps": 10, "rounds": 10, "split_s": parts}
+        return {**times, "mean_n_draft": drafted, "tau_incl_bonus": tau}
+
+    def setting(batch: int, milliseconds: float) -> dict[str, Any]:
+        drafter = summary(22, 3.0, 2.0, {"draft": 5, "verify": 16, "host": 1})
+        drafters = {"plain": summary(milliseconds, 0, 1, {"verify": milliseconds}), "d": drafter}
+        return {"temperature": 0, "lossless": True, "batch": batch, "drafters": drafters}
+
+    settings = [setting(1, 10), setting(4, 16), setting(8, 24)]
+    model_batches(settings)
+    assert settings[0]["drafters"]["d"]["modelled_speedup"] == pytest.approx(2 * 10 / (5 + 16 + 1))
+    assert settings[1]["drafters"]["d"]["modelled_speedup"] == pytest.approx(2 * 16 / (8 + 40 + 1))
+    model_batches(settings[:1])
+
+
+def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def add(a, b):"}) + "\n")
+    shared = ["--target", str(QUICKSTART), "--drafter", "ngram", "--no-baselines", "--repeats", "1"]
+    done = run_cli("evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "1")
+    assert done.returncode == 0 and "had no round" in done.stdout, done.stderr
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "long", "prompt": "word " * 2000}) + "\n")
+    done = run_cli("evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"))
+    assert done.returncode == 2 and "prompt long has" in done.stderr and "leaves no room" in done.stderr
 
 
 @pytest.mark.parametrize(

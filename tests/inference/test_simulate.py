@@ -150,7 +150,7 @@ def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None
         ({"acceptance": "0.8", "draft_length": 0}, "at least 1"),
         ({"acceptance": "1.2"}, "between 0 and 1"),
         ({"acceptance": "high"}, "numbers with commas"),
-        ({"report": "r.json", "profile": "p.json"}, "--profile goes with --acceptance"),
+        ({"report": "r.json", "profile": "p.json"}, "--profile, --gpu and --params go with"),
     ],
 )
 def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.candidates import Candidate, along, candidates, cut, rank_table, runs
+from draftsmith.inference.candidates import Candidate, along, candidates, cut, fitted_heat, rank_table, runs
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.metrics import kept_per_round
-from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.replay import replay
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import Target
@@ -74,6 +74,44 @@ def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: s
 @pytest.mark.parametrize("law", [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], ids=["greedy", "law"])
 def test_foretold_rounds_are_the_decoded_ones_full(quickstart: Target, spec: str, law: Sampling) -> None:
     check(quickstart, spec, law, 96, 12, 12)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "ngram:length=9",
+        "ngram:length=20,longest=5",
+        f"{DRAFTERS / 'medusa'}:tree=best-first,nodes=12",
+        f"{DRAFTERS / 'medusa'}:tree=chain",
+        f"{DRAFTERS / 'eagle3'}:length=1,width=8,nodes=8",
+        f"{DRAFTERS / 'eagle3'}:length=9,width=2,nodes=20,heat=0.6",
+        f"{DRAFTERS / 'distill'}:length=9",
+    ],
+    ids=lambda spec: spec.split("/")[-1],
+)
+def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: str) -> None:
+    """Whatever it is: what tune finds is compared with it."""
+    prompts = chat_prompts(quickstart, "valid", 2)
+    plain = generate(quickstart, PlainDecoding(), prompts, 12)
+    texts = [Text.of(reply, (i, 0)) for i, reply in enumerate(plain)]
+    found, _ = candidates(quickstart, spec, texts, Sampling(), lambda what: None)
+    own = found[0]
+    foretold = [replay([0] * t.start + a, t.start, len(t.ids)) for t, a in zip(texts, own.accepted, strict=True)]
+    decoded = generate(quickstart, load_proposer(spec, quickstart, print), prompts, 12)
+    assert foretold == [kept_per_round(g) for g in decoded], own.label
+    again = generate(quickstart, load_proposer(spec, quickstart, print, own.setting), prompts, 12)
+    assert [[(r.drafted, r.accepted) for r in g.rounds] for g in again] == [
+        [(r.drafted, r.accepted) for r in g.rounds] for g in decoded
+    ]
+
+
+def test_the_fitted_score_temperature_is_the_one_that_accepts_most() -> None:
+    """Pools of one root, whose one path needs so many nodes at each score temperature; of equals the one nearest to 1."""
+    need = {0.3: 30, 0.5: 16, 0.7: 9, 1.0: 40, 1.4: 17}
+    one = lambda nodes: [[[[nodes]] * 8]]  # noqa: E731
+    heat, taken = fitted_heat(lambda heat: one(need[heat]))
+    assert heat == 0.7 and taken == {"0.3": 0, "0.5": 1, "0.7": 1, "1.0": 0, "1.4": 0}
+    assert fitted_heat(lambda heat: one({0.3: 1}.get(heat, 99)))[0] == 0.3
 
 
 @pytest.mark.parametrize("spec", ["early-exit", "lookahead", "none"])

@@ -11,10 +11,10 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.candidates import Candidate
 from draftsmith.inference.costs import NODES, PLAIN, DraftCosts, Filler, VerifyCosts, _fit, between, features, run
-from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.sampling import GREEDY, Sampling
 from draftsmith.inference.target import Target, TargetConfig
-from draftsmith.inference.tune import Options, predicted, probes_of
+from draftsmith.inference.tune import Options, check, predicted, probes_of
 from draftsmith.inference.tuned import Profile, Tuned, key_of
 from draftsmith.inference.walk import Text
 
@@ -72,6 +72,8 @@ def test_a_prediction_by_hand() -> None:
     assert one["tau"] == pytest.approx(8 / 4) and one["tokens_s"] == pytest.approx(8 / (4 * 4))
     two = predicted(candidate, texts, 2, verify, costs)
     assert two["tokens_s"] == pytest.approx(8 / ((1 + 6) + 4 + 4)), "the first round is shared, then one row is left"
+    slower = DraftCosts(costs.weights, {1: 2.0, 2: 2.0}, 0.0)
+    assert predicted(candidate, texts, 1, verify, slower)["tokens_s"] == pytest.approx(8 / (4 * 7)), "verification takes 6 s"
     plain = predicted(replace(PLAIN, accepted=[[0] * 6, [0] * 2]), texts, 1, verify, costs)
     assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
 
@@ -133,6 +135,30 @@ def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) ->
     assert done.returncode == 0 and "8 tokens" in done.stderr
 
 
+def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -> None:
+    found = json.loads(profile.read_text())
+    found["drafters"] = {"ngram:longest=2": [{"temperature": 0, "batch": 1, "setting": {"length": 1}}]}
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(found))
+    shared = ["--target", str(QUICKSTART), "--prompt", "def add(a, b):\n    # Add.", "--max-new-tokens", "40"]
+    rounds = [
+        run_cli("generate", *shared, "--drafter", spec, *more).stderr.splitlines()[-1]
+        for spec, more in (
+            ("ngram:longest=2,length=8", ["--profile", str(path)]),
+            ("ngram:longest=2,length=1", []),
+            ("ngram:longest=2", []),
+        )
+    ]
+    assert rounds[0] == rounds[1] != rounds[2] and "rounds" in rounds[0]
+
+
+def test_costs_of_a_batch_are_the_most_drafted_and_end_with_its_first_row(quickstart: Target) -> None:
+    prompts = [chat_prompts(quickstart, "valid", 1)[0], [5, 6, 7] * 300]
+    found = run(quickstart, load_proposer("ngram:length=4", quickstart, print), prompts, 400, GREEDY)
+    assert all(r.rows == 2 for r in found) and len(found) < 130, "the second prompt has room for 124 tokens"
+    assert max(r.drafted or 0 for r in found) == 4
+
+
 def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: Target) -> None:
     rows: list[dict[str, Any]] = [
         {"temperature": t, "batch": b, "setting": {"length": 1 + i}} for i, (t, b) in enumerate([(0, 1), (0, 16), (1, 1), (1, 4)])
@@ -141,6 +167,9 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     path = profile.parent / "other.json"
     path.write_text(json.dumps(written))
     own = Profile(str(path), quickstart)
+    written["target"]["name"] = "the same elsewhere"
+    path.write_text(json.dumps(written))
+    assert Profile(str(path), quickstart)
     asked = [(0.0, 1), (0.2, 3), (0.2, 5), (0.7, 1), (1.0, 64)]
     assert [own.setting("ngram", *at)["length"] for at in asked] == [1, 1, 2, 3, 4]
     assert "ngram:length=3" in own and MEDUSA not in own
@@ -155,6 +184,7 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     [
         ({"target": {"name": "another"}}, "tuned for target another"),
         ({"machine": {"device": "H100"}}, "tuned with device H100, this is cpu; tune again here"),
+        ({"machine": {"threads": 99}}, "tuned with threads 99"),
         ({"drafters": None, "machine": None}, "is not a profile"),
     ],
 )
@@ -174,9 +204,21 @@ def test_a_profile_of_another_target_or_machine_is_refused(
     [
         ({"drafter": []}, "name a drafter"),
         ({"limit": 0}, "--limit must be at least 1"),
+        ({"temperatures": "hot"}, "--temperatures takes numbers"),
+        ({"temperatures": "0.7,0", "sampling": Sampling(temperature=1.0, top_k=5)}, "top_k means nothing at temperature 0"),
+        ({"drafter": ["ngram", "ngram:length=3"]}, "a drafter is named twice"),
+        ({"out": "."}, "it is a folder"),
+        ({"contexts": "0"}, "must be at least 1"),
         ({"sampling": Sampling(temperature=1.0, rule="rejection")}, "not with rule rejection"),
     ],
 )
 def test_wrong_options_are_said_before_anything_loads(options: dict[str, Any], why: str) -> None:
+    prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
-        Options(**{"target": TargetConfig("t"), "prompts": "p", "out": "o", "drafter": ["ngram"], **options})
+        check(Options(**{"target": TargetConfig("t"), "prompts": prompts, "out": "o", "drafter": ["ngram"], **options}))
+
+
+def test_a_given_temperature_is_tuned_for() -> None:
+    prompts = str(QUICKSTART / "config.json")
+    options = Options(TargetConfig("t"), prompts, "o", ["ngram"], sampling=Sampling(temperature=0.7, seed=3))
+    assert check(options)[0] == [Sampling(temperature=0.7, seed=3)]

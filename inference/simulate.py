@@ -134,7 +134,8 @@ def simulation(options: Options) -> dict[str, Any]:
             options.params, options.weight_bytes, options.kv_bytes, options.expert_params, options.experts, options.active
         )
         found["roofline"] = roofline(model, options, profile)
-        found["free_tokens"] = free_tokens(model, GPUS[options.gpu])
+        if not model.experts:
+            found["free_tokens"] = free_tokens(model, GPUS[options.gpu])
     if options.profile is not None:
         found["measured_verification"] = from_profile(options, profile)
     return found
@@ -235,9 +236,9 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{row['draft_cost']:g}", f"{row['speedup']:.2f}x", str(row["best"]["length"]), f"{row['best']['speedup']:.2f}x"
         )
     console.print(grid, costs)
+    free = f": a pass is free up to about {found['free_tokens']:.0f} tokens in all" if "free_tokens" in found else ""
     titles = {
-        "roofline": f"roofline: a pass is free up to about {found.get('free_tokens', 0):.0f} tokens in all "
-        "(data-sheet peaks; expect half)",
+        "roofline": f"roofline{free} (data-sheet peaks; expect half)",
         "measured_verification": "with verification as timed by draftsmith tune",
     }
     for name, title in titles.items():

@@ -182,7 +182,7 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"target": {"name": "another"}}, "tuned for target another"),
+        ({"target": {"name": "another", "weights_hash": "0"}}, "tuned for target another"),
         ({"machine": {"device": "H100"}}, "tuned with device H100, this is cpu; tune again here"),
         ({"machine": {"threads": 99}}, "tuned with threads 99"),
         ({"drafters": None, "machine": None}, "is not a profile"),

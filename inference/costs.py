@@ -148,10 +148,11 @@ class DraftCosts:
 
 
 def features(candidate: Candidate) -> list[float]:
-    """What the time of a draft is linear in: levels, nodes that the drafter continues, candidates to sort where the tree follows
-    its confidence, nodes to judge."""
-    dynamic = candidate.kind == "dynamic"
-    return [1.0, len(candidate.draft), sum(candidate.draft), dynamic * sum(n * n for n in candidate.draft), candidate.nodes]
+    """What the time of a draft is linear in: levels, nodes that the drafter continues, nodes to judge; for trees of either kind
+    also what their bookkeeping adds, once and for each level."""
+    levels = len(candidate.draft)
+    dynamic, fixed = candidate.kind == "dynamic", candidate.kind == "fixed"
+    return [1.0, levels, sum(candidate.draft), candidate.nodes, dynamic, dynamic * levels, fixed, fixed * levels]
 
 
 PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
@@ -179,17 +180,10 @@ def drafting(
         room = target.max_positions - longest * (1 + max(len(probe.draft) + 1 for probe in probes)) - max(NODES)
         together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
         context = statistics.mean(map(len, together)) + SAMPLES
-        records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
-        for _ in range(SWEEPS):
-            for found, probe in zip(records, (PLAIN, *probes), strict=True):
-                found += run(target, probe.make(), together, SETTLE + SAMPLES // SWEEPS, sampling)[SETTLE:]
-        records = [[r for r in found if r.t_verify_s] for found in records]  # a device may not have told of the last rounds
-        if not all(records):
-            raise UserError(f"{target.name} has {target.max_positions} positions, too few to time rounds of {max(NODES)} drafts")
+        records = _sweeps(target, probes, together, sampling)
         rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
-        slower = [
-            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found]  # than in the table
-            for found in records
+        slower = [  # than in the table
+            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found] for found in records
         ]
         plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
         plain.verify_ratio[batch] = statistics.median(slower[0])
@@ -198,6 +192,28 @@ def drafting(
         errors += wrong
     drafter.error = statistics.median(errors)
     return drafter, plain
+
+
+def _sweeps(
+    target: Target, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[list[Round]]:
+    """Rounds of plain decoding and of each probe, taking turns; every sweep's times are scaled to make plain rounds alike."""
+    records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
+    paces = []
+    for _ in range(SWEEPS):
+        found = [run(target, p.make(), prompts, SETTLE + SAMPLES // SWEEPS, sampling)[SETTLE:] for p in (PLAIN, *probes)]
+        found = [[r for r in own if r.t_verify_s] for own in found]  # a device may not have told of the last rounds
+        if not all(found):
+            raise UserError(f"{target.name} has {target.max_positions} positions, too few to time rounds of {max(NODES)} drafts")
+        paces.append(statistics.median(r.t_round_s for r in found[0]))
+        for own, new in zip(records, found, strict=True):
+            for record in new:
+                record.t_verify_s, record.t_round_s = record.t_verify_s / paces[-1], record.t_round_s / paces[-1]
+            own += new
+    usual = statistics.median(paces)
+    for record in chain.from_iterable(records):
+        record.t_verify_s, record.t_round_s = record.t_verify_s * usual, record.t_round_s * usual
+    return records
 
 
 def _fit(rows: list[list[float]], seconds: list[float]) -> tuple[list[float], list[float]]:

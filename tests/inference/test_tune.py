@@ -44,9 +44,10 @@ def chain(length: int, accepted: list[int]) -> Candidate:
 
 
 def test_the_fit_finds_what_a_draft_costs() -> None:
-    truth = [3e-3, 2e-3, 1e-4, 0.0, 5e-5]
+    truth = [3e-3, 2e-3, 1e-4, 5e-5, 1e-3, 5e-4, 4e-4, 2e-4]
     probes = [
-        *(chain(k, []) for k in (1, 4, 8)),
+        *(chain(k, []) for k in (1, 4, 8, 16)),
+        *(Candidate("fixed", {}, PlainDecoding, [], n, (w,) * d) for n, w, d in ((6, 1, 2), (12, 2, 4), (32, 3, 6), (64, 6, 7))),
         *(Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d) for w in (2, 8) for d in (1, 4, 7) for n in (4, 40)),
     ]
     rows = [features(probe) for probe in probes]
@@ -67,7 +68,7 @@ def test_a_prediction_by_hand() -> None:
     texts = [Text([0] * 9, 2, (0, 0)), Text([0] * 5, 2, (1, 0))]
     candidate = replace(chain(2, []), accepted=[[2, 9, 9, 0, 1, 9], [2, 9]])
     verify = VerifyCosts({b: {64.0: {n: b * (1.0 + n) for n in range(4)}} for b in (1, 2)})
-    costs = DraftCosts({b: [1.0, 0, 0, 0, 0] for b in (1, 2)}, {1: 1.0, 2: 1.0}, 0.0)
+    costs = DraftCosts({b: [1.0, *[0.0] * 7] for b in (1, 2)}, {1: 1.0, 2: 1.0}, 0.0)
     one = predicted(candidate, texts, 1, verify, costs)
     assert one["tau"] == pytest.approx(8 / 4) and one["tokens_s"] == pytest.approx(8 / (4 * 4))
     two = predicted(candidate, texts, 2, verify, costs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.compare import load_report
+from draftsmith.inference.compare import load_measured
 from draftsmith.inference.counters import DEFINITIONS, Counters, Speculation, of_sglang, of_vllm, read_counters
 from draftsmith.inference.evaluate import Options, run
 from draftsmith.inference.live import Load, Reply
@@ -264,7 +264,7 @@ def test_the_worked_example_over_the_wire(serve: Serve, saved_tiny: Path, prompt
     printed = capsys.readouterr().out
     assert "2.67" in printed and "2.25" in printed and ".67 .67 .33" in printed
     with pytest.raises(UserError, match="holds the figures of a server only"):
-        load_report(str(prompts.with_name("out.json")))
+        load_measured(str(prompts.with_name("out.json")))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -174,7 +174,8 @@ def test_every_round_leaves_a_whole_record() -> None:
                 assert round_.rule in rules
                 parts = [round_.t_draft_s, round_.t_verify_s, round_.t_accept_s, round_.t_kv_s]
                 assert min(parts) > 0 and sum(parts) <= round_.t_round_s
-                assert (round_.expected is not None) == (round_.rule == "match" and name != "lookahead")
+                ignorant = round_.rule == "match" or (round_.rule == "gumbel" and name in ("ngram", "suffix"))
+                assert (round_.expected is not None) == (ignorant and name != "lookahead"), "of drafts that share no noise"
                 assert (round_.overlap is not None) == (round_.rule in ("block", "traversal"))
                 assert round_.overlap is None or all(0 <= x <= 1 + 1e-6 for x in round_.overlap)
             seconds = split([r for g in found for r in g.rounds])

@@ -39,6 +39,10 @@ class DrafterModule(Protocol):
         """Write what engines read."""
         ...
 
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides what it computes besides its tensors, as JSON has it."""
+        ...
+
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> DrafterModule:
         """Read it back; raises `UserError`, or `KeyError` and its kin for a config that lacks or garbles a field."""
@@ -63,14 +67,16 @@ class Artifact:
         drafter: DrafterModule = self.drafter
         with whole_directory(directory) as aside:
             drafter.save(aside, self.fingerprint.name, dtype)
-            write_json(aside / OWN_FILE, self._own_facts(dtype))
+            write_json(aside / OWN_FILE, self.own_facts(dtype))
 
-    def _own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
+    def own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What stands in `draftsmith.json`."""
         return {
             "schema": SCHEMA,
             "method": self.method,
             "dtype": str(dtype).removeprefix("torch."),
             "taps": list(self.drafter.taps),
+            "shape": self.drafter.facts(),
             "target": self.fingerprint.as_dict(),
             "calibration": self.calibration,
             "provenance": self.provenance,
@@ -96,25 +102,44 @@ class Artifact:
         try:
             trained_for = Fingerprint(**own["target"])
             method, dtype = own["method"], getattr(torch, own["dtype"])
+            layout = own.get("export", {}).get("layout", "native")
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{directory / OWN_FILE} lacks or garbles a field ({error}); save the drafter again") from error
-        drafter_type = drafter_class(method)
-        if errors := trained_for.errors_against(target, drafter_type.bound_to):
+        if layout != "native":
             raise UserError(
-                f"{directory} was trained for another target ({trained_for.name}): {'; '.join(errors)}; "
-                "use that target or train a drafter for this one"
+                f"{directory} is an export in the layout of {layout}; read it with draftsmith import --from {directory}"
             )
-        for message in trained_for.warnings_against(target):
-            warn(message)
+        drafter_type = drafter_class(method)
+        check_target(trained_for, target, drafter_type.bound_to, directory, warn)
         config_path = directory / "config.json"
         try:
             drafter = drafter_type.load(directory, dtype, ends)
         except (KeyError, TypeError, IndexError) as error:
             raise UserError(f"{config_path} lacks or garbles a field ({error}); save the drafter again") from error
-        if list(drafter.taps) != own["taps"]:
-            raise UserError(f"{directory}: {OWN_FILE} says taps {own['taps']}, config.json says {list(drafter.taps)}")
+        check_shape(drafter, own, config_path)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
+
+
+def check_target(
+    trained_for: Fingerprint, target: Fingerprint, bound_to: tuple[str, ...], directory: Path, warn: Callable[[str], None]
+) -> None:
+    """Raise `UserError` for a target of another shape; tell through `warn` what else differs."""
+    if errors := trained_for.errors_against(target, bound_to):
+        raise UserError(
+            f"{directory} was trained for another target ({trained_for.name}): {'; '.join(errors)}; "
+            "use that target or train a drafter for this one"
+        )
+    for message in trained_for.warnings_against(target):
+        warn(message)
+
+
+def check_shape(drafter: DrafterModule, own: dict[str, Any], config_path: Path) -> None:
+    """Demand that what `config_path` made is what was saved. Raises `UserError`."""
+    for name, value in {"taps": own["taps"], **own.get("shape", {})}.items():  # drafters of version 0.1 noted their taps only
+        now = list(drafter.taps) if name == "taps" else drafter.facts().get(name)
+        if now != value:
+            raise UserError(f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them was changed")
 
 
 def drafter_class(method: str) -> Any:

@@ -44,6 +44,9 @@ class DraftModel(nn.Module):
         copy.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
+    def facts(self) -> dict[str, Any]:
+        return {}  # its own config.json is all, and has no second reader here
+
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype | str, ends: TargetEnds | None) -> DraftModel:
         """The model in `directory`. Raises `UserError` if it is incomplete, or has another tokenizer than the target."""

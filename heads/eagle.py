@@ -32,7 +32,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class EagleConfig:
-    """What is chosen of an EAGLE drafter; head layout, rotary positions, norm epsilon and activation are the target's own."""
+    """What is chosen of an EAGLE drafter; head layout, rotary positions and norm epsilon are the target's own."""
 
     version: Literal[1, 3] = 3
     """3: fused taps, own norms and head, trained on its own states. 1: the last feature, the target's head (arXiv 2401.15077)."""
@@ -52,8 +52,12 @@ class EagleConfig:
     """Version 3: another width than the target's, with an embedding of its own."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
+    activation: str = "silu"
+    """Of the MLP, by transformers' name; engines load silu only, whatever the target has."""
 
     def __post_init__(self) -> None:
+        if self.activation not in ACT2FN:
+            raise UserError(f"heads.activation {self.activation!r} is unknown; there are: {', '.join(sorted(ACT2FN))}")
         for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"heads.{name} must be at least 1, not {value}")
@@ -85,6 +89,13 @@ class EagleShape:
     norm_taps: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    # What imported drafters may have besides; training makes none of it.
+    norm_fused_taps: bool = False
+    """One norm over all taps together, before they are fused (engines call it norm_before_fc)."""
+    norm_before_residual: bool = False
+    """The layer adds to the normed state instead of the state itself."""
+    attention_bias: bool = False
+    fc_bias: bool = False
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
@@ -111,7 +122,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.qkv = nn.Linear(inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=False)
+        self.qkv = nn.Linear(inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=shape.attention_bias)
         self.output = nn.Linear(self.heads * self.size, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
@@ -134,8 +145,8 @@ class DecoderLayer(nn.Module):
 
     def matrices(self) -> dict[str, Tensor]:
         """Views of the weights under their names on disk."""
-        q, kv = self.heads * self.size, self.kv_heads * self.size
-        queries, keys, values = self.qkv.weight.split([q, kv, kv])
+        parts = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
+        queries, keys, values = self.qkv.weight.split(parts)
         gate, up = self.gate_up.weight.chunk(2)
         named = {
             "self_attn.q_proj": queries,
@@ -149,7 +160,11 @@ class DecoderLayer(nn.Module):
         }
         if self.q_norm is not None and self.k_norm is not None:
             named |= {"self_attn.q_norm": self.q_norm.weight, "self_attn.k_norm": self.k_norm.weight}
-        return {f"{name}.weight": weight for name, weight in named.items()}
+        named = {f"{name}.weight": weight for name, weight in named.items()}
+        if self.qkv.bias is not None:
+            names = (f"self_attn.{letter}_proj.bias" for letter in "qkv")
+            named |= dict(zip(names, self.qkv.bias.split(parts), strict=True))
+        return named
 
 
 class EagleDrafter(EngineLayout, nn.Module):
@@ -160,10 +175,10 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     def __init__(self, shape: EagleShape, ends: TargetEnds) -> None:
         super().__init__()
-        self.shape, self.taps, self._ends = shape, shape.taps, ends
+        self.shape, self.taps, self.ends = shape, shape.taps, ends
         hidden, wide = shape.hidden_size, shape.target_hidden_size
         third = shape.version == 3
-        self.fc = nn.Linear(len(shape.taps) * wide if third else 2 * hidden, hidden, bias=False)
+        self.fc = nn.Linear(len(shape.taps) * wide if third else 2 * hidden, hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(
             DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden) for i in range(shape.num_layers)
         )
@@ -171,6 +186,7 @@ class EagleDrafter(EngineLayout, nn.Module):
             {str(i): RMSNorm(hidden, shape.norm_eps) for i in range(0 if third else 1, shape.num_layers)}
         )
         self.tap_norms = nn.ModuleList(RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps)
+        self.fused_tap_norm = RMSNorm(len(shape.taps) * wide, shape.norm_eps) if shape.norm_fused_taps else None
         if third:
             self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
             self.norm = RMSNorm(hidden, shape.norm_eps)
@@ -227,8 +243,10 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     def check(self) -> None:
         """Demand a sound vocabulary map."""
-        if self.d2t is not None:
-            kept_ids(self.d2t, self.shape.vocab_size)
+        if self.d2t is not None and self.t2d is not None:
+            ids = kept_ids(self.d2t, self.shape.vocab_size)
+            if not torch.equal(self.t2d.nonzero()[:, 0], ids):
+                raise UserError("the drafter's two vocabulary maps (d2t and t2d) name different tokens")
 
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """The target's features `[B, N, Ht]` -> the state `[B, N, H]` that a row starts with."""
@@ -238,11 +256,12 @@ class EagleDrafter(EngineLayout, nn.Module):
         parts = [tap.to(dtype) for tap in taps]
         if self.shape.norm_taps:
             parts = [norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)]
-        return self.fc(torch.cat(parts, dim=-1))
+        fused = torch.cat(parts, dim=-1)
+        return self.fc(fused if self.fused_tap_norm is None else self.fused_tap_norm(fused))
 
     def token_part(self, ids: Tensor) -> Tensor:
         """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for every unrolled step."""
-        embedded = (self.embedding if self.embedding is not None else self._ends.embed)(ids).to(self.fc.weight.dtype)
+        embedded = (self.embedding if self.embedding is not None else self.ends.embed)(ids).to(self.fc.weight.dtype)
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             return functional.linear(embedded, self.fc.weight[:, :hidden])
@@ -258,10 +277,12 @@ class EagleDrafter(EngineLayout, nn.Module):
         """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gives) -> the layers' output `[B, N, H]`."""
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
-            state = token_part + functional.linear(state, self.fc.weight[:, hidden:])
+            state = token_part + functional.linear(state, self.fc.weight[:, hidden:], self.fc.bias)
             qkv = self._first.qkv(state)
         else:
-            qkv = token_part + functional.linear(self.hidden_norm(state), self._first.qkv.weight[:, hidden:])
+            normed = self.hidden_norm(state)
+            qkv = token_part + functional.linear(normed, self._first.qkv.weight[:, hidden:], self._first.qkv.bias)
+            state = normed if self.shape.norm_before_residual else state
         state = self._first(0, state, qkv, rotary, attend)
         for i, layer in enumerate(self.layers[1:], 1):
             assert isinstance(layer, DecoderLayer)
@@ -282,7 +303,7 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     def logits(self, output: Tensor) -> Tensor:
         """The layers' output `[..., H]` -> logits `[..., Vd]`."""
-        return self._ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
+        return self.ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
 
     @property
     def head_parameters(self) -> list[Tensor]:
@@ -294,11 +315,14 @@ class EagleDrafter(EngineLayout, nn.Module):
         for parameter in (self.norm.weight, self.lm_head.weight) if self.shape.version == 3 else ():
             parameter.requires_grad_(False)
 
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self.shape), "taps": list(self.taps)}
+
     # What is on disk: reference/checkpoint-formats.md sections 5 and 6.
 
     def serving_state(self) -> dict[str, Tensor]:
         third, single = self.shape.version == 3, self.shape.num_layers == 1
-        state: dict[str, Tensor] = {"fc.weight": self.fc.weight}
+        state: dict[str, Tensor] = {f"fc.{name}": parameter for name, parameter in self.fc.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             prefix = "midlayer." if third and single else f"layers.{i}."
@@ -312,6 +336,8 @@ class EagleDrafter(EngineLayout, nn.Module):
         for i, norm in enumerate(self.tap_norms):
             assert isinstance(norm, RMSNorm)
             state[f"fc_norm.{i}.weight"] = norm.weight
+        if self.fused_tap_norm is not None:
+            state["input_norm.weight"] = self.fused_tap_norm.weight
         if third:
             state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
         if self.embedding is not None:
@@ -339,10 +365,10 @@ class EagleDrafter(EngineLayout, nn.Module):
             "max_position_embeddings": shape.max_positions,
             "rope_theta": shape.rope["rope_theta"],
             "rope_parameters": shape.rope,
-            "attention_bias": False,
+            "attention_bias": shape.attention_bias,
             "mlp_bias": False,
             "tie_word_embeddings": False,
-            "bias": False,
+            "bias": shape.fc_bias,
             "base_model_name_or_path": target_name,
         }
         if shape.rope["rope_type"] != "default":
@@ -350,8 +376,8 @@ class EagleDrafter(EngineLayout, nn.Module):
         if shape.version == 3:
             config |= {
                 "draft_vocab_size": shape.draft_vocab_size,
-                "norm_before_residual": False,
-                "norm_before_fc": False,
+                "norm_before_residual": shape.norm_before_residual,
+                "norm_before_fc": shape.norm_fused_taps,
                 "fc_norm": shape.norm_taps,
                 "norm_output": shape.norm_output,
                 "num_aux_hidden_states": len(shape.taps),
@@ -390,6 +416,10 @@ class EagleDrafter(EngineLayout, nn.Module):
             norm_taps=third and config["fc_norm"],
             norm_output=third and config["norm_output"],
             qk_norm=qk_norm,
+            norm_fused_taps=third and config["norm_before_fc"],
+            norm_before_residual=third and config["norm_before_residual"],
+            attention_bias=config["attention_bias"],
+            fc_bias=config["bias"],
         )
         return cls(shape, ends)
 
@@ -424,7 +454,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
         max_positions=_first_of(target, "max_position_embeddings") or 1 << 20,
         norm_eps=_first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
-        activation=_first_of(target, "hidden_act", "hidden_activation", "activation_function") or "silu",
+        activation=config.activation,
         rope=rope_of(target),
         norm_taps=config.norm_taps,
         norm_output=config.norm_output,

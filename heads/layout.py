@@ -6,6 +6,7 @@ Loading demands every tensor by name, shape and dtype, and nothing besides.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +47,10 @@ class EngineLayout(ABC):
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
         """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
 
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Everything that decides what this module computes besides its tensors, as JSON has it."""
+
     def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
@@ -69,16 +74,21 @@ def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-@torch.no_grad()
 def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     """Copy the tensors of the safetensors file `path` into `expected`, after checking that they are exactly those."""
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again") from error
+    fill_from(stored, expected, path, dtype)
+
+
+@torch.no_grad()
+def fill_from(stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """`fill` from tensors that were read from `path`. Raises `UserError`."""
     problems = [f"{name} is missing" for name in expected if name not in stored]
     problems += [f"{name} is not part of this drafter" for name in stored if name not in expected]
-    for name in expected.keys() & stored.keys():
+    for name in sorted(expected.keys() & stored.keys()):
         if stored[name].shape != expected[name].shape:
             problems.append(f"{name} has shape {list(stored[name].shape)}, expected {list(expected[name].shape)}")
         elif stored[name].dtype != stored_as(expected[name], dtype):

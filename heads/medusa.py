@@ -10,7 +10,7 @@ Shapes: B batch, N rows, H hidden size, V vocabulary, M heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -104,6 +104,9 @@ class MedusaHeads(EngineLayout, nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` -> `[M, ..., V]`."""
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
+
+    def facts(self) -> dict[str, Any]:
+        return {**asdict(self.config), "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
 
     # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32 (reference/checkpoint-formats.md section 7).
 

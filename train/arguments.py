@@ -73,7 +73,7 @@ def one_line(message: str) -> str:
 
 def hyphenated(text: str) -> str:
     """`--optim.warmup_share` -> `--optim.warmup-share`, in every option that `text` names."""
-    return OPTION.sub(lambda match: match.group().replace("_", "-"), text)
+    return OPTION.sub(lambda match: match.group().rstrip("_").replace("_", "-"), text)
 
 
 def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -> tuple[T, str]:
@@ -143,6 +143,7 @@ def spelled(argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
+        name += "_" * (name not in types and f"{name}_" in types)  # such as --from, which Python keeps for itself
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
         for group in ("sampling", "target"):
             if name not in types and f"{group}.{name}" in types:

@@ -1,0 +1,135 @@
+"""The page that stands in an export: what it is, how it is served, what it was measured to accept, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .artifact import Artifact
+from .exports import CHAINS_ONLY, TITLES, Order, Recipe, kind_of
+
+NAMES = TITLES | {"draft_lm": "Draft model"}
+PAPERS = {
+    "eagle1": "arXiv 2401.15077",
+    "eagle3": "arXiv 2503.01840",
+    "medusa": "arXiv 2401.10774",
+    "draft_lm": "arXiv 2302.01318",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line of the table: one drafter in one setting of `draftsmith evaluate`."""
+
+    drafts: str
+    """Its name in the report, which says how it drafted."""
+    chain: bool
+    temperature: float
+    batch: int
+    tau: float
+    interval: tuple[float, float]
+    survival: tuple[float, ...]
+    prompts: int
+    source: str
+    """The report and a hash of its prompts."""
+
+
+def card(artifact: Artifact, order: Order, recipe: Recipe, licence: str, measured: Sequence[Measured]) -> str:
+    """The README, with the header that the hub reads."""
+    kind = kind_of(artifact.drafter)
+    header = [
+        "---",
+        f"license: {licence}",
+        f"base_model: {artifact.fingerprint.name}",
+        "library_name: draftsmith",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- speculative-decoding",
+        f"- {kind.replace('_', '-')}",
+        "---",
+    ]
+    title = f"# {NAMES[kind]} for {artifact.fingerprint.name}"
+    parts = [
+        "\n".join(header),
+        title,
+        "A drafter for speculative decoding: it guesses tokens that the target checks, so that the text stays the target's own.",
+        f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
+        _others(recipe, order),
+        f"## Measured\n\n{_table(order, measured)}",
+        f"## What it is\n\n{_facts(artifact, order)}",
+        f"## Limits\n\n{_limits(artifact, recipe)}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _others(recipe: Recipe, order: Order) -> str:
+    others = [engine for engine in recipe.also if engine != order.engine]
+    if not others:
+        return ""
+    return f"The same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` prints the command of each)."
+
+
+def _table(order: Order, measured: Sequence[Measured]) -> str:
+    """Chains only where the engine drafts chains; the rest is said to be left out."""
+    shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
+    left_out = len(measured) - len(shown)
+    lines = []
+    if not measured:
+        lines.append("Nothing yet: no report was given (`draftsmith export --report`).")
+    if shown:
+        lines += ["| drafts | T | batch | tau (95%) | accepted at least 1, 2, .. | prompts |", "|---|---|---|---|---|---|"]
+        for row in shown:
+            low, high = row.interval
+            rates = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.survival)
+            tau = f"{row.tau:.2f} ({low:.2f}-{high:.2f})"
+            lines.append(f"| {row.drafts} | {row.temperature:g} | {row.batch} | {tau} | {rates} | {row.prompts} |")
+        lines += [
+            "",
+            "tau: tokens kept a round, the target's own among them; measured in draftsmith's own loop, not in the engine.",
+        ]
+        lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
+    if left_out:
+        lines.append(f"{left_out} measurement(s) with trees are left out: {order.engine} drafts chains.")
+    if not shown and measured:
+        lines.append(f"Measure what it will see: `draftsmith evaluate --like vllm:drafts={order.drafts}`.")
+    return "\n".join(lines)
+
+
+def _facts(artifact: Artifact, order: Order) -> str:
+    target, drafter = artifact.fingerprint, artifact.drafter
+    data: dict[str, Any] = artifact.provenance.get("data", {})
+    size = sum(parameter.numel() for parameter in drafter.parameters())
+    kind = kind_of(drafter)
+    rows = [
+        ("method", f"{NAMES[kind]} ({PAPERS[kind]})"),
+        ("parameters", f"{size:,}, stored as {str(order.dtype).removeprefix('torch.')}"),
+        (
+            "target",
+            f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, vocabulary {target.vocab_size:,}",
+        ),
+        ("target's weights", f"hash {target.weights_hash}; tokenizer {target.tokenizer_hash}, template {target.template_hash}"),
+    ]
+    if drafter.taps:
+        rows.append(("taps", f"hidden states {list(drafter.taps)} (0: embeddings)"))
+    if data:
+        rows.append(("training data", f"{data['documents']:,} texts, {data['tokens']:,} tokens, SHA-256 {data['sha256'][:16]}"))
+        if data.get("vocabulary_coverage") is not None:
+            rows.append(("draft vocabulary", f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data"))
+    else:
+        rows.append(("training data", "not recorded"))
+    if (command := artifact.provenance.get("command")) is not None:
+        rows.append(("command", f"`{' '.join(command)}`"))
+    if (source := artifact.provenance.get("imported_from")) is not None:
+        rows.append(("imported from", f"`{source}`"))
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
+
+
+def _limits(artifact: Artifact, recipe: Recipe) -> str:
+    name = artifact.fingerprint.name
+    lines = [
+        f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no engine says so.",
+        "Acceptance depends on the text: measure on your own prompts.",
+        *recipe.notes,
+    ]
+    return "\n".join(f"- {line}" for line in lines)

@@ -1,0 +1,122 @@
+"""An artifact becomes what an engine serves: written aside, read back, compared, and only then put in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from .artifact import OWN_FILE, Artifact
+from .card import Measured, card
+from .eagle import EagleDrafter
+from .ends import TargetEnds
+from .errors import UserError
+from .exports import Order, Recipe, files_for, kind_of, recipe_for
+from .files import checksum, read_json, whole_directory, write_json
+from .fingerprint import Fingerprint, tokenizer_hash
+from .selfcheck import check_export, check_name, side_of
+from .vocabulary import offsets
+
+CARD = "README.md"
+
+
+def export(artifact: Artifact, order: Order, licence: str = "other", measured: Sequence[Measured] = ()) -> Recipe:
+    """Write `order.out` whole or not at all. Raises `UserError` for what the engine cannot express, or a check that fails."""
+    recipe = recipe_for(order.engine, artifact)
+    check_name(order.out, artifact)
+    check_vocabulary(artifact)
+    drafter = artifact.drafter
+    with whole_directory(order.out) as aside:
+        if artifact.method == "draft_lm":
+            drafter.save(aside, order.target, order.dtype)
+        else:
+            config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint)
+            write_json(aside / "config.json", config)
+            save_file(tensors, aside / drafter.weights_file, metadata={"format": "pt"})
+        check_export(aside, artifact, order, recipe)
+        facts = artifact.own_facts(order.dtype)
+        facts["export"] = {
+            "engine": order.engine,
+            "layout": recipe.layout,
+            "serve": recipe.serve(order, drafter),
+            "measured": [vars(row) for row in measured],
+            "sha256": {path.name: checksum(path) for path in sorted(aside.iterdir())},
+        }
+        write_json(aside / OWN_FILE, facts)
+        (aside / CARD).write_text(card(artifact, order, recipe, licence, measured))
+    return recipe
+
+
+def check_vocabulary(artifact: Artifact) -> None:
+    """Demand a draft model whose logits are as many as the target's: engines compare the sizes, not the tokenizers."""
+    if artifact.method != "draft_lm":
+        return
+    ours, theirs = artifact.drafter.model.config.get_text_config().vocab_size, artifact.fingerprint.vocab_size
+    if ours != theirs:
+        raise UserError(
+            f"the draft model has a vocabulary of {ours}, the target of {theirs}, and engines want them equal; cut the student "
+            "from the target, or pad its embedding with model.resize_token_embeddings and distil once more"
+        )
+
+
+def load_alone(directory: str | Path) -> Artifact:
+    """An artifact without its target: its ends are made up, so it can be looked at and stored, not used. Raises `UserError`."""
+    directory = Path(directory)
+    if not (directory / OWN_FILE).is_file():
+        if (directory / "config.json").is_file():
+            raise UserError(f"{directory} was not made here: read it with draftsmith import; a plain model is served as it is")
+        raise UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; name the folder that training wrote")
+    own = read_json(directory / OWN_FILE)
+    try:
+        trained_for = Fingerprint(**own["target"])
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{directory / OWN_FILE} lacks or garbles a field ({error}); save the drafter again") from error
+    ends = side_of(trained_for).ends
+    if own.get("method") == "draft_lm":
+        ends = TargetEnds(ends.embed, ends.head, trained_for.vocab_size, _own_tokenizer(directory, trained_for))
+    return Artifact.load(directory, trained_for, ends)
+
+
+def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
+    """The one beside a draft model, which has to be the target's, though the target is not here."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{directory} has no tokenizer that can be read; save the drafter again") from error
+    if tokenizer_hash(tokenizer) != target.tokenizer_hash:
+        raise UserError(f"the tokenizer in {directory} is not the target's that it was trained for; save the drafter again")
+    return tokenizer
+
+
+@torch.no_grad()
+def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact:
+    """An EAGLE-3 drafter that proposes tokens `ids` `[N]`, ascending, only. `counts` `[V]`: how often the target wrote each.
+
+    Raises `UserError` where the drafter has no head of its own, or never had some of these tokens.
+    """
+    drafter: EagleDrafter = artifact.drafter
+    if kind_of(drafter) != "eagle3":
+        raise UserError(f"only EAGLE-3 has a vocabulary of its own to make smaller, not {kind_of(drafter)}")
+    kept = drafter.kept if drafter.kept is not None else torch.arange(drafter.shape.vocab_size)
+    columns = torch.searchsorted(kept, ids.clamp(max=int(kept[-1])))
+    if not torch.equal(kept[columns], ids):
+        raise UserError("the drafter's vocabulary is smaller already, and lacks some of these tokens; ask for fewer")
+    if len(ids) == len(kept):
+        return artifact
+    smaller = EagleDrafter(replace(drafter.shape, draft_vocab_size=len(ids)), drafter.ends)
+    state = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("d2t", "t2d")}
+    state["lm_head.weight"] = state["lm_head.weight"][columns]
+    state["d2t"], state["t2d"] = offsets(ids), torch.zeros(drafter.shape.vocab_size, dtype=torch.bool).scatter(0, ids, True)
+    smaller.to(drafter.fc.weight.dtype).load_state_dict(state)
+    coverage = float(counts[ids].sum() / counts.sum())
+    smaller.check()
+    pruned = {"draft_vocab_size": len(ids), "coverage": coverage}
+    return Artifact(
+        smaller.eval().requires_grad_(False), artifact.fingerprint, artifact.calibration, artifact.provenance | {"pruned": pruned}
+    )

@@ -1,0 +1,291 @@
+"""What each serving engine reads of a drafter: the layout, what it cannot express, and how it is started.
+
+Our own layout is what most engines read; here is what differs. Facts are of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM's
+PyTorch backend, llama.cpp and TGI of 2026; each engine's own files say more than its documentation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .artifact import Artifact
+from .errors import UserError
+from .fingerprint import Fingerprint
+from .layout import stored_as
+
+EngineName = Literal["vllm", "speculators", "sglang", "trtllm", "llamacpp", "tgi", "hf"]
+ENGINES: tuple[EngineName, ...] = get_args(EngineName)
+CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
+SPECULATORS_FORMAT = "0.9.0"  # of the layout that is written
+DRAFTS = 3  # a round, where nothing else is asked for
+SCALED_EMBEDDINGS = (
+    "gemma",
+    "granite",
+    "minicpm",
+)  # families whose embeddings are scaled outside of the matrix that engines share
+SGLANG_SHIFTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+"""`config.json` and the tensors beside it."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is asked for."""
+
+    engine: EngineName
+    out: str
+    """Where the export will stand, as the serve command will name it."""
+    target: str
+    """What the serve command calls the target."""
+    drafts: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one engine is given one kind of drafter."""
+
+    layout: str
+    """native, speculators or sglang-eagle1."""
+    serve: Callable[[Order, Any], str]
+    notes: tuple[str, ...] = ()
+    also: tuple[EngineName, ...] = ()
+    """Other engines that read the very same directory."""
+
+
+def kind_of(drafter: Any) -> str:
+    """eagle1, eagle3, medusa or draft_lm."""
+    return f"eagle{drafter.shape.version}" if drafter.method == "eagle" else drafter.method
+
+
+def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
+    """How `engine` is given this drafter. Raises `UserError` where it cannot be, with the reason."""
+    drafter, kind = artifact.drafter, kind_of(artifact.drafter)
+    found = RECIPES[engine].get(kind)
+    if found is None:
+        takes = " or ".join(TITLES[k] for k in RECIPES[engine])
+        where = ", ".join(other for other in ENGINES if kind in RECIPES[other])
+        raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; {TITLES[kind]} can be exported to {where}")
+    if kind in ("eagle1", "eagle3"):
+        if reason := eagle_obstacle(engine, drafter.shape, artifact.fingerprint):
+            raise UserError(f"{engine} cannot serve this drafter: {reason}")
+        others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint) is None)
+        found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
+    if kind == "medusa" and drafter.config.shared_head:
+        raise UserError(f"{engine} wants an output matrix for each head; train without heads.shared_head")
+    return found
+
+
+def eagle_obstacle(engine: str, shape: Any, target: Fingerprint) -> str | None:
+    """Why `engine` cannot express an EAGLE drafter of this shape, or would silently compute something else; None if it can."""
+    others_than_vllm = engine not in ("vllm", "speculators")
+    if shape.activation != "silu":
+        return f"its layer has activation {shape.activation}, engines have silu; train with heads.activation silu"
+    if shape.fc_bias and engine != "sglang":
+        return "its fc has a bias, which the engine drops without a word"
+    if shape.num_layers > 1 and others_than_vllm:
+        return f"it has {shape.num_layers} layers, and engines name the norms of a second one differently"
+    if shape.version == 1:
+        if shape.qk_norm:
+            return "EAGLE-1 with norms on queries and keys has no class there"
+        if target.model_type.startswith(SCALED_EMBEDDINGS):
+            return f"a {target.model_type} target scales embeddings, and EAGLE-1 is handed unscaled ones there; use version 3"
+        return "EAGLE-1 has no bias on queries and keys there" if shape.attention_bias and others_than_vllm else None
+    if shape.qk_norm and others_than_vllm:
+        return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
+    if shape.attention_bias and engine in ("sglang", "llamacpp"):
+        return "it has a bias on queries and keys, which the engine leaves out"
+    if shape.norm_before_residual and engine in ("sglang", "trtllm"):
+        return "norm_before_residual is not known there; vllm and llamacpp have it"
+    if engine == "sglang" and target.model_type in SGLANG_SHIFTS and shape.taps[0] == 1:
+        return f"for {target.model_type} targets it reads a first tap of 1 as 2"
+    if engine == "llamacpp" and (shape.norm_taps or shape.norm_output):
+        return "norms of each tap or of the recycled state (EAGLE-3.1) are not known there; train without"
+    if engine == "llamacpp" and len(shape.taps) != 3:
+        return f"it fuses {len(shape.taps)} taps, and the engine reads exactly three"
+    return None
+
+
+def _eagle_notes(shape: Any) -> tuple[str, ...]:
+    notes = []
+    if shape.draft_vocab_size < shape.vocab_size:
+        share = shape.draft_vocab_size / shape.vocab_size
+        notes.append(f"Drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens ({share:.0%}).")
+    if shape.norm_taps or shape.norm_output:
+        notes.append("EAGLE-3.1 (`fc_norm`, `norm_output`): needs an engine of 2026-09 or later; older ones ignore these keys.")
+    if shape.num_layers > 1:
+        notes.append(f"{shape.num_layers} layers: other engines than vLLM do not load it.")
+    return tuple(notes)
+
+
+def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint) -> Files:
+    """What stands in `config.json` and the tensors' file."""
+    name = str(order.dtype).removeprefix("torch.")
+    config = drafter.serving_config(order.target, name)
+    tensors = {
+        key: tensor.detach().to("cpu", stored_as(tensor, order.dtype)).contiguous().clone()
+        for key, tensor in drafter.serving_state().items()
+    }
+    if layout == "speculators":
+        return speculators(config, tensors, drafter.shape, order.drafts)
+    if layout == "sglang-eagle1":
+        return sglang_eagle1(config, tensors)
+    if order.engine == "sglang" and "eagle_config" in config:
+        config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = sglang_taps(list(drafter.taps), target.model_type)
+    return config, tensors
+
+
+def sglang_taps(taps: list[int], model_type: str) -> list[int]:
+    """The nested ids as SGLang reads them: layers from 0; for some families only where the first is 1, and taps else."""
+    shifted = [tap - 1 for tap in taps]
+    return taps if model_type in SGLANG_SHIFTS and shifted[0] != 1 else shifted
+
+
+def speculators(config: dict[str, Any], tensors: dict[str, Tensor], shape: Any, drafts: int) -> Files:
+    """The layout of the speculators library: every flag written out, since its readers' defaults differ."""
+    layer_keys = (
+        "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+        "attention_bias", "mlp_bias", "tie_word_embeddings",
+    )  # fmt: skip
+    layer = {key: config[key] for key in layer_keys if key in config}
+    flags = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
+    made = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": SPECULATORS_FORMAT,
+        "dtype": config["dtype"],
+        **{key: config[key] for key in flags if key in config},
+        "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
+        "num_aux_hidden_states": config["num_aux_hidden_states"],
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {"model_type": "qwen3" if shape.qk_norm else "llama", **layer},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "verifier": {"name_or_path": config["base_model_name_or_path"], "architectures": []},
+        },
+    }
+    # The class that vLLM makes of it takes what stands in the layer's config only.
+    made["transformer_layer_config"]["num_aux_hidden_states"] = config["num_aux_hidden_states"]
+    return made, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def sglang_eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
+    """SGLang's own class name, and a bias that its `fc` would fill with chance if there were none."""
+    config = {**config, "architectures": ["LlamaForCausalLMEagle"], "bias": True}
+    weight = tensors["fc.weight"]
+    return config, {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **tensors}
+
+
+def _vllm(method: str) -> Callable[[Order, Any], str]:
+    def serve(order: Order, drafter: Any) -> str:
+        chosen = {"method": method, "model": order.out, "num_speculative_tokens": order.drafts}
+        return f"vllm serve {order.target} --speculative-config '{json.dumps(chosen)}'"
+
+    return serve
+
+
+def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
+    def serve(order: Order, drafter: Any) -> str:
+        return (
+            f"python -m sglang.launch_server --model-path {order.target} --speculative-algorithm {algorithm} \\\n"
+            f"    --speculative-draft-model-path {order.out} --speculative-num-steps {order.drafts} \\\n"
+            f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {order.drafts + 1}"
+        )
+
+    return serve
+
+
+def _trtllm(kind: str) -> Callable[[Order, Any], str]:
+    def serve(order: Order, drafter: Any) -> str:
+        lines = ["speculative_config:", f"  decoding_type: {kind}", f"  max_draft_len: {order.drafts}"]
+        lines.append(f"  speculative_model: {order.out}")
+        if kind == "Eagle3":
+            lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")
+        yaml = "\n".join(lines)
+        return f"cat > speculative.yaml <<'END'\n{yaml}\nEND\ntrtllm-serve {order.target} --config speculative.yaml"
+
+    return serve
+
+
+def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
+    def serve(order: Order, drafter: Any) -> str:
+        needs_target = f" --target-model-dir {order.target}" if kind == "draft-eagle3" else ""
+        return (
+            f"python convert_hf_to_gguf.py {order.target} --outfile target.gguf\n"
+            f"python convert_hf_to_gguf.py {order.out}{needs_target} --outfile draft.gguf\n"
+            f"llama-server -m target.gguf -md draft.gguf --spec-type {kind} --spec-draft-n-max {order.drafts}"
+        )
+
+    return serve
+
+
+def _tgi(order: Order, drafter: Any) -> str:
+    return f"text-generation-launcher --model-id {order.out} --speculate {order.drafts}"
+
+
+def _hf(order: Order, drafter: Any) -> str:
+    return (
+        "python - <<'END'\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{order.target}")\n'
+        f'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("{order.target}", "{order.out}"))\n'
+        'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
+        "print(tokenizer.decode(target.generate(**prompt, assistant_model=draft)[0]))\n"
+        "END"
+    )
+
+
+TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa heads", "draft_lm": "a draft model"}
+_CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
+_SHARED: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp")
+_READ_ONLY = "Written after the engine's source; we have not run it."
+_MEDUSA_VLLM = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
+RECIPES: dict[EngineName, dict[str, Recipe]] = {
+    "vllm": {
+        "eagle3": Recipe("native", _vllm("eagle3"), (_CHAIN,), _SHARED),
+        "eagle1": Recipe("native", _vllm("eagle"), (_CHAIN,)),
+        "draft_lm": Recipe("native", _vllm("draft_model"), (), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "medusa": Recipe("native", _vllm("medusa"), (_CHAIN, _MEDUSA_VLLM), ("vllm", "tgi")),
+    },
+    "speculators": {
+        "eagle3": Recipe("speculators", lambda order, drafter: f"vllm serve {order.out}", (_CHAIN,)),
+    },
+    "sglang": {
+        "eagle3": Recipe("native", _sglang("EAGLE3"), (_READ_ONLY,), _SHARED),
+        "eagle1": Recipe("sglang-eagle1", _sglang("EAGLE"), (_READ_ONLY,)),
+        "draft_lm": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+    },
+    "trtllm": {
+        "eagle3": Recipe("native", _trtllm("Eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
+        "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+    },
+    "llamacpp": {
+        "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
+        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+    },
+    "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
+    "hf": {"draft_lm": Recipe("native", _hf, (), ("vllm", "sglang", "trtllm", "llamacpp", "hf"))},
+}
+
+
+def vllm_guess(path: str, kind: str) -> str | None:
+    """The method that vLLM takes from a path where none is given, if it is another one than `kind` needs; None if not.
+
+    It looks for parts of names in lower case, in this order: `my-eagle-3-head` becomes EAGLE-1.
+    """
+    methods = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_lm": "draft_model"}
+    signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+    name = Path(path).name.lower()
+    guess = next((method for sign, method in signs if sign in name), None)
+    return guess if guess not in (None, methods[kind]) else None

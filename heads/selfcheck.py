@@ -1,0 +1,149 @@
+"""What has to hold of an export before it stands where a person finds it: engines load a wrong one without a word.
+
+Dropping `fc.weight`, or one norm, costs a head most of its acceptance and raises nothing in two engines; the text stays right, so
+nobody is told. Hence everything is read back from the files alone and held against the drafter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .artifact import Artifact
+from .draft_lm import DraftModel
+from .ends import TargetEnds
+from .errors import UserError
+from .exports import Order, Recipe, kind_of, sglang_taps, vllm_guess
+from .files import read_json
+from .fingerprint import Fingerprint
+from .layout import place, stored_as
+from .public import Answers, TargetSide, read_public
+
+LENGTH = 12  # positions of the forward that is compared
+
+
+def check_name(out: str, artifact: Artifact) -> None:
+    """Demand a folder's name from which vLLM does not take another method. Raises `UserError`."""
+    kind = kind_of(artifact.drafter)
+    if (guess := vllm_guess(out, kind)) is not None:
+        raise UserError(
+            f"a folder called {Path(out).name} would be taken for method {guess!r} by vLLM where none is given; call it "
+            f"{kind.replace('_', '-')}-something"
+        )
+
+
+def check_export(folder: Path, artifact: Artifact, order: Order, recipe: Recipe) -> None:
+    """Read `folder` back and demand that it is `artifact`'s drafter. Raises `UserError`."""
+    config = read_json(folder / "config.json")
+    if artifact.method != "draft_lm" and (null := next(nulls(config), None)) is not None:
+        _fail(f"config.json has no value for {null}")
+    _check_taps(config, artifact, order)
+    loaded = load_back(folder, artifact, order, recipe)
+    _check_equal(loaded, artifact.drafter, order.dtype)
+
+
+def nulls(config: Any, path: str = "") -> Iterator[str]:
+    """Names of keys without a value, at any depth: some engines fail on `target_hidden_size: null`."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if value is None:
+            yield f"{path}{key}"
+        yield from nulls(value, f"{path}{key}.")
+
+
+def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe) -> Any:
+    """The drafter that stands in `folder`, built from what stands there alone."""
+    trained_for = artifact.fingerprint
+    if artifact.method == "draft_lm":
+        ends = TargetEnds(embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer)
+        return DraftModel.load(folder, order.dtype, ends)
+    config = read_json(folder / "config.json")
+    answers = Answers(norm_output=config.get("norm_output"))  # this writer means what engines mean
+    found = read_public(folder, side_of(trained_for), answers)
+    family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind_of(artifact.drafter))
+    if not found.layout.startswith(family):
+        _fail(f"it is taken for {found.layout}, not for {family}")
+    if found.notes:
+        _fail(found.notes[0])
+    if found.drafter.facts() != artifact.drafter.facts():
+        theirs, ours = found.drafter.facts(), artifact.drafter.facts()
+        name = next(name for name in ours if theirs[name] != ours[name])
+        _fail(f"{name} is {ours[name]} in the drafter and reads as {theirs[name]}")
+    return found.drafter
+
+
+def side_of(target: Fingerprint) -> TargetSide:
+    """A target's sizes with ends that are made up: any will do to see whether two drafters do the same."""
+    wide = target.hidden_size
+
+    def made_up(ids: Tensor) -> Tensor:
+        return torch.sin(ids[..., None] * torch.arange(1, wide + 1) * 0.37)
+
+    return TargetSide(target.num_layers, wide, target.vocab_size, TargetEnds(made_up, lambda last: last, target.vocab_size))
+
+
+def embed(ids: Tensor) -> Tensor:
+    raise AssertionError("a draft model has its own embedding")
+
+
+@torch.no_grad()
+def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
+    """Demand the same tensors, bit for bit, and the same forward in fp32."""
+    as_stored = copy.deepcopy(live)
+    place(as_stored, torch.device("cpu"), dtype)
+    ours, theirs = dict(as_stored.state_dict()), dict(loaded.state_dict())
+    if ours.keys() != theirs.keys():
+        _fail(f"{sorted(ours.keys() ^ theirs.keys())[0]} is missing or surplus")
+    for name, tensor in ours.items():
+        if tensor.to(stored_as(tensor, dtype)).ne(theirs[name]).any():
+            _fail(f"{name} reads back as other numbers")
+    as_stored.ends = getattr(loaded, "ends", None)
+    for module in (as_stored, loaded):
+        place(module, torch.device("cpu"), torch.float32)
+    if not torch.equal(outputs(as_stored), outputs(loaded)):
+        _fail("the drafter and what reads back compute different logits")
+
+
+def outputs(drafter: Any) -> Tensor:
+    """Logits of a few positions that are made up, the same every time; of EAGLE after a second step on its own states."""
+    chance = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=chance)  # noqa: E731
+    if drafter.method == "medusa":
+        return drafter(normal(1, LENGTH, drafter.hidden_size))
+    vocab = drafter.vocab_size if drafter.method == "draft_lm" else drafter.shape.vocab_size
+    ids = torch.randint(0, vocab, (1, LENGTH), generator=chance)
+    if drafter.method == "draft_lm":
+        return drafter.model(ids).logits
+    wide, places = drafter.shape.target_hidden_size, torch.arange(LENGTH)[None]
+    state = drafter.fuse(tuple(normal(1, LENGTH, wide) for _ in drafter.taps), normal(1, LENGTH, wide))
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+        found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        return found.transpose(1, 2).flatten(2)
+
+    for step in range(2):
+        output = drafter.advance(drafter.token_part(ids), state, drafter.rotary(places + step), attend)
+        state = drafter.recycled(output)
+    return drafter.logits(output)
+
+
+def _check_taps(config: dict[str, Any], artifact: Artifact, order: Order) -> None:
+    """Demand both spellings of the taps, in the units that are read."""
+    if kind_of(artifact.drafter) != "eagle3":
+        return
+    taps, key = list(artifact.drafter.taps), "eagle_aux_hidden_state_layer_ids"
+    if config.get(key) != taps:
+        _fail(f"config.json has taps {config.get(key)}, the drafter {taps}")
+    family = artifact.fingerprint.model_type if order.engine == "sglang" else ""
+    if "eagle_config" in config and config["eagle_config"].get(key) != sglang_taps(taps, family):
+        _fail(f"eagle_config has taps {config['eagle_config'].get(key)}, the drafter {taps}")
+
+
+def _fail(reason: str) -> None:
+    raise UserError(f"the export does not read back as the drafter, so nothing was written: {reason}; please report this")

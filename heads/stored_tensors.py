@@ -1,0 +1,71 @@
+"""Tensors of other people's checkpoints: safetensors first, pickles only through `weights_only`, so that nothing in them runs."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import UserError
+
+PICKLES = ("*.bin", "*.pt", "*.pth")
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """All tensors of a folder by name, read when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `UserError` if there are none, if two files hold the same name, or if a file holds anything but tensors."""
+        self.files: list[Path] = sorted(folder.glob("*.safetensors"))
+        opened = _safetensors if self.files else _pickled
+        self.files = self.files or sorted(path for pattern in PICKLES for path in folder.glob(pattern))
+        if not self.files:
+            raise UserError(f"{folder} holds no weights: neither *.safetensors nor {', '.join(PICKLES)}; name a drafter's folder")
+        self._readers: dict[str, Callable[[], Tensor]] = {}
+        for path in self.files:
+            for name, read in opened(path):
+                if name in self._readers:
+                    raise UserError(f"{name} stands in two files of {folder}; leave one of them there")
+                self._readers[name] = read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
+    for name in file.keys():  # noqa: SIM118  # it is no mapping
+        yield name, partial(file.get_tensor, name)
+
+
+def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    try:
+        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(
+            f"{path} is refused: it is damaged, or holds more than tensors, which could run code ({reason})"
+        ) from error
+    if not isinstance(held, dict) or not held or not all(isinstance(tensor, Tensor) for tensor in held.values()):
+        raise UserError(f"{path} is refused: it is not a table of tensors by name")
+    for name, tensor in held.items():
+        yield str(name), partial(_itself, tensor)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

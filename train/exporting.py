@@ -1,0 +1,194 @@
+"""`draftsmith export`: a drafter as a serving engine loads it, checked before it is written."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from ..heads.artifact import Artifact
+from ..heads.card import Measured
+from ..heads.errors import UserError
+from ..heads.exporter import export, load_alone, with_vocabulary
+from ..heads.exports import DRAFTS, EngineName, Order
+from ..heads.files import checksum
+from ..heads.vocabulary import most_frequent
+from ..inference.compare import load_measured
+from ..inference.rows import RowError, conversation_of
+from ..inference.sources import rows_of
+from ..inference.target import Target
+from .eagle import special_ids
+from .inputs import ends_in
+from .templates import encode
+
+EXAMPLE = "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine --report out.json"
+LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+
+
+@dataclass
+class Options:
+    """Write a drafter as a serving engine loads it, with the command that serves it and a model card."""
+
+    drafter: str
+    """The drafter's folder."""
+    to: EngineName
+    """Who is to serve it."""
+    out: str
+    """The folder to write."""
+    serve_as: str | None = None
+    """What the serve command and the config call the target: a folder or a name on the hub; as in training if not given."""
+    drafts: int | None = None
+    """Drafts a round in the serve command: a Medusa drafter's heads, else 3."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the stored weights; auto: as the drafter has it."""
+    report: list[str] = field(default_factory=list)
+    """JSON of draftsmith evaluate, whose figures go into the card."""
+    license: str = "other"
+    """For the card, by the hub's name, such as apache-2.0."""
+    draft_vocab_size: int | None = None
+    """EAGLE-3: keep the so many most frequent tokens of `vocab_data`, special tokens always among them."""
+    vocab_data: list[str] = field(default_factory=list)
+    """Replies that the target wrote, in which tokens are counted."""
+    target: str | None = None
+    """The target, of which the tokenizer is needed to count tokens; its embedding and head are all that is loaded."""
+    push: str | None = None
+    """Put the folder on the hub under this name, such as me/eagle3-mine; private if it is new."""
+
+    def __post_init__(self) -> None:
+        if self.drafts is not None and self.drafts < 1:
+            raise UserError(f"drafts must be at least 1, not {self.drafts}")
+        if (self.draft_vocab_size is None) != (not self.vocab_data):
+            raise UserError("--draft-vocab-size and --vocab-data go together: tokens are kept by how often the target wrote them")
+        if self.draft_vocab_size is not None and self.target is None:
+            raise UserError("--draft-vocab-size needs --target, whose tokenizer counts the tokens")
+        if not LICENCE.fullmatch(self.license):
+            raise UserError(f"license {self.license!r} is no name that the hub knows, such as apache-2.0, mit or other")
+
+
+def run(options: Options) -> None:
+    artifact = load_alone(options.drafter)
+    if options.target is not None:
+        artifact = beside_target(artifact, options)
+    drafts = drafts_for(artifact, options.drafts)
+    dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
+    order = Order(options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype)
+    pruned = options.draft_vocab_size is not None
+    if pruned and options.report:
+        raise UserError("the report measured the drafter with more tokens; evaluate the export and give its report another time")
+    rows = [row for path in options.report for row in figures(path, options.drafter)]
+    recipe = export(artifact, order, options.license, rows)
+    print(f"wrote {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
+    for note in recipe.notes:
+        print(f"note: {note}")
+    print(f"\n{recipe.serve(order, artifact.drafter)}")
+    if options.push is not None:
+        push(options.out, options.push)
+
+
+def drafts_for(artifact: Artifact, asked: int | None) -> int:
+    """Drafts a round. Raises `UserError` for more than there are heads."""
+    if artifact.method != "medusa":
+        return asked or DRAFTS
+    heads = artifact.drafter.config.num_heads
+    if asked is not None and asked > heads:
+        raise UserError(f"--drafts {asked} is more than the {heads} heads that there are")
+    return asked or heads
+
+
+def stored_dtype(artifact: Artifact) -> torch.dtype:
+    return next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
+
+
+def beside_target(artifact: Artifact, options: Options) -> Artifact:
+    """The artifact held against its target, with the vocabulary that the options ask for."""
+    assert options.target is not None
+    target = ends_in(options.target, torch.device("cpu"), "auto")
+    known = artifact.fingerprint
+    if errors := known.errors_against(target.fingerprint(), artifact.drafter.bound_to):
+        raise UserError(f"{options.drafter} was trained for another target ({known.name}): {'; '.join(errors)}")
+    for message in known.warnings_against(target.fingerprint()):
+        print(f"warning: {message}")
+    if options.draft_vocab_size is None:
+        return artifact
+    counts = token_counts(target, options.vocab_data)
+    found = with_vocabulary(artifact, most_frequent(counts, options.draft_vocab_size, special_ids(target)), counts)
+    coverage = found.provenance.get("pruned", {}).get("coverage", 1.0)
+    print(f"draft vocabulary: {options.draft_vocab_size:,} tokens, which are {coverage:.2%} of those that the target wrote")
+    return found
+
+
+def token_counts(target: Target, sources: list[str]) -> torch.Tensor:
+    """How often each token `[V]` was written by the target in these replies. Raises `UserError` if none was."""
+    counts, lost = Counter[int](), []
+    for source in sources:
+        for name, row in rows_of(source):
+            try:
+                if isinstance(row, RowError):
+                    raise row
+                for text in encode(conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}):
+                    counts.update(token for token, written in zip(text.token_ids, text.mask, strict=True) if written)
+            except RowError as error:
+                lost.append(f"{name} ({error})")
+    if not counts:
+        raise UserError(f"{', '.join(sources)}: no token that the target wrote" + (f"; {lost[0]}" if lost else ""))
+    if lost:
+        print(f"warning: {len(lost)} rows are malformed, the first: {lost[0]}")
+    ids = torch.tensor(list(counts), dtype=torch.long)
+    if int(ids.max()) >= target.vocab_size:
+        raise UserError(f"{', '.join(sources)} were written with another tokenizer than the target's")
+    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, torch.tensor(list(counts.values())))
+
+
+def figures(path: str, drafter: str) -> list[Measured]:
+    """What a report says of this very drafter. Raises `UserError` if it is about others."""
+    report = load_measured(path)
+    ours = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
+    known: dict[str, Any] = report.get("drafters", {})
+    names = {name for name, facts in known.items() if facts.get("sha256") == ours}
+    if not names:
+        measured = ", ".join(name for name, facts in known.items() if facts.get("sha256")) or "none with weights"
+        raise UserError(f"{path} is not about {drafter}: the drafters that it measured ({measured}) have other weights")
+    prompts = report["prompt_set"]
+    source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
+    bases = {re.split(r":| as in ", name)[0] for name in names}
+    rows = []
+    for setting in report["settings"]:
+        for name, found in setting["drafters"].items():
+            if name in names or (" as in " in name and name.split(" as in ")[0] in bases):
+                rows.append(_figure(name, found, setting, source))
+    return rows
+
+
+def _figure(name: str, found: dict[str, Any], setting: dict[str, Any], source: str) -> Measured:
+    low, high = found["tau_ci95"]
+    return Measured(
+        drafts=name,
+        chain=all(r["drafted_hist"] == r["offered_hist"] for r in found["per_request"]),
+        temperature=setting["temperature"],
+        batch=setting["batch"],
+        tau=found["tau_incl_bonus"],
+        interval=(low, high),
+        survival=tuple(found["survival"][:8]),
+        prompts=found["requests"],
+        source=source,
+    )
+
+
+def push(folder: str, name: str) -> None:
+    """Upload to the hub. Raises `UserError`."""
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in with hf auth login"
+        ) from error
+    print(f"\npushed: {found}")

@@ -1,0 +1,138 @@
+"""`draftsmith import`: a public Medusa, EAGLE-1/2 or EAGLE-3 checkpoint, or one of our own exports, becomes a drafter of ours."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, drafter_class
+from ..heads.errors import UserError
+from ..heads.files import checksum, read_json
+from ..heads.fingerprint import Fingerprint
+from ..heads.public import Answers, Public, TargetSide, read_public
+from ..inference.stored import StoredTarget
+from .inputs import ends_in
+from .provenance import provenance
+
+EXAMPLE = (
+    "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3"
+)
+READ = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+
+
+@dataclass
+class Options:
+    """Read a public drafter, or an export of ours, for the target that it was trained for."""
+
+    from_: str
+    """Its folder, or its name on the hub."""
+    target: str
+    """The target: a folder, or a name on the hub. Only its embedding, final norm and head are loaded."""
+    out: str
+    """The drafter's folder to write."""
+    taps: str | None = None
+    """Hidden states that it fuses, such as [2,16,29], where the checkpoint leaves them open."""
+    norm_output: bool | None = None
+    """Whether drafts recycle the normed state (EAGLE-3.1), where the checkpoint leaves it open."""
+    norm_before_residual: bool | None = None
+    """Whether the layer adds to the normed state, where the checkpoint leaves it open."""
+    target_embedding: bool = False
+    """Use the target's embedding although the checkpoint's differs."""
+
+
+def run(options: Options) -> None:
+    folder = folder_of(options.from_)
+    answers = Answers(taps_of(options.taps), options.norm_output, options.norm_before_residual, options.target_embedding)
+    own = read_json(folder / OWN_FILE) if (folder / OWN_FILE).is_file() else None
+    if own is not None and "export" not in own:
+        raise UserError(f"{folder} is a drafter of ours already; use it as it is")
+    if own is not None and own.get("method") == "draft_lm":
+        raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
+    target = ends_in(options.target, torch.device("cpu"), "auto")
+    found, artifact = foreign(folder, target, answers) if own is None else exported(folder, target, answers, own)
+    artifact.save(options.out, found.dtype)
+    for note in found.notes:
+        print(f"taken for granted: {note}")
+    print(f"read {folder} as {found.layout}; drafter: {options.out}")
+    print(f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts HELD_OUT.jsonl")
+
+
+def folder_of(name: str) -> Path:
+    """The folder of that name, or what the hub has under it. Raises `UserError`."""
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"{name} is not a folder; name a checkpoint's folder, or a repository on the hub")
+    try:
+        return Path(snapshot_download(name, allow_patterns=READ))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{name} is no folder here, and the hub cannot give it ({reason}); check the name") from error
+
+
+def taps_of(text: str | None) -> list[int] | None:
+    try:
+        taps = json_module.loads(text) if text is not None else None
+    except ValueError:
+        taps = text
+    if taps is not None and not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
+        raise UserError(f"--taps is a list of numbers such as [2,16,29], not {text}")
+    return taps
+
+
+def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Public, Artifact]:
+    """A checkpoint that says nothing of its target: it is taken for the one that was named."""
+    found = read_public(folder, side_of(target), answers)
+    files = sorted(path for pattern in READ[1:] for path in folder.glob(pattern))
+    facts = {
+        **provenance(),
+        "imported_from": str(folder),
+        "layout": found.layout,
+        "sha256": {path.name: checksum(path) for path in files},
+        "taken_for_granted": found.notes,
+    }
+    return found, Artifact(found.drafter, target.fingerprint(), {}, facts)
+
+
+def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str, Any]) -> tuple[Public, Artifact]:
+    """An export of ours: everything in it has to be as it was written."""
+    config_path = folder / "config.json"
+    config = read_json(config_path)
+    if answers != Answers():
+        raise UserError(f"{folder} is an export of ours and leaves nothing open; leave out --taps and its like")
+    try:
+        trained_for, stored = Fingerprint(**own["target"]), own["export"]["sha256"]
+        drafter_type = drafter_class(own["method"])
+        check_target(
+            trained_for, target.fingerprint(), drafter_type.bound_to, folder, lambda message: print(f"warning: {message}")
+        )
+        found = read_public(folder, side_of(target), Answers(norm_output=config.get("norm_output")))
+        check_shape(found.drafter, own, config_path)
+        if (said := getattr(torch, own["dtype"])) != found.dtype:
+            raise UserError(f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / OWN_FILE} lacks or garbles a field ({error}); export the drafter again") from error
+    for name, sha in stored.items():
+        if not (folder / name).is_file():
+            raise UserError(f"{folder / name} is missing; copy the export again")
+        if checksum(folder / name) != sha:
+            raise UserError(f"{folder / name} has changed since it was exported (its SHA-256 differs); copy or export it again")
+    found.notes.clear()
+    return found, Artifact(found.drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
+
+
+def side_of(target: StoredTarget) -> TargetSide:
+    return TargetSide(
+        target.num_layers,
+        target.hidden_size,
+        target.vocab_size,
+        target.ends,
+        target.model.get_input_embeddings().weight,
+        target.head_weight,
+    )

@@ -58,6 +58,11 @@ class StudentConfig:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"student.{name} must be at least 1, not {value}")
 
+    @property
+    def narrow(self) -> bool:
+        """Whether a cut is to be narrower than the target too."""
+        return self.hidden_size is not None or self.intermediate_size is not None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -176,7 +181,7 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
     if getattr(target.model, "is_quantized", False):
         raise UserError("the target's weights are quantised, a student cannot be cut from them; give student.path")
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
-    small = _smaller(config, target, kept)
+    small = smaller(config, target, kept)
     width = _Width(config, target, small, texts)
     try:
         student: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
@@ -193,8 +198,8 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
     return student
 
 
-def _smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
-    """The target's config with fewer layers and tokens."""
+def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
+    """The target's config with fewer layers and tokens, and narrower if that is asked for. Raises `UserError`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
     for name, value in small.to_dict().items():  # layer_types, no_rope_layers and their like
@@ -210,7 +215,24 @@ def _smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
         small.vocab_size = config.vocab_size
         if (small.pad_token_id or 0) >= config.vocab_size:
             small.pad_token_id = None
+    if config.narrow:
+        _narrow(config, target.config, small)
     return small
+
+
+def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
+    """Set the sizes of a narrower student in its config `small`; `target` is the target's."""
+    hidden, inner = target.hidden_size, target.intermediate_size
+    small.hidden_size = config.hidden_size or hidden
+    small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
+    if small.hidden_size > hidden or small.intermediate_size > inner:
+        raise UserError("student.hidden_size and student.intermediate_size can be at most the target's")
+    # Whole groups of heads, of their old size: the rotary positions of a head belong to its size.
+    size = getattr(target, "head_dim", None) or hidden // target.num_attention_heads
+    kv_heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
+    shared = target.num_attention_heads // kv_heads
+    groups = max(round(kv_heads * small.hidden_size / hidden), 1)
+    small.num_key_value_heads, small.num_attention_heads, small.head_dim = groups, groups * shared, size
 
 
 @torch.no_grad()
@@ -279,20 +301,9 @@ class _Width:
     share; refuses others."""
 
     def __init__(self, config: StudentConfig, target: Target, small: Any, texts: Callable[[], Sequence[Tensor]]) -> None:
-        self.narrow = config.hidden_size is not None or config.intermediate_size is not None
+        self.narrow = config.narrow
         if not self.narrow:
             return
-        hidden, inner = target.config.hidden_size, target.config.intermediate_size
-        small.hidden_size = config.hidden_size or hidden
-        small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
-        if small.hidden_size > hidden or small.intermediate_size > inner:
-            raise UserError("student.hidden_size and student.intermediate_size can be at most the target's")
-        # Whole groups of heads, of their old size: the rotary positions of a head belong to its size.
-        size = getattr(target.config, "head_dim", None) or hidden // target.config.num_attention_heads
-        kv_heads = getattr(target.config, "num_key_value_heads", None) or target.config.num_attention_heads
-        shared = target.config.num_attention_heads // kv_heads
-        groups = max(round(kv_heads * small.hidden_size / hidden), 1)
-        small.num_key_value_heads, small.num_attention_heads, small.head_dim = groups, groups * shared, size
         self._type = target.config.model_type
         self._dims = loudest(target, texts(), small.hidden_size)
 

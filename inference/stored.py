@@ -100,6 +100,11 @@ def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: 
     norm = shell.final_norm()
     wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
     wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()
+    embedding = model.get_input_embeddings()
+    if buffers := dict(embedding.named_buffers()):  # in no file, such as the number that Gemma multiplies embeddings by
+        for name, buffer in buffers.items():
+            setattr(embedding, name, torch.empty_like(buffer, device=device))
+        model._init_weights(embedding)
     for name in [name for name, p in model.named_parameters() if id(p) in wanted]:
         if (tensor := read(name)) is not None:
             owner, _, own = name.rpartition(".")

@@ -99,6 +99,8 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def read(name: str) -> torch.Tensor | None:
+        if name not in place:  # checkpoints of multimodal models have the older order
+            name = name.replace("model.language_model.", "language_model.model.", 1)
         return place[name].get_tensor(name) if name in place else None
 
     kind = resolve_dtype(dtype, device)

@@ -6,12 +6,13 @@ Everything is arithmetic on shapes: the target and the drafter are built without
 from __future__ import annotations
 
 import importlib
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.ends import TargetEnds
@@ -47,8 +48,12 @@ class Options:
     """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
     json: str | None = None
     """Write the numbers to this file."""
+    set: list[str] = field(default_factory=list)
+    """Keys of the run to change, as target.path=FOLDER (a folder that holds a config.json is enough); may be repeated."""
 
     def __post_init__(self) -> None:
+        if wrong := [change for change in self.set if "=" not in change]:
+            raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
         if self.gpu not in GPUS:
             raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
         if self.tokens <= 0 or self.gpus < 1 or not 0 < self.mfu <= 1 or not 0 < self.reply_share <= 1:
@@ -69,17 +74,25 @@ class Shape:
     all_last: bool
     steps: int
     """Passes of the drafter over a position in training."""
+    borrowed_params: int = 0
+    """Frozen parameters of the target's head that gradients of such a pass go through, over all of a drafter's heads."""
 
 
 def run(options: Options) -> None:
-    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
-    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data plan --run", EXAMPLE)
-    shape = shape_of(options.method, method, config)
-    plan = plan_for(shape, options, config)
+    _, shape, plan = planned(options)
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, {"options": asdict(options), "shape": asdict(shape), "plan": plan})
     show(shape, plan, options)
+
+
+def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
+    """The run, the shape of its target and drafter, and what `plan_for` makes of them."""
+    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
+    changes = [f"--{change}" for change in options.set]
+    config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run", EXAMPLE)
+    shape = shape_of(options.method, method, config)
+    return config, shape, plan_for(shape, options, config)
 
 
 class ConfigOnly:
@@ -87,7 +100,9 @@ class ConfigOnly:
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
-        self.num_layers = self.config.num_hidden_layers
+        self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
+        ends = getattr(config, "eos_token_id", None)
+        self.eos_ids = frozenset([ends] if isinstance(ends, int) else ends or [])
 
 
 def shape_of(name: str, method: Any, config: Any) -> Shape:
@@ -101,30 +116,43 @@ def shape_of(name: str, method: Any, config: Any) -> Shape:
     there = there or getattr(target.config, "num_local_experts", None)
     active = total - experts + (experts * used // there if used and there else experts)
     taps, all_last = method.features_of(config, target)
-    drafter, steps = _drafter(name, config, target, model)
-    return Shape(target.config.hidden_size, total, active, target.config.vocab_size, drafter, len(taps), all_last, steps)
-
-
-def _drafter(name: str, config: Any, target: ConfigOnly, model: Any) -> tuple[int, int]:
-    """Trained parameters of the run's drafter, and passes over a position."""
-    size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
-    nothing = TargetEnds(lambda ids: ids, lambda last: last)  # type: ignore[arg-type,return-value]
+    drafter = build_drafter(name, config, target)
+    hidden, vocab = target.config.hidden_size, target.vocab_size
+    steps, borrowed = 1, 0
     if name == "eagle":
-        from ..heads.eagle import EagleDrafter, shape_for
+        steps = config.objective.resolved(config.heads.version).steps
+        borrowed = hidden * vocab if config.heads.version == 1 else 0
+    elif name == "medusa" and config.heads.shared_head:
+        borrowed = config.heads.num_heads * hidden * vocab
+    trained = sum(p.numel() for p in drafter.parameters())
+    return Shape(hidden, total, active, vocab, trained, len(taps), all_last, steps, borrowed)
 
-        shape = shape_for(config.heads, target.config)
-        with torch.device("meta"):
-            return size(EagleDrafter(shape, nothing)), config.objective.resolved(shape.version).steps
-    if name == "medusa":
-        from ..heads.medusa import MedusaHeads
 
-        with torch.device("meta"):
-            return size(MedusaHeads(config.heads, target.config.hidden_size, target.config.vocab_size, nothing.head)), 1
-    if (path := config.student.path or config.student.config) is not None:
-        return size(_empty(_config_at(path, False))), 1
-    ends = size(model.get_input_embeddings()) + size(model.get_output_embeddings())
-    share = (config.student.layers or target.num_layers) / target.num_layers
-    return round(ends + share * (size(model) - ends)), 1
+def build_drafter(name: str, config: Any, target: ConfigOnly) -> nn.Module:
+    """The run's drafter without numbers, on the meta device. Raises `UserError`."""
+    nothing = TargetEnds(lambda ids: ids, lambda last: last, target.vocab_size)  # type: ignore[arg-type,return-value]
+    with torch.device("meta"):
+        if name == "eagle":
+            from ..heads.eagle import EagleDrafter, shape_for
+
+            return EagleDrafter(shape_for(config.heads, target.config), nothing)
+        if name == "medusa":
+            from ..heads.medusa import MedusaHeads
+
+            return MedusaHeads(config.heads, target.config.hidden_size, target.vocab_size, nothing.head)
+    return _empty(_student_config(config.student, target))
+
+
+def _student_config(config: Any, target: ConfigOnly) -> Any:
+    from ..distill.students import chosen_layers, smaller
+
+    if (path := config.path or config.config) is not None:
+        found = _config_at(path, False)
+        if config.config is not None:
+            found.vocab_size = target.vocab_size
+        return found
+    kept = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)  # any of them: they are of one size
+    return smaller(config, cast(Any, target), kept)
 
 
 def _config_at(path: str, trust: bool) -> Any:
@@ -146,6 +174,7 @@ def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
     hours = 3600 * GPUS[options.gpu].tflops * 1e12
+    per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params  # of what is frozen, no gradient of its weights
     positions = config.batch_rows * config.data.max_length
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + positions * shape.steps * shape.hidden * 4 * 20
@@ -155,7 +184,7 @@ def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
         "feature_bytes_fp8": per_token * options.tokens / 2,
         "regenerate_gpu_hours": 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE),
         "extract_gpu_hours": 2 * shape.active_params * options.tokens / (hours * options.mfu),
-        "train_gpu_hours": 6 * shape.drafter_params * shape.steps * options.tokens * config.epochs / (hours * options.mfu),
+        "train_gpu_hours": per_pass * shape.steps * options.tokens * config.epochs / (hours * options.mfu),
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
         "activation_bytes": float(activations + 3 * chunk * shape.steps * shape.vocab * 4),

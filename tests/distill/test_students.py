@@ -281,14 +281,14 @@ def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
 def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from draftsmith.distill import students
 
-    whole = students._smaller
+    whole = students.smaller
 
     def forgetful(*arguments: Any) -> Any:
         small = whole(*arguments)
         small.rope_parameters = {"rope_type": "default", "rope_theta": 3.0}
         return small
 
-    monkeypatch.setattr(students, "_smaller", forgetful)
+    monkeypatch.setattr(students, "smaller", forgetful)
     with pytest.raises(UserError, match="alone are not what they are in the target"):
         make_student(StudentConfig(layers=[1]), tiny_target(), texts)
 

@@ -12,6 +12,7 @@ from draftsmith.train.pace import PARTS, Pace
 from draftsmith.train.plan import Options, Shape, plan_for
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
+from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
 
 
@@ -72,6 +73,35 @@ def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: 
     size = float(done.stderr.split("drafter of ")[1].split("M")[0])
     plan.run(Options(method, str(config), json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
     assert json.loads((tmp_path / "plan.json").read_text())["shape"]["drafter_params"] / 1e6 == pytest.approx(size, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    "student",
+    [
+        {},
+        {"layers": [1]},
+        {"layers": 1, "hidden_size": 16},
+        {"layers": 2, "intermediate_size": 24},
+        {"head": "tie", "vocab_size": 280},
+    ],
+)
+def test_a_student_is_as_large_as_the_one_that_is_cut(tmp_path: Path, saved_tiny: Path, student: dict) -> None:
+    from draftsmith.distill.students import StudentConfig, make_student
+
+    config = make_config(tmp_path, saved_tiny, "distill", student=student)
+    _, shape, _ = plan.planned(Options("distill", str(config)))
+    cut = make_student(StudentConfig(**student), tiny_target(), lambda: [torch.arange(3, 40)])
+    assert shape.drafter_params == sum(p.numel() for p in cut.model.parameters())
+
+
+def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_tiny: Path) -> None:
+    """Four heads through a head of 1e9 parameters: 16 FLOP for each of them and token, where own heads would cost 24."""
+    config = make_config(tmp_path, saved_tiny, "medusa", epochs=1, heads={"num_heads": 3, "shared_head": True})
+    run, shape, _ = plan.planned(Options("medusa", str(config)))
+    assert shape.borrowed_params == 3 * 32 * shape.vocab
+    shape = Shape(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
+    found = plan_for(shape, Options("medusa", "x", tokens=1e9, mfu=1.0), run)
+    assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
 
 
 def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, saved_tiny: Path) -> None:

@@ -20,11 +20,15 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import load_proposer
-from draftsmith.inference.stored import load_stored, load_texts
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.stored import ENDS_FILE, load_stored, load_texts, model_of_ends, save_ends
+from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.train.inputs import ends_in
 from draftsmith.train.store import encoded
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.conftest import tiny_target
+from tests.architectures import architecture
+from tests.conftest import ROOT, tiny_target
 from tests.train.test_faults import command_of, curve, disturb, flip
 from tests.train.test_loop import environment, launch, make_config, resumed_at, train, weights
 
@@ -97,6 +101,39 @@ def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> Non
         difference = abs(curve(tmp_path / f"from-{dtype}")[1][0] - exact)
         assert 0 < difference < limit * exact, (dtype, difference)
     assert sizes["fp8"] < 0.75 * sizes["bfloat16"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "gpt-oss", "multimodal gemma3"])
+def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: Path) -> None:
+    """Those of a store, and those that a served target's checkpoint has. Gemma scales its embeddings by a number in no file."""
+    target = multimodal() if kind.startswith("multimodal") else architecture(kind, dtype=torch.float32)
+    target.tokenizer = tiny_target().tokenizer
+    save_ends(target, tmp_path / "store")
+    target.model.save_pretrained(tmp_path / "whole")
+    target.tokenizer.save_pretrained(tmp_path / "whole")
+    tensors = load_file(tmp_path / "store" / ENDS_FILE)
+    stored = Target(model_of_ends(tmp_path / "store", torch.device("cpu"), torch.float32, tensors.get), None, "stored")
+    ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
+    for ends in (stored, ends_in(str(tmp_path / "whole"), torch.device("cpu"), "float32")):
+        assert torch.equal(ends.embed(ids), target.embed(ids)) and torch.equal(ends.head(states), target.head(states))
+
+
+def multimodal() -> Target:
+    """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
+    config = json.loads((ROOT / "tests" / "targets" / "gemma-3-12b-it.json").read_text())
+    config["text_config"] |= {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 256, "sliding_window": 16, "sliding_window_pattern": 2,
+    }  # fmt: skip
+    config["vision_config"] |= {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**config | {"image_token_index": 300, "boi_token_index": 298, "eoi_token_index": 299})
+    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "multimodal")
+    target.check_head()
+    target.check_tree()
+    return target
 
 
 def test_fp8_has_a_scale_for_each_position() -> None:

@@ -1,0 +1,105 @@
+"""What `draftsmith data plan` says of every recipe in configs/, as the table of configs/README.md.
+
+The hub is not asked: targets and siblings are the config.json files of tests/targets/.
+
+    python scripts/recipes.py            # print the table
+    python scripts/recipes.py --write    # put it into configs/README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from draftsmith.train.plan import Options, Shape, count, hours, planned, size
+
+ROOT = Path(__file__).parents[1]
+TARGETS = ROOT / "tests" / "targets"
+README = ROOT / "configs" / "README.md"
+TABLE = re.compile(r"^\| target \| method \| drafter.*?\n(?=\n|\Z)", re.MULTILINE | re.DOTALL)
+COLUMNS = (
+    "target",
+    "method",
+    "drafter",
+    "features",
+    "regenerate",
+    "extract",
+    "train",
+    "target's weights",
+    "drafter's state",
+    "pass",
+)
+Plans = dict[Path, tuple[Any, Shape, dict[str, float]]]
+
+
+def recipes() -> list[Path]:
+    """configs/METHOD/TARGET.yaml, by the size of the target, then by method."""
+    found = [path for method in ("medusa", "eagle", "distill") for path in (ROOT / "configs" / method).glob("*.yaml")]
+    return sorted((path for path in found if path.stem != "quickstart"), key=lambda path: (billions(path.stem), path.stem))
+
+
+def billions(name: str) -> float:
+    """The size that a target's name tells."""
+    number, unit = re.findall(r"-([\d.]+)([bm])", name)[0]
+    return float(number) / (1000 if unit == "m" else 1)
+
+
+def config_of(name: str) -> Path:
+    """The stored config of the model that the hub calls `name`."""
+    return TARGETS / f"{name.rpartition('/')[2].lower()}.json"
+
+
+def config_folder(name: str, folder: Path) -> Path:
+    """A folder within `folder` that holds the config.json of the model that the hub calls `name`."""
+    place = folder / config_of(name).stem
+    place.mkdir(exist_ok=True)
+    (place / "config.json").write_text(config_of(name).read_text())
+    return place
+
+
+def plans(folder: Path) -> Plans:
+    """The run, the shape and the plan of every recipe; configs of targets and siblings are put into `folder`."""
+    found: Plans = {}
+    for recipe in recipes():
+        run: dict[str, Any] = yaml.safe_load(recipe.read_text())
+        changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
+        if path := run.get("student", {}).get("path"):
+            changes.append(f"student.path={config_folder(path, folder)}")
+        found[recipe] = planned(Options(recipe.parent.name, str(recipe), set=changes))  # type: ignore[arg-type]
+    return found
+
+
+def table(found: Plans) -> str:
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for recipe, (_, shape, plan) in found.items():
+        method = recipe.parent.name
+        cells = [
+            recipe.stem,
+            f"[{method}]({method}/{recipe.name})",
+            count(shape.drafter_params).split()[0],
+            size(plan["feature_bytes"]),
+        ]
+        cells += [hours(plan[f"{stage}_gpu_hours"]).split()[0] for stage in ("regenerate", "extract", "train")]
+        cells += [size(plan[f"{part}_bytes"]) for part in ("target", "drafter", "activation")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the table in configs/README.md")
+    write = parser.parse_args().write
+    with tempfile.TemporaryDirectory() as folder:
+        found = table(plans(Path(folder)))
+    if write:
+        README.write_text(TABLE.sub(found, README.read_text()))
+    else:
+        print(found, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Every recipe in configs/ against its target's real config: it parses, and builds a drafter of the sizes counted by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.eagle import rope_of
+from draftsmith.heads.rotary import Rotary
+from draftsmith.train import plan
+from draftsmith.train.plan import ConfigOnly, Options, build_drafter, planned
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+
+from tests.conftest import ROOT
+
+
+def script() -> ModuleType:
+    """scripts/recipes.py as a module."""
+    spec = importlib.util.spec_from_file_location("recipes", ROOT / "scripts/recipes.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = script()
+RECIPES: list[Path] = SCRIPT.recipes()
+TARGETS = sorted((ROOT / "tests" / "targets").glob("*.json"))
+UNMEASURED = "No number here was measured by us: nobody has run this file yet."
+PUBLISHED = {  # parameters, as the models' cards have them
+    "smollm2-360m-instruct": 0.362e9,
+    "qwen3-0.6b": 0.596e9,
+    "llama-3.1-8b-instruct": 8.03e9,
+    "qwen3-8b": 8.19e9,
+    "gemma-3-12b-it": 12.2e9,
+    "gpt-oss-20b": 20.9e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "qwen3-32b": 32.8e9,
+    "llama-3.3-70b-instruct": 70.6e9,
+}
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def header(recipe: Path) -> str:
+    """The comment that a file begins with, as one line."""
+    lines = recipe.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if not line.startswith("#"))
+    return " ".join(line.removeprefix("#").strip() for line in lines[:first])
+
+
+def raw(path: Path) -> dict[str, Any]:
+    """A stored config.json as it stands, that of the language model where it holds several."""
+    found = json.loads(path.read_text())
+    found = found.get("text_config", found)
+    return {"head_dim": found["hidden_size"] // found["num_attention_heads"], **found}
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return SCRIPT.plans(tmp_path_factory.mktemp("targets"))
+
+
+def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
+    """The run's drafter on the meta device, and its target's stored config."""
+    drafter = build_drafter(recipe.parent.name, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path)))
+    assert all(p.device.type == "meta" for p in drafter.parameters())
+    return drafter, raw(ROOT / "tests" / "targets" / f"{Path(run.target.path).name}.json")
+
+
+def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> None:
+    methods = {
+        target: {path.parent.name for path in RECIPES if path.stem == target} for target in {path.stem for path in RECIPES}
+    }
+    assert len(methods) == 9 and methods.pop("gpt-oss-20b") == {"medusa", "eagle"}
+    assert all(found == {"medusa", "eagle", "distill"} for found in methods.values())
+    assert "| gpt-oss-20b | shared head | yes | **no recipe**" in (ROOT / "configs" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_recipe_says_that_nothing_in_it_was_measured(recipe: Path) -> None:
+    assert header(recipe).count(UNMEASURED) == 1
+    assert f"--target {SCRIPT.yaml.safe_load(recipe.read_text())['target']['path']} " in header(recipe)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "eagle"], ids=name_of)
+def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
+    run, shape, _ = plans[recipe]
+    drafter, target = built(run, recipe)
+    hidden, inner = target["hidden_size"], run.heads.intermediate_size or target["intermediate_size"]
+    queries, keys = (target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value"))
+    drafted = run.heads.draft_vocab_size or target["vocab_size"]
+    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.serving_state().items()}
+    assert shapes.pop("fc.weight") == (hidden, 3 * hidden)
+    assert shapes.pop("lm_head.weight") == (drafted, hidden)
+    assert shapes.pop("midlayer.self_attn.q_proj.weight") == (queries, 2 * hidden)
+    assert shapes.pop("midlayer.self_attn.k_proj.weight") == shapes.pop("midlayer.self_attn.v_proj.weight") == (keys, 2 * hidden)
+    assert shapes.pop("midlayer.self_attn.o_proj.weight") == (hidden, queries)
+    assert shapes.pop("midlayer.mlp.gate_proj.weight") == shapes.pop("midlayer.mlp.up_proj.weight") == (inner, hidden)
+    assert shapes.pop("midlayer.mlp.down_proj.weight") == (hidden, inner)
+    if drafted < target["vocab_size"]:
+        assert shapes.pop("d2t") == (drafted,) and shapes.pop("t2d") == (target["vocab_size"],)
+    assert len(shapes) == 4 and set(shapes.values()) == {
+        (hidden,)
+    }  # norms of token, state, MLP and output; none on queries and keys
+    size = hidden * (3 * hidden + 2 * (queries + 2 * keys) + queries + 3 * inner + drafted + 4)
+    assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
+    layers = target["num_hidden_layers"]
+    assert drafter.taps == (2, layers // 2, layers - 3)
+    assert f"Taps are {', '.join(map(str, drafter.taps))} of {layers}" in header(recipe)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "medusa"], ids=name_of)
+def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
+    run, shape, _ = plans[recipe]
+    drafter, target = built(run, recipe)
+    hidden, vocab = target["hidden_size"], target["vocab_size"]
+    own = 4 * vocab * hidden
+    assert shape.drafter_params == 4 * (hidden * hidden + hidden) + (0 if run.heads.shared_head else own)
+    assert shape.drafter_params == sum(p.numel() for p in drafter.parameters())
+    assert shape.borrowed_params == (own if run.heads.shared_head else 0)
+    assert len(drafter.outputs) == (0 if run.heads.shared_head else 4)
+    assert drafter.blocks[3][0].linear.weight.shape == (hidden, hidden)
+    dear = own > shape.active_params / 3 or 16 * (own + 4 * (hidden * hidden + hidden)) > 48e9
+    assert run.heads.shared_head == dear, "the rule that configs/README.md gives"
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "distill"], ids=name_of)
+def test_a_student_by_hand(recipe: Path, plans: Any) -> None:
+    run, shape, _ = plans[recipe]
+    drafter, target = built(run, recipe)
+    student = target | {"num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4}
+    student |= {"hidden_size": 512, "intermediate_size": 1536}
+    if run.student.path:
+        student = raw(ROOT / "tests" / "targets" / f"{Path(run.student.path).name}.json")
+    hidden, per_head = student["hidden_size"], student["head_dim"]
+    turned = student["num_attention_heads"] + student["num_key_value_heads"]
+    norms = 2 * hidden + (0 if student["model_type"] == "llama" else 2 * per_head)
+    norms += 2 * hidden if student["model_type"] == "gemma3_text" else 0
+    layer = 2 * hidden * turned * per_head + 3 * hidden * student["intermediate_size"] + norms
+    size = student["vocab_size"] * hidden + student["num_hidden_layers"] * layer + hidden  # each is tied
+    assert drafter.get_output_embeddings().weight is drafter.get_input_embeddings().weight
+    assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
+    assert drafter.config.max_position_embeddings >= run.data.max_length
+    missing = target["vocab_size"] - student["vocab_size"]
+    assert missing == (64 if recipe.stem == "gemma-3-12b" else 0)
+    assert bool(missing) == ("262,144 tokens to the target's 262,208" in header(recipe))
+
+
+def test_targets_have_the_sizes_that_their_cards_say(plans: Any) -> None:
+    shapes = {Path(run.target.path).name: shape for run, shape, _ in plans.values()}
+    for name, published in PUBLISHED.items():
+        assert shapes[name].target_params == pytest.approx(published, rel=6e-3), name
+    assert shapes["qwen3-30b-a3b"].active_params == pytest.approx(3.3e9, rel=0.02)
+    assert shapes["gpt-oss-20b"].active_params - 201088 * 2880 == pytest.approx(
+        3.6e9, rel=0.01
+    )  # the card leaves the embedding out
+    assert len(shapes) == len(PUBLISHED) == 9
+
+
+@pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.stem)
+def test_a_drafter_turns_as_its_targets_full_attention_layers_do(path: Path, tmp_path: Path) -> None:
+    """Linear, llama3 and yarn scaling of real configs: the drafter's frequencies are the target's, bit for bit."""
+    (tmp_path / "config.json").write_text(path.read_text())
+    config = AutoConfig.from_pretrained(tmp_path)
+    text = config.get_text_config()
+    ours = Rotary(raw(path)["head_dim"], text.max_position_embeddings, rope_of(text))
+    with torch.device("meta"):
+        rotary = type(AutoModelForCausalLM.from_config(config).get_decoder().rotary_emb)
+    theirs = rotary(text)
+    prefix = "full_attention_" if isinstance(theirs, Gemma3RotaryEmbedding) else ""
+    assert torch.equal(ours._frequencies, getattr(theirs, prefix + "inv_freq"))
+    assert ours._scale == getattr(theirs, prefix + "attention_scaling")
+
+
+def test_the_table_of_the_readme_is_what_the_script_prints(plans: Any) -> None:
+    found = SCRIPT.TABLE.findall((ROOT / "configs" / "README.md").read_text())
+    assert found == [SCRIPT.table(plans)], "python scripts/recipes.py --write"
+
+
+def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
+    recipe = next(path for path in RECIPES if name_of(path) == "eagle/qwen3-0.6b")
+    changes = [f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B', tmp_path)}", "heads.draft_vocab_size=16000", "batch_rows=4"]
+    out = tmp_path / "plan.json"
+    plan.run(Options("eagle", str(recipe), json=str(out), set=changes))
+    run, shape, _ = planned(Options("eagle", str(recipe), set=changes))
+    assert json.loads(out.read_text())["shape"]["drafter_params"] == shape.drafter_params
+    assert run.batch_rows == 4 and run.heads.draft_vocab_size == 16000
+    with pytest.raises(plan.UserError, match="--set batch_rows sets nothing"):
+        Options("eagle", str(recipe), set=["batch_rows"])

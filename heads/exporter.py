@@ -26,20 +26,26 @@ from .vocabulary import offsets
 CARD = "README.md"
 
 
-def export(artifact: Artifact, order: Order, licence: str = "other", measured: Sequence[Measured] = ()) -> Recipe:
-    """Write `order.out` whole or not at all. Raises `UserError` for what the engine cannot express, or a check that fails."""
+def export(
+    artifact: Artifact, order: Order, licence: str = "other", measured: Sequence[Measured] = (), head: Tensor | None = None
+) -> Recipe:
+    """Write `order.out` whole or not at all. `head` `[V, H]`: the target's, which one layout holds.
+
+    Raises `UserError` for what the engine cannot express, for a folder that holds something else, or a check that fails.
+    """
     recipe = recipe_for(order.engine, artifact)
     check_name(order.out, artifact)
+    check_free(order.out, OWN_FILE)
     check_vocabulary(artifact)
     drafter = artifact.drafter
     with whole_directory(order.out) as aside:
         if artifact.method == "draft_lm":
             drafter.save(aside, order.target, order.dtype)
         else:
-            config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint)
+            config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint, head)
             write_json(aside / "config.json", config)
             save_file(tensors, aside / drafter.weights_file, metadata={"format": "pt"})
-        check_export(aside, artifact, order, recipe)
+        check_export(aside, artifact, order, recipe, head)
         facts = artifact.own_facts(order.dtype)
         facts["export"] = {
             "engine": order.engine,
@@ -51,6 +57,12 @@ def export(artifact: Artifact, order: Order, licence: str = "other", measured: S
         write_json(aside / OWN_FILE, facts)
         (aside / CARD).write_text(card(artifact, order, recipe, licence, measured))
     return recipe
+
+
+def check_free(out: str | Path, sign: str) -> None:
+    """Demand that nothing but an earlier drafter or export is replaced. Raises `UserError`."""
+    if Path(out).is_dir() and any(Path(out).iterdir()) and not Path(out, sign).is_file():
+        raise UserError(f"{out} holds something else than a drafter; name another --out, or empty it")
 
 
 def check_vocabulary(artifact: Artifact) -> None:

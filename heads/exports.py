@@ -32,6 +32,9 @@ SCALED_EMBEDDINGS = (
 )  # families whose embeddings are scaled outside of the matrix that engines share
 SGLANG_SHIFTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
+MEDUSA_WITH_HEAD = "vllm-medusa"
+"""Heads without output matrices, and the target's beside them, which vLLM does not take from the target itself."""
+
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 """`config.json` and the tensors beside it."""
 
@@ -54,7 +57,7 @@ class Recipe:
     """How one engine is given one kind of drafter."""
 
     layout: str
-    """native, speculators or sglang-eagle1."""
+    """native, speculators, sglang-eagle1 or vllm-medusa."""
     serve: Callable[[Order, Any], str]
     notes: tuple[str, ...] = ()
     also: tuple[EngineName, ...] = ()
@@ -80,7 +83,10 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
         others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint) is None)
         found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
     if kind == "medusa" and drafter.config.shared_head:
-        raise UserError(f"{engine} wants an output matrix for each head; train without heads.shared_head")
+        if engine == "tgi" and drafter.config.num_layers > 1:
+            raise UserError("tgi reads heads that share the target's output matrix with one layer each only")
+        found = replace(found, layout=MEDUSA_WITH_HEAD) if engine == "vllm" else found
+        found = replace(found, also=(), notes=(*found.notes, "The heads share the target's output matrix."))
     return found
 
 
@@ -126,8 +132,8 @@ def _eagle_notes(shape: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint) -> Files:
-    """What stands in `config.json` and the tensors' file."""
+def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint, head: Tensor | None = None) -> Files:
+    """What stands in `config.json` and the tensors' file. `head` `[V, H]`: the target's, where a layout holds it."""
     name = str(order.dtype).removeprefix("torch.")
     config = drafter.serving_config(order.target, name)
     tensors = {
@@ -136,6 +142,10 @@ def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint) -> F
     }
     if layout == "speculators":
         return speculators(config, tensors, drafter.shape, order.drafts)
+    if layout == MEDUSA_WITH_HEAD:
+        if head is None:
+            raise UserError("vllm wants the target's output matrix beside heads that share it; name the target with --target")
+        return config, tensors | {"lm_heads.0.weight": head.detach().to("cpu", order.dtype).contiguous().clone()}
     if layout == "sglang-eagle1":
         return sglang_eagle1(config, tensors)
     if order.engine == "sglang" and "eagle_config" in config:

@@ -78,7 +78,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         self.outputs = nn.ModuleList(
             nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(0 if config.shared_head else config.num_heads)
         )
-        self._target_head = target_head
+        self.target_head = target_head
         if config.shared_head and target_head is None:
             raise UserError("heads with shared_head need the target's head; load them together with their target")
 
@@ -97,8 +97,8 @@ class MedusaHeads(EngineLayout, nn.Module):
         """`[..., H]` -> `[..., V]`: logits of head `head` for the token `head + 2` after the state's own."""
         states = self.states(hidden, head)
         if self.config.shared_head:
-            assert self._target_head is not None
-            return self._target_head(states)
+            assert self.target_head is not None
+            return self.target_head(states)
         return self.outputs[head](states)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -163,6 +163,8 @@ def medusa(found: Checkpoint) -> Public:
             else:
                 raise UserError(f"{found.path} says {key} {said}, the file holds {there}")
     shared = not any(kind == "weight" for *_, kind in places)
+    if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:  # vLLM has the target's head beside the heads
+        _same_matrix(found, "lm_heads.0.weight", own, found.target.head)
     hidden = len(tensors["0.0.linear.weight"])
     if config.get("medusa_fc_bias") is False or not any(kind == "linear.bias" for *_, kind in places):
         tensors.update(
@@ -366,16 +368,18 @@ def _own_embedding(found: Checkpoint) -> None:
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
+    _same_matrix(found, name, own, theirs, ", or say --target-embedding to use the target's all the same")
+
+
+def _same_matrix(found: Checkpoint, name: str, own: Tensor, theirs: Tensor | None, otherwise: str = "") -> None:
+    """Demand that a matrix is the target's. Raises `UserError`."""
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
         raise UserError(f"{found.folder}: {name} has shape {list(own.shape)}, the target's {shape}; is it of this target?")
-    theirs = theirs.to("cpu", torch.float32)
+    theirs = theirs.detach().to("cpu", torch.float32)
     far = float((own.float() - theirs).abs().max() / theirs.abs().max())
     if far > SAME:
-        raise UserError(
-            f"{found.folder} has an embedding of its own, up to {far:.1%} from the target's; check the target, or say "
-            "--target-embedding to use the target's all the same"
-        )
+        raise UserError(f"{found.folder}: {name} is up to {far:.1%} from the target's; check the target{otherwise}")
 
 
 def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:

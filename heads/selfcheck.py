@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .fingerprint import Fingerprint
 from .layout import place, stored_as
 from .public import Answers, TargetSide, read_public
 
+BORROWED = ("ends", "target_head")  # attributes of drafters
 LENGTH = 12  # positions of the forward that is compared
 
 
@@ -38,13 +40,13 @@ def check_name(out: str, artifact: Artifact) -> None:
         )
 
 
-def check_export(folder: Path, artifact: Artifact, order: Order, recipe: Recipe) -> None:
+def check_export(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None = None) -> None:
     """Read `folder` back and demand that it is `artifact`'s drafter. Raises `UserError`."""
     config = read_json(folder / "config.json")
     if artifact.method != "draft_lm" and (null := next(nulls(config), None)) is not None:
         _fail(f"config.json has no value for {null}")
     _check_taps(config, artifact, order)
-    loaded = load_back(folder, artifact, order, recipe)
+    loaded = load_back(folder, artifact, order, recipe, head)
     _check_equal(loaded, artifact.drafter, order.dtype)
 
 
@@ -56,7 +58,7 @@ def nulls(config: Any, path: str = "") -> Iterator[str]:
         yield from nulls(value, f"{path}{key}.")
 
 
-def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe) -> Any:
+def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None) -> Any:
     """The drafter that stands in `folder`, built from what stands there alone."""
     trained_for = artifact.fingerprint
     if artifact.method == "draft_lm":
@@ -64,7 +66,7 @@ def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe) ->
         return DraftModel.load(folder, order.dtype, ends)
     config = read_json(folder / "config.json")
     answers = Answers(norm_output=config.get("norm_output"))  # this writer means what engines mean
-    found = read_public(folder, side_of(trained_for), answers)
+    found = read_public(folder, replace(side_of(trained_for), head=head), answers)
     family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind_of(artifact.drafter))
     if not found.layout.startswith(family):
         _fail(f"it is taken for {found.layout}, not for {family}")
@@ -94,7 +96,8 @@ def embed(ids: Tensor) -> Tensor:
 @torch.no_grad()
 def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
     """Demand the same tensors, bit for bit, and the same forward in fp32."""
-    as_stored = copy.deepcopy(live)
+    borrowed = [vars(live).get(name) for name in BORROWED]  # of a target, which is not to be copied
+    as_stored = copy.deepcopy(live, {id(part): part for part in borrowed})
     place(as_stored, torch.device("cpu"), dtype)
     ours, theirs = dict(as_stored.state_dict()), dict(loaded.state_dict())
     if ours.keys() != theirs.keys():
@@ -102,7 +105,7 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
     for name, tensor in ours.items():
         if tensor.to(stored_as(tensor, dtype)).ne(theirs[name]).any():
             _fail(f"{name} reads back as other numbers")
-    as_stored.ends = getattr(loaded, "ends", None)
+    vars(as_stored).update({name: part for name, part in vars(loaded).items() if name in BORROWED})
     for module in (as_stored, loaded):
         place(module, torch.device("cpu"), torch.float32)
     if not torch.equal(outputs(as_stored), outputs(loaded)):

@@ -57,12 +57,13 @@ def greedy_texts(target: Target) -> tuple[tuple[tuple[int, ...], int], ...]:
 def trained_artifact(target: Target) -> Artifact:
     """Calibrated heads for `target`, trained once a session."""
     if id(target) not in _kept:
-        _kept[id(target)] = _train(target)
+        _kept[id(target)] = trained_heads(target)
     return _kept[id(target)]
 
 
-def _train(target: Target) -> Artifact:
-    heads = MedusaHeads(MedusaConfig(4), target.hidden_size, target.vocab_size)
+def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
+    """Four calibrated heads for `target`, trained for a few seconds."""
+    heads = MedusaHeads(MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head)
     heads.start_from(target.head_weight)
     objective = MedusaObjective(MedusaLoss(), 4, target.head)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)

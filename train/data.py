@@ -57,6 +57,14 @@ class TokenTable:
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.ids[span], self.mask[span]
 
+    def facts(self) -> dict[str, Any]:
+        """How much it holds, and a hash of every token and of who wrote it."""
+        digest = hashlib.sha256()
+        for part in (self.ids, self.mask, self.starts):
+            digest.update(np.ascontiguousarray(part).data)
+        written = int(self.mask.sum())
+        return {"documents": len(self), "tokens": len(self.ids), "written": written, "sha256": digest.hexdigest()}
+
     @classmethod
     def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
         lengths = np.array([len(d.token_ids) for d in documents], dtype=np.int64)

@@ -56,7 +56,7 @@ class Options:
     vocab_data: list[str] = field(default_factory=list)
     """Replies that the target wrote, in which tokens are counted."""
     target: str | None = None
-    """The target, of which the tokenizer is needed to count tokens; its embedding and head are all that is loaded."""
+    """The target, where its tokenizer or its output matrix is needed; that and its embedding are all that is loaded."""
     push: str | None = None
     """Put the folder on the hub under this name, such as me/eagle3-mine; private if it is new."""
 
@@ -72,9 +72,12 @@ class Options:
 
 
 def run(options: Options) -> None:
-    artifact = load_alone(options.drafter)
+    artifact, head = load_alone(options.drafter), None
+    if Path(options.out).resolve() == Path(options.drafter).resolve():
+        raise UserError(f"{options.out} is the drafter itself; name another --out")
     if options.target is not None:
-        artifact = beside_target(artifact, options)
+        target = ends_in(options.target, torch.device("cpu"), "auto")
+        artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
     order = Order(options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype)
@@ -82,7 +85,7 @@ def run(options: Options) -> None:
     if pruned and options.report:
         raise UserError("the report measured the drafter with more tokens; evaluate the export and give its report another time")
     rows = [row for path in options.report for row in figures(path, options.drafter)]
-    recipe = export(artifact, order, options.license, rows)
+    recipe = export(artifact, order, options.license, rows, head)
     print(f"wrote {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
     for note in recipe.notes:
         print(f"note: {note}")
@@ -105,10 +108,8 @@ def stored_dtype(artifact: Artifact) -> torch.dtype:
     return next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
 
 
-def beside_target(artifact: Artifact, options: Options) -> Artifact:
+def beside_target(artifact: Artifact, target: Target, options: Options) -> Artifact:
     """The artifact held against its target, with the vocabulary that the options ask for."""
-    assert options.target is not None
-    target = ends_in(options.target, torch.device("cpu"), "auto")
     known = artifact.fingerprint
     if errors := known.errors_against(target.fingerprint(), artifact.drafter.bound_to):
         raise UserError(f"{options.drafter} was trained for another target ({known.name}): {'; '.join(errors)}")

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, drafter_class
 from ..heads.errors import UserError
+from ..heads.exporter import check_free
 from ..heads.files import checksum, read_json
 from ..heads.fingerprint import Fingerprint
 from ..heads.public import Answers, Public, TargetSide, read_public
@@ -48,6 +49,9 @@ class Options:
 
 def run(options: Options) -> None:
     folder = folder_of(options.from_)
+    check_free(options.out, OWN_FILE)
+    if Path(options.out).resolve() == folder.resolve():
+        raise UserError(f"{options.out} is what is read; name another --out")
     answers = Answers(taps_of(options.taps), options.norm_output, options.norm_before_residual, options.target_embedding)
     own = read_json(folder / OWN_FILE) if (folder / OWN_FILE).is_file() else None
     if own is not None and "export" not in own:

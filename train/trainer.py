@@ -82,10 +82,17 @@ class Trainer:
         ]
         size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self._sizes = size(self.drafter), size(target.decoder) if target.whole else 0
-        self.provenance = provenance()
+        self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         self.pace = Pace(target.device, accelerator.num_processes)
         self.stopping = False
         """True on every rank once any of them was asked to end."""
+
+    def _coverage(self) -> dict[str, float]:
+        """Of a drafter that proposes some tokens only: the share of the target's tokens in the data that they are."""
+        if (kept := getattr(self.drafter, "kept", None)) is None:
+            return {}
+        counts = self.batches.token_counts(self.drafter.shape.vocab_size)
+        return {"vocabulary_coverage": float(counts[kept.cpu()].sum() / counts.sum())}
 
     def gather(self) -> None:
         """Bring `drafter` up to date; all ranks call this."""

@@ -1,0 +1,193 @@
+"""Exports in a real vLLM: the text of plain decoding, and the accepted drafts at each position that our loop counts. Not in the
+default run: ./scripts/check_vllm.sh makes an environment with a vLLM for CPUs, runs this, and prints the table.
+
+Equal and not close: a wrong tap or a norm at another place leaves the text right and costs some acceptance, which looks like a
+weak drafter. So that the norms, biases and layers that no committed drafter has are compared too, some are changed ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.heads.exporter import export
+from draftsmith.heads.exports import Order
+from draftsmith.inference.evaluate import Options, run
+from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.target import Target, TargetConfig, load_target
+
+from tests.conftest import QUICKSTART, ROOT
+from tests.eagles import committed
+from tests.trained import trained_heads
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.vllm,
+    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
+]
+DRAFTS, REPLY, PROMPTS = 3, 96, 24
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+METHODS = {"eagle1": "eagle", "medusa": "medusa", "distill": "draft_model"}
+Counts = dict[str, Any]
+
+
+def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any) -> Artifact:
+    """The committed plain EAGLE-3 with another shape; what it has no weights for is made up, and small."""
+    before = committed("eagle3_plain", target)
+    torch.manual_seed(1)
+    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.ends)
+    for name, parameter in drafter.named_parameters():
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+    drafter.load_state_dict(before.drafter.state_dict(), strict=False)
+    change(drafter)
+    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
+
+
+def vary(*names: str) -> Callable[[EagleDrafter], None]:
+    """Move the norms of these names away from one."""
+
+    def change(drafter: EagleDrafter) -> None:
+        for name, parameter in drafter.named_parameters():
+            if any(part in name for part in names):
+                torch.nn.init.uniform_(parameter, 0.7, 1.4)
+
+    return change
+
+
+CASES: dict[str, Callable[[Target], Artifact]] = {
+    "EAGLE-1": lambda target: committed("eagle1", target),
+    "EAGLE-3, 1,024 of 2,048 tokens": lambda target: committed("eagle3_plain", target),
+    "EAGLE-3.1, all tokens": lambda target: committed("eagle3", target),
+    "distilled model": lambda target: committed("distill", target),
+    "Medusa": lambda target: committed("medusa", target),
+    "Medusa, shared head": lambda target: trained_heads(target, shared_head=True),
+    "EAGLE-3, norm_before_residual": lambda target: changed(target, lambda drafter: None, norm_before_residual=True),
+    "EAGLE-3, norm_before_fc": lambda target: changed(target, vary("fused_tap_norm"), norm_fused_taps=True),
+    "EAGLE-3, norm_output": lambda target: changed(target, lambda drafter: None, norm_output=True),
+    "EAGLE-3, biases": lambda target: changed(target, lambda drafter: None, attention_bias=True),
+    "EAGLE-3, q/k norms": lambda target: changed(target, vary("q_norm", "k_norm"), qk_norm=True),
+    "EAGLE-3, two layers": lambda target: changed(target, lambda drafter: None, num_layers=2),
+}
+SPECULATORS = ("EAGLE-3, 1,024 of 2,048 tokens", "EAGLE-3.1, all tokens", "EAGLE-3, norm_before_residual", "EAGLE-3, q/k norms")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(TargetConfig(str(QUICKSTART), dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Functions that neither target nor drafters have seen."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    script = [sys.executable, str(ROOT / "scripts/quickstart/functions.py"), "--split", "test", "--count", str(PROMPTS)]
+    subprocess.run([*script, "--out", str(path)], check=True, cwd=ROOT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target, prompts_file: Path) -> list[list[int]]:
+    return [prompt.token_ids for prompt in read_prompts(prompts_file, target.tokenizer, target.name)]
+
+
+@pytest.fixture(scope="module")
+def exports(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every case as vLLM's export, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("exports")
+    found = {}
+    for number, (name, make) in enumerate(CASES.items()):
+        artifact, out = make(target), folder / f"drafter-{number}"
+        kind = artifact.method if artifact.method != "eagle" else f"eagle{artifact.drafter.shape.version}"
+        order = Order("vllm", str(out), str(QUICKSTART), DRAFTS, torch.float32)
+        export(artifact, order, head=target.head_weight)
+        (out / "method").write_text(METHODS.get(kind, METHODS["distill"] if kind == "draft_lm" else kind))
+        found[name] = out
+    return found
+
+
+@pytest.fixture(scope="module")
+def ours(exports: dict[str, Path], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
+    """What `evaluate --like vllm:drafts=3` counts of each."""
+    folder = tmp_path_factory.mktemp("ours")
+    config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
+    given: dict[str, Any] = {"baselines": False, "repeats": 1, "max_new_tokens": REPLY, "like": [f"vllm:drafts={DRAFTS}"]}
+    drafters = [str(path) for path in exports.values()]
+    run(Options(config, str(prompts_file), drafter=drafters, json=str(folder / "out.json"), **given))
+    (setting,) = json.loads((folder / "out.json").read_text())["settings"]
+    like = [found for name, found in setting["drafters"].items() if " as in vllm" in name]
+    return dict(zip(exports, like, strict=True))
+
+
+def serve(folder: Path, prompts: list[list[int]], model: str, speculation: dict[str, Any] | None) -> Counts:
+    """What a vLLM says of these prompts."""
+    job = {"model": model, "prompts": prompts, "max_tokens": REPLY, "max_model_len": 512, "speculative_config": speculation}
+    (folder / "job.json").write_text(json.dumps(job))
+    environment = {**os.environ, **CPU, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment.pop("PYTHONPATH", None)
+    command = [
+        os.environ["VLLM_PYTHON"],
+        str(ROOT / "scripts/vllm/counts.py"),
+        str(folder / "job.json"),
+        str(folder / "result.json"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Counts:
+    return serve(tmp_path_factory.mktemp("plain"), prompts, str(QUICKSTART), None)
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    rows = ["| drafter | rounds | accepted at least 1, 2, 3 | tau | the same in our loop |", "|---|---|---|---|---|"]
+    yield rows
+    print("\n" + "\n".join(rows))
+    if (path := os.environ.get("DRAFTSMITH_TABLE")) is not None:
+        Path(path).write_text("\n".join(rows) + "\n")
+
+
+def held_against(name: str, theirs: Counts, plain: Counts, ours: Counts, table: list[str]) -> None:
+    """Text, rounds, drafts and accepted drafts at each position."""
+    rounds = [one for request in ours["per_request"] for one in request["rounds"]]
+    by_position = [sum(accepted >= depth for _, accepted, _ in rounds) for depth in range(1, DRAFTS + 1)]
+    tau = 1 + theirs["accepted"] / theirs["drafts"]
+    same = theirs["by_position"] == by_position and theirs["drafts"] == len(rounds)
+    verdict = "equal" if same else f"{by_position} in {len(rounds)}"
+    table.append(f"| {name} | {theirs['drafts']} | {' '.join(map(str, theirs['by_position']))} | {tau:.2f} | {verdict} |")
+    assert theirs["tokens"] == plain["tokens"], "speculation changed the text"
+    assert theirs["by_position"][0] > 0.1 * theirs["drafts"], "next to nothing was accepted, so equality says nothing"
+    assert (theirs["by_position"], theirs["drafts"]) == (by_position, len(rounds))
+    assert ours["equal_to_ar"] == PROMPTS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vllm_accepts_what_we_count(
+    name: str, exports: dict[str, Path], ours: dict[str, Counts], plain: Counts, prompts: list[list[int]], table: list[str],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    method = (exports[name] / "method").read_text()
+    speculation = {"method": method, "model": str(exports[name]), "num_speculative_tokens": DRAFTS}
+    held_against(name, serve(tmp_path, prompts, str(QUICKSTART), speculation), plain, ours[name], table)
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_the_speculators_folder_alone_says_all(
+    name: str, target: Target, ours: dict[str, Counts], plain: Counts, prompts: list[list[int]], table: list[str], tmp_path: Path
+) -> None:
+    """Target, method and number of drafts come from the export's own config."""
+    out = tmp_path / "speculator"
+    export(CASES[name](target), Order("speculators", str(out), str(QUICKSTART), DRAFTS, torch.float32))
+    held_against(f"{name}, speculators' format", serve(tmp_path, prompts, str(out), None), plain, ours[name], table)

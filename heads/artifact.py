@@ -136,9 +136,9 @@ def check_target(
 
 def check_shape(drafter: DrafterModule, own: dict[str, Any], config_path: Path) -> None:
     """Demand that what `config_path` made is what was saved. Raises `UserError`."""
-    for name, value in {"taps": own["taps"], **own.get("shape", {})}.items():  # drafters of version 0.1 noted their taps only
-        now = list(drafter.taps) if name == "taps" else drafter.facts().get(name)
-        if now != value:
+    facts = {**drafter.facts(), "taps": list(drafter.taps)}
+    for name, value in [("taps", own["taps"]), *own.get("shape", {}).items()]:  # drafters of version 0.1 noted their taps only
+        if (now := facts.get(name)) != value:
             raise UserError(f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them was changed")
 
 

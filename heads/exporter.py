@@ -20,6 +20,7 @@ from .errors import UserError
 from .exports import Order, Recipe, files_for, kind_of, recipe_for
 from .files import checksum, read_json, whole_directory, write_json
 from .fingerprint import Fingerprint, tokenizer_hash
+from .layout import place
 from .selfcheck import check_export, check_name, side_of
 from .vocabulary import offsets
 
@@ -92,7 +93,9 @@ def load_alone(directory: str | Path) -> Artifact:
     ends = side_of(trained_for).ends
     if own.get("method") == "draft_lm":
         ends = TargetEnds(ends.embed, ends.head, trained_for.vocab_size, _own_tokenizer(directory, trained_for))
-    return Artifact.load(directory, trained_for, ends)
+    artifact = Artifact.load(directory, trained_for, ends)
+    place(artifact.drafter, torch.device("cpu"), getattr(torch, own["dtype"]))
+    return artifact
 
 
 def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:

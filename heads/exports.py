@@ -107,8 +107,8 @@ def eagle_obstacle(engine: str, shape: Any, target: Fingerprint) -> str | None:
         return "EAGLE-1 has no bias on queries and keys there" if shape.attention_bias and others_than_vllm else None
     if shape.qk_norm and others_than_vllm:
         return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
-    if shape.attention_bias and engine in ("sglang", "llamacpp"):
-        return "it has a bias on queries and keys, which the engine leaves out"
+    if shape.attention_bias and others_than_vllm:
+        return "it has a bias on queries and keys, which the engine leaves out, or wants elsewhere too"
     if shape.norm_before_residual and engine in ("sglang", "trtllm"):
         return "norm_before_residual is not known there; vllm and llamacpp have it"
     if engine == "sglang" and target.model_type in SGLANG_SHIFTS and shape.taps[0] == 1:
@@ -140,6 +140,11 @@ def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint, head
         key: tensor.detach().to("cpu", stored_as(tensor, order.dtype)).contiguous().clone()
         for key, tensor in drafter.serving_state().items()
     }
+    if order.engine in ("vllm", "speculators") and getattr(drafter, "shape", None) is not None and drafter.shape.attention_bias:
+        # vLLM gives the output projection a bias too where attention_bias is set, and fills one that is missing with chance.
+        for query in [name for name in tensors if name.endswith("q_proj.bias")]:
+            missing = torch.zeros(drafter.shape.hidden_size, dtype=order.dtype)
+            tensors[query.replace("q_proj", "o_proj")] = missing
     if layout == "speculators":
         return speculators(config, tensors, drafter.shape, order.drafts)
     if layout == MEDUSA_WITH_HEAD:

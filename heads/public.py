@@ -318,6 +318,8 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
     _same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         _same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
+    for name in [name for name in tensors if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()]:
+        del tensors[name]  # as vLLM needs it
     layers = 1 + max([int(m[1]) for name in tensors if (m := LAYER.match(name))], default=0)
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: these are taken")
@@ -401,6 +403,7 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         kept[ids] = True
     if "t2d" not in tensors:
         tensors["t2d"] = kept
+        found.notes.append("t2d is missing: it is made from d2t")
     tensors["t2d"] = tensors["t2d"].bool()
 
 

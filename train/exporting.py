@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from ..heads.artifact import Artifact
 from ..heads.card import Measured
@@ -20,6 +19,7 @@ from ..heads.exports import DRAFTS, EngineName, Order
 from ..heads.files import checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
+from ..inference.proposer import parse_spec
 from ..inference.rows import RowError, conversation_of
 from ..inference.sources import rows_of
 from ..inference.target import Target
@@ -84,7 +84,7 @@ def run(options: Options) -> None:
     pruned = options.draft_vocab_size is not None
     if pruned and options.report:
         raise UserError("the report measured the drafter with more tokens; evaluate the export and give its report another time")
-    rows = [row for path in options.report for row in figures(path, options.drafter)]
+    rows = [row for path in options.report for row in figures(path, options.drafter, artifact.method)]
     recipe = export(artifact, order, options.license, rows, head)
     print(f"wrote {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
     for note in recipe.notes:
@@ -146,7 +146,7 @@ def token_counts(target: Target, sources: list[str]) -> torch.Tensor:
     return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, torch.tensor(list(counts.values())))
 
 
-def figures(path: str, drafter: str) -> list[Measured]:
+def figures(path: str, drafter: str, method: str) -> list[Measured]:
     """What a report says of this very drafter. Raises `UserError` if it is about others."""
     report = load_measured(path)
     ours = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
@@ -162,15 +162,16 @@ def figures(path: str, drafter: str) -> list[Measured]:
     for setting in report["settings"]:
         for name, found in setting["drafters"].items():
             if name in names or (" as in " in name and name.split(" as in ")[0] in bases):
-                rows.append(_figure(name, found, setting, source))
+                rows.append(_figure(name, method, found, setting, source))
     return rows
 
 
-def _figure(name: str, found: dict[str, Any], setting: dict[str, Any], source: str) -> Measured:
+def _figure(name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str) -> Measured:
     low, high = found["tau_ci95"]
+    chosen = {"width": 1 if method == "draft_lm" else None} | parse_spec(name)[1] | found.get("setting", {})
     return Measured(
         drafts=name,
-        chain=all(r["drafted_hist"] == r["offered_hist"] for r in found["per_request"]),
+        chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
         temperature=setting["temperature"],
         batch=setting["batch"],
         tau=found["tau_incl_bonus"],
@@ -187,7 +188,7 @@ def push(folder: str, name: str) -> None:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
         found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except Exception as error:  # of whichever HTTP library there is
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{folder} was written, but the hub does not take it as {name} ({reason}); log in with hf auth login"

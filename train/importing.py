@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, drafter_class
 from ..heads.errors import UserError
@@ -75,7 +74,7 @@ def folder_of(name: str) -> Path:
         raise UserError(f"{name} is not a folder; name a checkpoint's folder, or a repository on the hub")
     try:
         return Path(snapshot_download(name, allow_patterns=READ))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:  # of whichever HTTP library there is
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{name} is no folder here, and the hub cannot give it ({reason}); check the name") from error
 
@@ -117,7 +116,11 @@ def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str
             trained_for, target.fingerprint(), drafter_type.bound_to, folder, lambda message: print(f"warning: {message}")
         )
         found = read_public(folder, side_of(target), Answers(norm_output=config.get("norm_output")))
+        if found.drafter.method != own["method"]:
+            raise UserError(f"{folder} holds {found.drafter.method}, {OWN_FILE} says {own['method']}; one of them was changed")
         check_shape(found.drafter, own, config_path)
+        if found.notes:
+            raise UserError(f"{folder}: {found.notes[0]}; an export of ours leaves nothing open, so it was changed")
         if (said := getattr(torch, own["dtype"])) != found.dtype:
             raise UserError(f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed")
     except (KeyError, TypeError, AttributeError) as error:
@@ -127,7 +130,6 @@ def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str
             raise UserError(f"{folder / name} is missing; copy the export again")
         if checksum(folder / name) != sha:
             raise UserError(f"{folder / name} has changed since it was exported (its SHA-256 differs); copy or export it again")
-    found.notes.clear()
     return found, Artifact(found.drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
 
 

@@ -110,6 +110,7 @@ def exports(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         kind = artifact.method if artifact.method != "eagle" else f"eagle{artifact.drafter.shape.version}"
         order = Order("vllm", str(out), str(QUICKSTART), DRAFTS, torch.float32)
         export(artifact, order, head=target.head_weight)
+        artifact.save(folder / f"ours-{number}")
         (out / "method").write_text(METHODS.get(kind, METHODS["distill"] if kind == "draft_lm" else kind))
         found[name] = out
     return found
@@ -121,7 +122,7 @@ def ours(exports: dict[str, Path], prompts_file: Path, tmp_path_factory: pytest.
     folder = tmp_path_factory.mktemp("ours")
     config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
     given: dict[str, Any] = {"baselines": False, "repeats": 1, "max_new_tokens": REPLY, "like": [f"vllm:drafts={DRAFTS}"]}
-    drafters = [str(path) for path in exports.values()]
+    drafters = [str(path).replace("drafter-", "ours-") for path in exports.values()]
     run(Options(config, str(prompts_file), drafter=drafters, json=str(folder / "out.json"), **given))
     (setting,) = json.loads((folder / "out.json").read_text())["settings"]
     like = [found for name, found in setting["drafters"].items() if " as in vllm" in name]

@@ -1,0 +1,280 @@
+"""Every drafter for every engine: written as that engine reads it and read back bit for bit, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads import exporter
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import EagleDrafter
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.exporter import export, load_alone, with_vocabulary
+from draftsmith.heads.exports import ENGINES, RECIPES, EngineName, Order, files_for, kind_of, recipe_for, sglang_taps, vllm_guess
+from draftsmith.heads.fingerprint import Fingerprint
+from draftsmith.heads.public import Answers, TargetSide, read_public
+from draftsmith.inference.target import Target
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.conftest import QUICKSTART, ROOT, random_heads, tiny_target
+from tests.eagles import KINDS, random_eagle
+
+TARGET = tiny_target(num_hidden_layers=8)
+TAPS = [2, 4, 5]
+PLAIN: dict[str, Any] = {"taps": TAPS}
+
+
+def side(target: Target) -> TargetSide:
+    embedding = target.model.get_input_embeddings().weight
+    return TargetSide(target.num_layers, target.hidden_size, target.vocab_size, target.ends, embedding, target.head_weight)
+
+
+def eagle(kind: str = "eagle3", **shape: Any) -> Artifact:
+    """A random drafter; `shape` may hold what training does not make."""
+    more = {} if KINDS[kind].get("version") == 1 else PLAIN
+    drafter = random_eagle(TARGET, kind, **more)
+    if shape:
+        torch.manual_seed(3)
+        drafter = EagleDrafter(replace(drafter.shape, **shape), TARGET.ends)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        drafter.eval().requires_grad_(False)
+    return Artifact(drafter, TARGET.fingerprint(), {"width": 8}, {"command": ["train"]})
+
+
+def heads(**config: Any) -> Artifact:
+    drafter = random_heads(TARGET)
+    if config:
+        torch.manual_seed(3)
+        drafter = type(drafter)(replace(drafter.config, **config), TARGET.hidden_size, TARGET.vocab_size, TARGET.head)
+    return Artifact(drafter.eval().requires_grad_(False), TARGET.fingerprint())
+
+
+def order(engine: EngineName, out: Path, dtype: torch.dtype = torch.float32, drafts: int = 3) -> Order:
+    return Order(engine, str(out), "the/target", drafts, dtype)
+
+
+EXPRESSIBLE: list[tuple[EngineName, Callable[[], Artifact]]] = [
+    ("vllm", lambda: eagle("eagle1")),
+    ("sglang", lambda: eagle("eagle1")),
+    ("sglang", lambda: eagle("eagle1", fc_bias=True)),
+    *[(engine, lambda: eagle("eagle3 draft vocabulary")) for engine in ("vllm", "speculators", "sglang", "trtllm", "llamacpp")],
+    *[(engine, lambda: eagle("eagle3")) for engine in ("vllm", "speculators", "sglang", "trtllm", "llamacpp")],
+    *[(engine, lambda: eagle("eagle3.1")) for engine in ("vllm", "speculators", "sglang", "trtllm")],
+    *[(engine, lambda: eagle(norm_fused_taps=True)) for engine in ("vllm", "speculators", "sglang", "trtllm")],
+    *[(engine, lambda: eagle(norm_before_residual=True)) for engine in ("vllm", "speculators", "llamacpp")],
+    *[(engine, lambda: eagle(attention_bias=True)) for engine in ("vllm", "speculators")],
+    *[(engine, lambda: eagle("eagle3 two layers, q/k norms")) for engine in ("vllm", "speculators")],
+    ("vllm", lambda: eagle("eagle3 of another width")),
+    ("vllm", heads),
+    ("tgi", heads),
+    ("vllm", lambda: heads(shared_head=True)),
+    ("tgi", lambda: heads(shared_head=True)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("engine", "make"), EXPRESSIBLE)
+def test_what_is_exported_reads_back_bit_for_bit(
+    engine: EngineName, make: Callable[[], Artifact], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    artifact, out = make(), tmp_path / "drafter"
+    export(artifact, order(engine, out, dtype), head=TARGET.head_weight)
+    norm_output = json.loads((out / "config.json").read_text()).get("norm_output")
+    found = read_public(out, side(TARGET), Answers(norm_output=norm_output))
+    assert found.notes == [] and found.dtype == dtype
+    assert found.drafter.facts() == artifact.drafter.facts()
+    ours, theirs = artifact.drafter.serving_state(), found.drafter.serving_state()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.to(dtype) if tensor.is_floating_point() else tensor, theirs[name]), name
+
+
+REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
+    ("trtllm", lambda: eagle("eagle1"), "takes EAGLE-3 or a draft model, not EAGLE-1; EAGLE-1 can be exported to vllm, sglang"),
+    ("vllm", lambda: eagle("eagle1", fc_bias=True), "fc has a bias, which the engine drops without a word"),
+    ("sglang", heads, "not Medusa heads; Medusa heads can be exported to vllm, tgi"),
+    ("sglang", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),
+    ("trtllm", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),
+    ("llamacpp", lambda: eagle("eagle3.1"), "EAGLE-3.1"),
+    ("llamacpp", lambda: eagle(taps=(2, 5)), "fuses 2 taps, and the engine reads exactly three"),
+    ("sglang", lambda: eagle("eagle3 two layers, q/k norms"), "2 layers"),
+    ("llamacpp", lambda: eagle("eagle3", attention_bias=True), "bias on queries and keys"),
+    ("vllm", lambda: eagle(activation="gelu"), "activation gelu, engines have silu"),
+    ("tgi", lambda: heads(shared_head=True, num_layers=2), "one layer each only"),
+]
+
+
+@pytest.mark.parametrize(("engine", "make", "says"), REFUSED)
+def test_what_an_engine_cannot_express_is_refused(
+    engine: EngineName, make: Callable[[], Artifact], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=says):
+        export(make(), order(engine, tmp_path / "drafter"), head=TARGET.head_weight)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scaled_embeddings_are_not_for_eagle1() -> None:
+    """A Gemma's embedding is scaled outside of the matrix that vLLM hands over."""
+    drafter = eagle("eagle1")
+    drafter.fingerprint = replace(drafter.fingerprint, model_type="gemma3_text")
+    with pytest.raises(UserError, match="scales embeddings"):
+        recipe_for("vllm", drafter)
+    assert recipe_for("vllm", replace(eagle("eagle3"), fingerprint=drafter.fingerprint)).layout == "native"
+
+
+def test_both_spellings_of_the_taps_by_eye(tmp_path: Path) -> None:
+    """Hidden states 2, 4, 5 are the outputs of layers 1, 3, 4, counted from 0."""
+    export(eagle(), order("sglang", tmp_path / "drafter"))
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and config["num_aux_hidden_states"] == 3
+    assert config["eagle_config"] == {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+
+
+def test_families_that_sglang_counts_in_its_own_way() -> None:
+    """DeepSeek: shifted where the first id is 1, taken as it is elsewhere."""
+    assert sglang_taps([2, 4, 5], "deepseek_v3") == [1, 3, 4]
+    assert sglang_taps([3, 4, 5], "deepseek_v3") == [3, 4, 5]
+    assert sglang_taps([3, 4, 5], "llama") == [2, 3, 4]
+    drafter = eagle(taps=(1, 4, 5))
+    with pytest.raises(UserError, match="reads a first tap of 1 as 2"):
+        recipe_for("sglang", replace(drafter, fingerprint=replace(drafter.fingerprint, model_type="deepseek_v3")))
+
+
+def test_the_draft_vocabulary_by_eye() -> None:
+    """Of 10 tokens 3, 4 and 8 are kept: offsets 3, 3, 6, and a head of their rows."""
+    target = tiny_target(num_hidden_layers=8)
+    full = Artifact(random_eagle(target, "eagle3", **PLAIN), target.fingerprint())
+    counts = torch.zeros(target.vocab_size)
+    counts[[3, 4, 8, 9]] = torch.tensor([2.0, 1, 1, 4])
+    small = with_vocabulary(full, torch.tensor([3, 4, 8]), counts)
+    assert small.drafter.d2t.tolist() == [3, 3, 6] and small.drafter.t2d.nonzero()[:, 0].tolist() == [3, 4, 8]
+    assert torch.equal(small.drafter.lm_head.weight, full.drafter.lm_head.weight[[3, 4, 8]])
+    assert small.provenance["pruned"] == {"draft_vocab_size": 3, "coverage": 0.5}
+    hidden = torch.randn(2, 5, 32)
+    torch.testing.assert_close(small.drafter.logits(hidden), full.drafter.logits(hidden)[..., [3, 4, 8]])
+    smaller = with_vocabulary(small, torch.tensor([3, 8]), counts)
+    assert smaller.drafter.kept.tolist() == [3, 8]
+    with pytest.raises(UserError, match="lacks some of these tokens"):
+        with_vocabulary(small, torch.tensor([3, 9]), counts)
+
+
+@pytest.mark.parametrize("name", sorted(eagle("eagle3 draft vocabulary").drafter.serving_state()))
+def test_a_writer_that_drops_or_changes_a_tensor_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines would load either without a word. Nothing is left behind."""
+    for spoil in (lambda t: t.pop(name), lambda t: t.update({name: t[name].roll(1, 0)})):
+        monkeypatch.setattr(exporter, "files_for", lambda *a, spoil=spoil: _spoilt(files_for(*a), spoil))
+        with pytest.raises(UserError):
+            export(eagle("eagle3 draft vocabulary"), order("vllm", tmp_path / "drafter"))
+        assert list(tmp_path.iterdir()) == []
+
+
+def _spoilt(files: Any, spoil: Callable[[Any], Any]) -> Any:
+    spoil(files[1])
+    return files
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm_before_residual": True}, {"norm_output": True}, {"norm_before_fc": True}, {"fc_norm": True}, {"rope_theta": 5e5},
+        {"rms_norm_eps": 1e-3}, {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}, {"eagle_config": {}}, {"head_dim": 16},
+        {"num_key_value_heads": 4}, {"vocab_size": 7}, {"draft_vocab_size": 50}, {"hidden_act": "gelu"},
+        {"max_position_embeddings": 5}, {"attention_bias": None}, {"target_hidden_size": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_writer_that_garbles_the_config_is_caught(
+    change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "files_for", lambda *a: ((files := files_for(*a))[0] | change, files[1]))
+    with pytest.raises(UserError):
+        export(eagle("eagle3 draft vocabulary"), order("vllm", tmp_path / "drafter"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "guess"),
+    [
+        ("my-eagle-3-head", "eagle3", "eagle"), ("My-EAGLE3", "eagle1", "eagle3"), ("eagle3-llama", "eagle3", None),
+        ("heads", "eagle3", None), ("dflash-like", "medusa", "dflash"), ("eagle-1-llama", "eagle1", None),
+        ("eagle3-draft", "draft_lm", "eagle3"),
+    ],
+)  # fmt: skip
+def test_folder_names_from_which_vllm_takes_another_method(name: str, kind: str, guess: str | None) -> None:
+    assert vllm_guess(f"/some/eagle-like/{name}", kind) == guess
+
+
+def test_such_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="my-eagle-3 would be taken for method 'eagle'.*call it eagle3-something"):
+        export(eagle(), order("vllm", tmp_path / "my-eagle-3"))
+
+
+def test_nothing_but_a_drafter_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("ten years")
+    with pytest.raises(UserError, match="holds something else"):
+        export(eagle(), order("vllm", tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "ten years"
+    for _ in range(2):
+        export(eagle(), order("vllm", tmp_path / "drafter"))
+
+
+def test_configs_hold_what_loaders_trip_over(tmp_path: Path) -> None:
+    """Rope in both spellings, no nulls, every flag said, no embedding, no bias, maps only where tokens are left out."""
+    export(eagle("eagle3 draft vocabulary"), order("vllm", tmp_path / "reduced", torch.bfloat16))
+    config = json.loads((tmp_path / "reduced" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] and None not in config.values()
+    assert {config[key] for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "bias")} == {False}
+    assert (config["tie_word_embeddings"], config["dtype"], config["vocab_size"]) == (False, "bfloat16", TARGET.vocab_size)
+    tensors = load_file(tmp_path / "reduced" / "model.safetensors")
+    assert tensors["d2t"].dtype == torch.int64 and tensors["t2d"].dtype == torch.bool and "embed_tokens.weight" not in tensors
+    export(eagle("eagle3"), order("vllm", tmp_path / "full"))
+    with safe_open(tmp_path / "full" / "model.safetensors", "pt") as file:
+        assert {"d2t", "t2d"}.isdisjoint(file.keys()) and not [name for name in file.keys() if "bias" in name]  # noqa: SIM118
+    export(heads(), order("tgi", tmp_path / "medusa"))
+    config = json.loads((tmp_path / "medusa" / "config.json").read_text())
+    assert "architectures" not in config and config["medusa_fc_bias"] is True
+    assert config["base_model_name_or_path"] == "the/target", "where TGI looks for the target"
+
+
+def test_every_engine_has_its_command(tmp_path: Path) -> None:
+    """What is printed stands in the folder's README and in draftsmith.json too."""
+    for engine in ENGINES:
+        for kind in RECIPES[engine]:
+            artifact = {"eagle1": lambda: eagle("eagle1"), "eagle3": eagle, "medusa": heads}.get(kind, lambda: None)()
+            if artifact is None:
+                continue
+            out = tmp_path / f"{engine}-{kind.replace('_', '-')}"
+            recipe = export(artifact, order(engine, out), "apache-2.0")
+            command = recipe.serve(order(engine, out), artifact.drafter)
+            page = (out / "README.md").read_text()
+            assert command in page and str(out) in command and page.startswith("---\nlicense: apache-2.0\n")
+            assert json.loads((out / "draftsmith.json").read_text())["export"]["serve"] == command
+            assert engine == "speculators" or engine == "tgi" or "the/target" in command
+
+
+def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
+    artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
+    assert kind_of(artifact.drafter) == "draft_lm"
+    export(artifact, order("vllm", tmp_path / "draft", torch.float32))
+    again = load_alone(tmp_path / "draft")
+    assert all(torch.equal(a.float(), b) for a, b in zip(artifact.drafter.parameters(), again.drafter.parameters(), strict=True))
+    artifact.fingerprint = Fingerprint(**{**artifact.fingerprint.as_dict(), "vocab_size": 2050})
+    with pytest.raises(UserError, match="vocabulary of 2048, the target of 2050"):
+        export(artifact, order("vllm", tmp_path / "other"))
+
+
+def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:
+    artifact = eagle("eagle3.1")
+    artifact.save(tmp_path / "drafter")
+    alone = load_alone(tmp_path / "drafter")
+    assert all(torch.equal(t, alone.drafter.state_dict()[name]) for name, t in artifact.drafter.state_dict().items())
+    for folder, says in ((QUICKSTART, "was not made here"), (tmp_path, "is not a drafter")):
+        with pytest.raises(UserError, match=says):
+            load_alone(folder)

@@ -78,9 +78,9 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
         where = ", ".join(other for other in ENGINES if kind in RECIPES[other])
         raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; {TITLES[kind]} can be exported to {where}")
     if kind in ("eagle1", "eagle3"):
-        if reason := eagle_obstacle(engine, drafter.shape, artifact.fingerprint):
+        if reason := eagle_obstacle(engine, drafter.shape, artifact.fingerprint.model_type):
             raise UserError(f"{engine} cannot serve this drafter: {reason}")
-        others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint) is None)
+        others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint.model_type) is None)
         found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
     if kind == "medusa" and drafter.config.shared_head:
         if engine == "tgi" and drafter.config.num_layers > 1:
@@ -90,8 +90,11 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
     return found
 
 
-def eagle_obstacle(engine: str, shape: Any, target: Fingerprint) -> str | None:
-    """Why `engine` cannot express an EAGLE drafter of this shape, or would silently compute something else; None if it can."""
+def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
+    """Why `engine` cannot express an EAGLE drafter of this shape, or would silently compute something else; None if it can.
+
+    `family`: the target's model type.
+    """
     others_than_vllm = engine not in ("vllm", "speculators")
     if shape.activation != "silu":
         return f"its layer has activation {shape.activation}, engines have silu; train with heads.activation silu"
@@ -102,8 +105,8 @@ def eagle_obstacle(engine: str, shape: Any, target: Fingerprint) -> str | None:
     if shape.version == 1:
         if shape.qk_norm:
             return "EAGLE-1 with norms on queries and keys has no class there"
-        if target.model_type.startswith(SCALED_EMBEDDINGS):
-            return f"a {target.model_type} target scales embeddings, and EAGLE-1 is handed unscaled ones there; use version 3"
+        if family.startswith(SCALED_EMBEDDINGS):
+            return f"a {family} target scales embeddings, and EAGLE-1 is handed unscaled ones there; use version 3"
         return "EAGLE-1 has no bias on queries and keys there" if shape.attention_bias and others_than_vllm else None
     if shape.qk_norm and others_than_vllm:
         return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
@@ -111,8 +114,8 @@ def eagle_obstacle(engine: str, shape: Any, target: Fingerprint) -> str | None:
         return "it has a bias on queries and keys, which the engine leaves out, or wants elsewhere too"
     if shape.norm_before_residual and engine in ("sglang", "trtllm"):
         return "norm_before_residual is not known there; vllm and llamacpp have it"
-    if engine == "sglang" and target.model_type in SGLANG_SHIFTS and shape.taps[0] == 1:
-        return f"for {target.model_type} targets it reads a first tap of 1 as 2"
+    if engine == "sglang" and family in SGLANG_SHIFTS and shape.taps[0] == 1:
+        return f"for {family} targets it reads a first tap of 1 as 2"
     if engine == "llamacpp" and (shape.norm_taps or shape.norm_output):
         return "norms of each tap or of the recycled state (EAGLE-3.1) are not known there; train without"
     if engine == "llamacpp" and len(shape.taps) != 3:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..heads.artifact import Artifact
-from ..heads.eagle import EagleDrafter
+from ..heads.eagle import EagleDrafter, EagleShape
 from ..heads.vocabulary import to_target
 from .autoregressive import Planned, TreePlan, depth_row
 from .cache import TreeCache, visible_slots
@@ -55,10 +55,9 @@ class EagleProposer(Planned):
         self._counts: list[int] = []
 
     @property
-    def for_llamacpp(self) -> bool:
-        """Whether llama.cpp's loader takes it: EAGLE-3, one layer, three taps, no norm of each tap or of the output."""
-        shape = self._drafter.shape
-        return shape.version == 3 and shape.num_layers == 1 and len(self.taps) == 3 and not (shape.norm_taps or shape.norm_output)
+    def drafter_shape(self) -> EagleShape:
+        """What engines are asked about."""
+        return self._drafter.shape
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..heads.errors import UserError
+from ..heads.exports import eagle_obstacle
 from .decode import Generation, Request, generate
 from .draft_lm import DraftLM
 from .eagle import EagleProposer
@@ -60,14 +61,21 @@ class Engine:
             return "rejection" if self.settings["verify"] == "block" else "recursive"
         return "match"
 
-    def shape(self, proposer: Proposer) -> dict[str, Any]:
-        """The settings, for `load_proposer`, of `proposer` as it would draft there. Raises `UserError` if it does not."""
+    def shape(self, proposer: Proposer, family: str = "llama") -> dict[str, Any]:
+        """The settings, for `load_proposer`, of `proposer` as it would draft there. Raises `UserError` if it does not.
+
+        `family`: the target's model type.
+        """
+        if isinstance(proposer, EagleProposer):
+            reason = eagle_obstacle(self.name, proposer.drafter_shape, family)
+            if self.name == "llamacpp" and proposer.drafter_shape.version == 1:
+                reason = "it knows EAGLE-3 only"
+            if reason is not None:
+                raise UserError(f"{self.name} cannot serve this drafter: {reason}")
         if self.name == "sglang":
             return self._sglang(proposer)
         drafts = self.settings["drafts"]
         if isinstance(proposer, EagleProposer | DraftLM):
-            if self.name == "llamacpp" and isinstance(proposer, EagleProposer) and not proposer.for_llamacpp:
-                raise UserError("llama.cpp takes EAGLE-3 of one layer and three taps, without tap or output norms")
             return {"length": drafts, "width": 1}
         if isinstance(proposer, NgramLookup):
             return {"length": drafts}
@@ -97,7 +105,7 @@ class AsIn:
         """Raises `UserError` for a drafter that the engine does not take."""
         proposer = load_proposer(without_tree(spec), target, warn)
         self.name = f"{proposer.name} as in {engine.label}"
-        self.setting = engine.shape(proposer)
+        self.setting = engine.shape(proposer, target.config.model_type)
         self._rule = engine.rule(type(proposer))
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)

@@ -99,21 +99,23 @@ def make_proposer(
     artifact: Artifact,
     name: str | None = None,
     nodes: int | None = None,
-    tree: str = "calibrated",
+    tree: str | None = None,
     heat: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> MedusaProposer:
     """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each
     context from the heads' own probabilities (best-first, at score temperature `heat`), or each head's best token in a row
-    (chain). `shape` gives the tree outright, as rank tuples."""
+    (chain). Not given: calibrated; best-first for heads that were imported, of which no accuracies are known. `shape` gives the
+    tree outright, as rank tuples."""
     name = name or artifact.method
     if not isinstance(heat, int | float) or not 0 < heat < float("inf"):
         raise UserError(f"heat, the score temperature, must be above 0, not {heat!r}")
     if shape is not None:
         return MedusaProposer(artifact.drafter, [tuple(map(int, ranks)) for ranks in shape], name)
     table = artifact.calibration.get("rank_accuracy")
-    if not table:
-        raise UserError(f"drafter {name} has no calibration; train or save it again with held-out data")
+    tree = tree or ("calibrated" if table else "best-first")
+    if tree == "calibrated" and not table:
+        raise UserError(f"drafter {name} has no held-out accuracies to grow a tree from; give tree=best-first, or train it on")
     count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
     positive("nodes", count)
     if tree == "chain" and nodes is None:
@@ -122,7 +124,7 @@ def make_proposer(
         return MedusaProposer(artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name)
     if tree not in ("calibrated", "best-first"):
         raise UserError(f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}")
-    return MedusaProposer(artifact.drafter, grow(table, count) if tree == "calibrated" else count, name, heat)
+    return MedusaProposer(artifact.drafter, grow(table or [], count) if tree == "calibrated" else count, name, heat)
 
 
 @torch.no_grad()

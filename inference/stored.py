@@ -104,7 +104,7 @@ def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: 
     if buffers := dict(embedding.named_buffers()):  # in no file, such as the number that Gemma multiplies embeddings by
         for name, buffer in buffers.items():
             setattr(embedding, name, torch.empty_like(buffer, device=device))
-        model._init_weights(embedding)
+        model.init_weights()
     for name in [name for name, p in model.named_parameters() if id(p) in wanted]:
         if (tensor := read(name)) is not None:
             owner, _, own = name.rpartition(".")

@@ -73,7 +73,12 @@ def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> MedusaHeads:
-    """Untrained heads: each starts as the target's own head, so it guesses the next token's token."""
+    """Untrained heads: each starts as the target's own, so it guesses the next token's token. A warm start keeps its shape."""
+    if before is not None:
+        shape: MedusaConfig = before.drafter.config
+        if run.heads not in (MedusaConfig(), shape):
+            raise UserError(f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; leave heads out")
+        return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
     drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
     drafter.start_from(target.head_weight.float())
     return drafter

@@ -43,6 +43,9 @@ train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --he
     --objective.steps 5 --objective.decay 0.6 --objective.single-step-share 0.6 --objective.feature-weight 1 \
     --objective.token-weight 0.2 --objective.freeze-head --optim.schedule wsd --optim.decay-share 0.3 "$@"
 train distill distill --optim.lr 2e-3 --student.layers 1 "$@"
+# eagle3_plain, for llama.cpp, which knows no EAGLE-3.1, and with half the vocabulary: on the replies of ./scripts/quickstart.sh
+#     python -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --output runs/plain --heads.norm-taps false \
+#         --heads.norm-output false --heads.draft-vocab-size 1024 --epochs 5
 python - <<END
 import torch
 from draftsmith.heads.artifact import Artifact

@@ -20,8 +20,8 @@ import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
-from draftsmith.heads.exporter import export
-from draftsmith.heads.exports import Order
+from draftsmith.heads.exporter import export, load_alone
+from draftsmith.heads.exports import Order, kind_of
 from draftsmith.inference.evaluate import Options, run
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.target import Target, TargetConfig, load_target
@@ -37,7 +37,7 @@ pytestmark = [
 ]
 DRAFTS, REPLY, PROMPTS = 3, 96, 24
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-METHODS = {"eagle1": "eagle", "medusa": "medusa", "distill": "draft_model"}
+METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_lm": "draft_model"}
 Counts = dict[str, Any]
 
 
@@ -107,26 +107,29 @@ def exports(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     found = {}
     for number, (name, make) in enumerate(CASES.items()):
         artifact, out = make(target), folder / f"drafter-{number}"
-        kind = artifact.method if artifact.method != "eagle" else f"eagle{artifact.drafter.shape.version}"
         order = Order("vllm", str(out), str(QUICKSTART), DRAFTS, torch.float32)
         export(artifact, order, head=target.head_weight)
         artifact.save(folder / f"ours-{number}")
-        (out / "method").write_text(METHODS.get(kind, METHODS["distill"] if kind == "draft_lm" else kind))
+        (out / "method").write_text(METHODS[kind_of(artifact.drafter)])
         found[name] = out
     return found
 
 
 @pytest.fixture(scope="module")
 def ours(exports: dict[str, Path], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
-    """What `evaluate --like vllm:drafts=3` counts of each."""
-    folder = tmp_path_factory.mktemp("ours")
+    """Our counts of each."""
+    drafters = [str(path).replace("drafter-", "ours-") for path in exports.values()]
+    return dict(zip(exports, evaluated(drafters, prompts_file, tmp_path_factory.mktemp("ours")), strict=True))
+
+
+def evaluated(drafters: list[str], prompts_file: Path, folder: Path) -> list[Counts]:
+    """What `evaluate --like vllm:drafts=3` counts of each drafter."""
     config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
     given: dict[str, Any] = {"baselines": False, "repeats": 1, "max_new_tokens": REPLY, "like": [f"vllm:drafts={DRAFTS}"]}
-    drafters = [str(path).replace("drafter-", "ours-") for path in exports.values()]
+    given["limit"] = PROMPTS
     run(Options(config, str(prompts_file), drafter=drafters, json=str(folder / "out.json"), **given))
     (setting,) = json.loads((folder / "out.json").read_text())["settings"]
-    like = [found for name, found in setting["drafters"].items() if " as in vllm" in name]
-    return dict(zip(exports, like, strict=True))
+    return [found for name, found in setting["drafters"].items() if " as in vllm" in name]
 
 
 def serve(folder: Path, prompts: list[list[int]], model: str, speculation: dict[str, Any] | None) -> Counts:
@@ -192,3 +195,16 @@ def test_the_speculators_folder_alone_says_all(
     out = tmp_path / "speculator"
     export(CASES[name](target), Order("speculators", str(out), str(QUICKSTART), DRAFTS, torch.float32))
     held_against(f"{name}, speculators' format", serve(tmp_path, prompts, str(out), None), plain, ours[name], table)
+
+
+@pytest.mark.skipif("DRAFTER" not in os.environ, reason="DRAFTER names no drafter of the quickstart target, PROMPTS no prompts")
+def test_a_drafter_of_yours(target: Target, table: list[str], tmp_path: Path) -> None:
+    """Such as the one that the quickstart has just trained, on the prompts that its training held out."""
+    artifact, file = load_alone(os.environ["DRAFTER"]), Path(os.environ["PROMPTS"])
+    ids = [prompt.token_ids for prompt in read_prompts(file, target.tokenizer, target.name, PROMPTS)]
+    order = Order("vllm", str(tmp_path / "drafter"), str(QUICKSTART), DRAFTS, torch.float32)
+    export(artifact, order, head=target.head_weight)
+    (ours,) = evaluated([os.environ["DRAFTER"]], file, tmp_path)
+    speculation = {"method": METHODS[kind_of(artifact.drafter)], "model": order.out, "num_speculative_tokens": DRAFTS}
+    plain = serve(tmp_path, ids, str(QUICKSTART), None)
+    held_against(os.environ["DRAFTER"], serve(tmp_path, ids, str(QUICKSTART), speculation), plain, ours, table)

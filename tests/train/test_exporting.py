@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exports import EngineName
-from draftsmith.inference.target import Target
+from draftsmith.inference.api import load
+from draftsmith.inference.target import Target, TargetConfig, load_target
 from draftsmith.train import exporting, importing
 from draftsmith.train.cli import _main
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import QUICKSTART, ROOT
+from tests.conftest import QUICKSTART, ROOT, random_heads
+from tests.eagles import random_eagle
+from tests.train.test_loop import make_config, train
+from tests.trained import chat_prompts
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 Change = Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], Any]
@@ -320,3 +326,64 @@ def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )  # fmt: skip
     assert done.returncode == 2 and "was written, but the hub does not take it" in done.stderr
     assert (tmp_path / "out" / "README.md").is_file()
+
+
+def as_others_write_it(name: str, folder: Path) -> Path:
+    """A committed drafter without what only we write: bare config, `.bin`, embedding and all."""
+    source = DRAFTERS / name
+    config = json.loads((source / "config.json").read_text())
+    tensors = load_file(next(source.glob("*.safetensors")))
+    folder.mkdir()
+    if name == "medusa":
+        config = {key: config[key] for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")}
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+    else:
+        ours = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_aux_hidden_states", "rope_parameters")
+        config = {key: value for key, value in config.items() if key not in (*ours, "eagle_aux_hidden_state_layer_ids")}
+        torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "more"), [("eagle3_plain", {"taps": "[2,4,7]"}), ("eagle1", {}), ("medusa", {})])
+def test_an_imported_head_decodes_as_it_did(name: str, more: dict[str, Any], quickstart: Target, tmp_path: Path) -> None:
+    """Round by round; of Medusa a tree that needs no accuracies, which nobody publishes."""
+    drafter = imported(as_others_write_it(name, tmp_path / "public"), tmp_path / "drafter", **more)
+    settings = ":tree=best-first,nodes=8" if name == "medusa" else ":width=4,nodes=12,length=4"
+    prompts = chat_prompts(quickstart, "test", 2)
+    ours, theirs = (load(quickstart, f"{folder}{settings}").generate(prompts, 40) for folder in (DRAFTERS / name, drafter))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.token_ids == other.token_ids and [r.accepted for r in one.rounds] == [r.accepted for r in other.rounds]
+        assert sum(r.accepted for r in one.rounds) > 0
+    assert load(quickstart, drafter).generate(prompts[1], 8).rounds, "without settings too"
+    if name == "medusa":
+        with pytest.raises(UserError, match="no held-out accuracies.*tree=best-first"):
+            load(quickstart, f"{drafter}:tree=calibrated")
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle"])
+def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path: Path) -> None:
+    """By --init-from; at a learning rate of almost nothing its weights stay, flags that training does not make included."""
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    public = tmp_path / "public"
+    public.mkdir()
+    if method == "medusa":
+        drafter: Any = random_heads(target)
+        config: dict[str, Any] = {"medusa_num_heads": 4}
+    else:
+        drafter = random_eagle(target, "eagle3")
+        drafter = EagleDrafter(replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True), target.ends)
+        config = drafter.serving_config("x", "float32")
+    torch.save(dict(drafter.serving_state()), public / "heads.bin")
+    (public / "config.json").write_text(json.dumps(config))
+    importing.run(importing.Options(str(public), str(saved_tiny), str(tmp_path / "drafter")))
+    changes: dict[str, Any] = {"max_steps": 1, "init_from": str(tmp_path / "drafter")}
+    config_file = make_config(tmp_path, saved_tiny, method, **changes, heads={})
+    train(config_file, "--optim.lr", "1e-9", method=method)
+    before, after = (load_file(next(f.glob("*.safetensors"))) for f in (tmp_path / "drafter", tmp_path / "run" / "best"))
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(before[name], after[name], atol=1e-6, rtol=1e-6)
+    if method == "eagle":
+        config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
+        assert config["norm_before_residual"] and config["norm_before_fc"]

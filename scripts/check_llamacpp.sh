@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Exports against a real llama.cpp: makes an environment of its own with its converter and server (1.5 GB, some minutes the first
 # time), converts and serves an export of every kind it takes, and demands the text of plain decoding and our own counts. Prints the
-# table. About seven minutes more.
+# table. Seven to ten minutes more.
 #     ./scripts/check_llamacpp.sh [pytest options]
 # LLAMACPP_PYTHON takes an environment that is there already.
 set -euo pipefail

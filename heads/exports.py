@@ -1,7 +1,7 @@
 """What each serving engine reads of a drafter: the layout, what it cannot express, and how it is started.
 
 Our own layout is what most engines read; here is what differs. Facts are of vLLM 0.32 and 0.33, SGLang 0.5, TensorRT-LLM's
-PyTorch backend, llama.cpp and TGI of 2026; each engine's own files say more than its documentation.
+PyTorch backend, llama.cpp b10434 and TGI of 2026; each engine's own files say more than its documentation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ EngineName = Literal["vllm", "speculators", "sglang", "trtllm", "llamacpp", "tgi
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
 SPECULATORS_FORMAT = "0.9.0"  # of the layout that is written
+GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DRAFTS = 3  # a round, where nothing else is asked for
 SCALED_EMBEDDINGS = (
     "gemma",
@@ -99,7 +100,7 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
     if shape.activation != "silu":
         return f"its layer has activation {shape.activation}, engines have silu; train with heads.activation silu"
     if shape.fc_bias and engine != "sglang":
-        return "its fc has a bias, which the engine drops without a word"
+        return "its fc has a bias, which engines drop without a word, or do not load"
     if shape.num_layers > 1 and others_than_vllm:
         return f"it has {shape.num_layers} layers, and engines name the norms of a second one differently"
     if shape.version == 1:
@@ -111,7 +112,7 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
     if shape.qk_norm and others_than_vllm:
         return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
     if shape.attention_bias and others_than_vllm:
-        return "it has a bias on queries and keys, which the engine leaves out, or wants elsewhere too"
+        return "it has a bias on queries and keys, which the engine leaves out, wants elsewhere too, or does not load"
     if shape.norm_before_residual and engine in ("sglang", "trtllm"):
         return "norm_before_residual is not known there; vllm and llamacpp have it"
     if engine == "sglang" and family in SGLANG_SHIFTS and shape.taps[0] == 1:
@@ -239,9 +240,10 @@ def _trtllm(kind: str) -> Callable[[Order, Any], str]:
 def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
         needs_target = f" --target-model-dir {order.target}" if kind == "draft-eagle3" else ""
+        kept = GGUF_TYPES.get(order.dtype, "auto")  # left to itself the converter makes fp16 of fp32
         return (
             f"python convert_hf_to_gguf.py {order.target} --outfile target.gguf\n"
-            f"python convert_hf_to_gguf.py {order.out}{needs_target} --outfile draft.gguf\n"
+            f"python convert_hf_to_gguf.py {order.out}{needs_target} --outtype {kept} --outfile draft.gguf\n"
             f"llama-server -m target.gguf -md draft.gguf --spec-type {kind} --spec-draft-n-max {order.drafts}"
         )
 
@@ -268,6 +270,7 @@ TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa heads", "d
 _CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
 _SHARED: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp")
 _READ_ONLY = "Written after the engine's source; we have not run it."
+_CONVERTER = "`convert_hf_to_gguf.py` is in llama.cpp's sources and reads folders: fetch a target of the hub with `hf download`."
 _MEDUSA_VLLM = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
 RECIPES: dict[EngineName, dict[str, Recipe]] = {
     "vllm": {
@@ -289,8 +292,8 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
     },
     "llamacpp": {
-        "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
-        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _CONVERTER), _SHARED),
+        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
     },
     "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
     "hf": {"draft_lm": Recipe("native", _hf, (), ("vllm", "sglang", "trtllm", "llamacpp", "hf"))},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,3 +53,56 @@ def committed(name: str, target: Target) -> Artifact:
     artifact = Artifact.load(ROOT / "scripts" / "quickstart" / "drafters" / name, target.fingerprint(), target.ends, pytest.fail)
     artifact.drafter.to(target.dtype)
     return artifact
+
+
+def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any) -> Artifact:
+    """The committed plain EAGLE-3 with another shape; what it has no weights for is made up, and small."""
+    before = committed("eagle3_plain", target)
+    torch.manual_seed(1)
+    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.ends)
+    for name, parameter in drafter.named_parameters():
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+    drafter.load_state_dict(before.drafter.state_dict(), strict=False)
+    change(drafter)
+    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
+
+
+def vary(*names: str) -> Callable[[EagleDrafter], None]:
+    """Move the norms of these names away from one."""
+
+    def change(drafter: EagleDrafter) -> None:
+        for name, parameter in drafter.named_parameters():
+            if any(part in name for part in names):
+                torch.nn.init.uniform_(parameter, 0.7, 1.4)
+
+    return change
+
+
+def all_tokens(target: Target) -> Artifact:
+    """The committed plain EAGLE-3 with a row of its head for every token: the target's where it had none."""
+    before = committed("eagle3_plain", target)
+    shape, state = before.drafter.shape, before.drafter.state_dict()
+    state["lm_head.weight"] = target.head_weight.index_copy(0, before.drafter.kept, state["lm_head.weight"])
+    drafter = EagleDrafter(replace(shape, draft_vocab_size=shape.vocab_size), target.ends)
+    drafter.load_state_dict({name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")})
+    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
+
+
+@torch.no_grad()
+def widened(target: Target, hidden: int) -> Artifact:
+    """The committed plain EAGLE-3 in the first rows and columns of a wider one, which has an embedding of its own."""
+    before = committed("eagle3_plain", target)
+    narrow, state = before.drafter.shape.hidden_size, before.drafter.state_dict()
+    torch.manual_seed(1)
+    drafter = EagleDrafter(replace(before.drafter.shape, hidden_size=hidden), target.ends)
+    for name, parameter in drafter.named_parameters():
+        old = target.model.get_input_embeddings().weight if name == "embedding.weight" else state[name]
+        torch.nn.init.normal_(parameter, std=0.01)
+        if "norm" in name:
+            parameter[:narrow] = old * (narrow / hidden) ** 0.5
+        elif name == "layers.0.qkv.weight":  # what comes in is a token beside a state
+            parameter.unflatten(1, (2, -1))[:, :, :narrow] = old.unflatten(1, (2, -1))
+        else:
+            parameter[: old.shape[0], : old.shape[1]] = old
+    drafter.load_state_dict({name: state[name] for name in ("d2t", "t2d")}, strict=False)
+    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)

@@ -10,24 +10,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.exporter import export, load_alone
 from draftsmith.heads.exports import Order, kind_of
-from draftsmith.inference.evaluate import Options, run
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.target import Target, TargetConfig, load_target
 
 from tests.conftest import QUICKSTART, ROOT
-from tests.eagles import committed
+from tests.eagles import changed, committed, vary
+from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like, unseen_functions
 from tests.trained import trained_heads
 
 pytestmark = [
@@ -35,33 +32,8 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
 ]
-DRAFTS, REPLY, PROMPTS = 3, 96, 24
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_lm": "draft_model"}
-Counts = dict[str, Any]
-
-
-def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any) -> Artifact:
-    """The committed plain EAGLE-3 with another shape; what it has no weights for is made up, and small."""
-    before = committed("eagle3_plain", target)
-    torch.manual_seed(1)
-    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.ends)
-    for name, parameter in drafter.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
-    drafter.load_state_dict(before.drafter.state_dict(), strict=False)
-    change(drafter)
-    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
-
-
-def vary(*names: str) -> Callable[[EagleDrafter], None]:
-    """Move the norms of these names away from one."""
-
-    def change(drafter: EagleDrafter) -> None:
-        for name, parameter in drafter.named_parameters():
-            if any(part in name for part in names):
-                torch.nn.init.uniform_(parameter, 0.7, 1.4)
-
-    return change
 
 
 CASES: dict[str, Callable[[Target], Artifact]] = {
@@ -88,11 +60,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Functions that neither target nor drafters have seen."""
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    script = [sys.executable, str(ROOT / "scripts/quickstart/functions.py"), "--split", "test", "--count", str(PROMPTS)]
-    subprocess.run([*script, "--out", str(path)], check=True, cwd=ROOT)
-    return path
+    return unseen_functions(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture(scope="module")
@@ -117,19 +85,9 @@ def exports(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 @pytest.fixture(scope="module")
 def ours(exports: dict[str, Path], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counts]:
-    """Our counts of each."""
+    """What `evaluate --like vllm:drafts=3` counts of each."""
     drafters = [str(path).replace("drafter-", "ours-") for path in exports.values()]
-    return dict(zip(exports, evaluated(drafters, prompts_file, tmp_path_factory.mktemp("ours")), strict=True))
-
-
-def evaluated(drafters: list[str], prompts_file: Path, folder: Path) -> list[Counts]:
-    """What `evaluate --like vllm:drafts=3` counts of each drafter."""
-    config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
-    given: dict[str, Any] = {"baselines": False, "repeats": 1, "max_new_tokens": REPLY, "like": [f"vllm:drafts={DRAFTS}"]}
-    given["limit"] = PROMPTS
-    run(Options(config, str(prompts_file), drafter=drafters, json=str(folder / "out.json"), **given))
-    (setting,) = json.loads((folder / "out.json").read_text())["settings"]
-    return [found for name, found in setting["drafters"].items() if " as in vllm" in name]
+    return dict(zip(exports, counts_like("vllm", drafters, prompts_file, tmp_path_factory.mktemp("ours")), strict=True))
 
 
 def serve(folder: Path, prompts: list[list[int]], model: str, speculation: dict[str, Any] | None) -> Counts:
@@ -204,7 +162,7 @@ def test_a_drafter_of_yours(target: Target, table: list[str], tmp_path: Path) ->
     ids = [prompt.token_ids for prompt in read_prompts(file, target.tokenizer, target.name, PROMPTS)]
     order = Order("vllm", str(tmp_path / "drafter"), str(QUICKSTART), DRAFTS, torch.float32)
     export(artifact, order, head=target.head_weight)
-    (ours,) = evaluated([os.environ["DRAFTER"]], file, tmp_path)
+    (ours,) = counts_like("vllm", [os.environ["DRAFTER"]], file, tmp_path)
     speculation = {"method": METHODS[kind_of(artifact.drafter)], "model": order.out, "num_speculative_tokens": DRAFTS}
     plain = serve(tmp_path, ids, str(QUICKSTART), None)
     held_against(os.environ["DRAFTER"], serve(tmp_path, ids, str(QUICKSTART), speculation), plain, ours, table)

@@ -1,0 +1,279 @@
+"""Exports in a real llama.cpp: converted and served as the export says, the text of plain decoding, and the accepted drafts that
+our loop counts, prompt by prompt. Not in the default run: ./scripts/check_llamacpp.sh makes an environment with a converter and a
+server for CPUs, runs this, and prints the table.
+
+Equal and not close: a wrong tap or a norm left out leaves the text right and costs some acceptance, which looks like a weak
+drafter; the last two tests make these mistakes. Norms, ropes and widths that no committed drafter has are those of changed ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads import exports as layouts
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.exporter import export
+from draftsmith.heads.exports import Order
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.target import Target
+
+from tests.conftest import QUICKSTART, ROOT
+from tests.eagles import all_tokens, changed, committed, random_eagle, vary, widened
+from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like, unseen_functions
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.llamacpp,
+    pytest.mark.skipif("LLAMACPP_PYTHON" not in os.environ, reason="LLAMACPP_PYTHON names no Python that has llama.cpp"),
+]
+TOOLS = ROOT / "scripts" / "llamacpp"
+DRAFT_LM = QUICKSTART.parent / "draft_lm"
+ALIKE = 22
+"""Of the 24 replies of llama.cpp's plain decoding, those that have to be ours."""
+TIE = 1e-3
+"""What the target's logits of two tokens differ by at most where llama.cpp's sums may prefer another one than ours."""
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+PLAIN_EAGLE3 = "EAGLE-3, 1,024 of 2,048 tokens"
+
+CASES: dict[str, Callable[[Target], Artifact | None]] = {
+    PLAIN_EAGLE3: lambda target: committed("eagle3_plain", target),
+    "EAGLE-3, all tokens": all_tokens,
+    "EAGLE-3, norm_before_residual": lambda target: changed(target, lambda drafter: None, norm_before_residual=True),
+    "EAGLE-3, norm_before_fc": lambda target: changed(target, vary("fused_tap_norm"), norm_fused_taps=True),
+    "EAGLE-3, wider than the target": lambda target: widened(target, 256),
+    "EAGLE-3, llama3 rope": lambda target: changed(target, lambda drafter: None, rope=LLAMA3),
+    "distilled model": lambda target: committed("distill", target),
+    "small model, as it is": lambda target: None,
+}
+REFUSED: dict[str, tuple[Callable[[Target], Artifact], str, str]] = {
+    "EAGLE-3.1": (lambda target: committed("eagle3", target), "EAGLE-3.1", "Can not map tensor 'fc_norm.0.weight'"),
+    "biases": (
+        lambda target: changed(target, lambda drafter: None, attention_bias=True),
+        "a bias on queries and keys",
+        "wrong number of tensors; expected 17, got 14",
+    ),
+    "bias of fc": (
+        lambda target: changed(target, lambda drafter: None, fc_bias=True),
+        "its fc has a bias",
+        "wrong number of tensors; expected 15, got 14",
+    ),
+    "q/k norms": (lambda target: changed(target, vary("q_norm", "k_norm"), qk_norm=True), "qk_norm", "Eagle3Qwen3ForCausalLM"),
+    "two layers": (lambda target: changed(target, lambda drafter: None, num_layers=2), "2 layers", "Can not map tensor"),
+    "one tap": (
+        lambda target: Artifact(random_eagle(target, taps=[4]), target.fingerprint()),
+        "reads exactly three",
+        "EAGLE3 requires exactly 3 entries",
+    ),
+}
+"""Each with what export says, and what llama.cpp says of the files that export would have written."""
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unseen_functions(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="module")
+def prompts(quickstart: Target, prompts_file: Path) -> list[list[int]]:
+    return [prompt.token_ids for prompt in read_prompts(prompts_file, quickstart.tokenizer, quickstart.name)]
+
+
+def exported(artifact: Artifact | None, out: Path) -> tuple[Path, str]:
+    """The folder that llama.cpp is to read, and the commands with which. A small model is served as it is."""
+    folder = out if artifact is not None else DRAFT_LM
+    order = Order("llamacpp", str(folder), str(QUICKSTART), DRAFTS, torch.float32)
+    if artifact is None:
+        return folder, layouts.RECIPES["llamacpp"]["draft_lm"].serve(order, None)
+    return folder, export(artifact, order).serve(order, artifact.drafter)
+
+
+@pytest.fixture(scope="module")
+def exports(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """Every case, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("exports")
+    return {name: exported(make(quickstart), folder / f"drafter-{i}") for i, (name, make) in enumerate(CASES.items())}
+
+
+def expected(rounds: list[list[int]]) -> Counts:
+    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, kept) of each round.
+
+    It drafts no more than can be kept before the limit, one token being the target's own; ours always drafts a whole chain.
+    Drafts behind an end token count as accepted in both. The first token is the prefill's, and kept already.
+    """
+    kept, drafted, accepted_of = 1, 0, []
+    for _, accepted, tokens in rounds:
+        drafts = min(DRAFTS, REPLY - kept - 1)
+        kept += tokens
+        if drafts > 0:
+            drafted += drafts
+            accepted_of.append(min(accepted, drafts))
+    places = [sum(accepted >= depth for accepted in accepted_of) for depth in range(1, DRAFTS + 1)]
+    return {"drafts": len(accepted_of), "drafted": drafted, "accepted": sum(accepted_of), "by_position": places}
+
+
+@pytest.fixture(scope="module")
+def ours(
+    exports: dict[str, tuple[Path, str]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Counts]]:
+    """What `evaluate --like llamacpp:drafts=3` counts of each prompt, as llama.cpp counts it."""
+    drafters = [str(folder) for folder, _ in exports.values()]
+    like = counts_like("llamacpp", drafters, prompts_file, tmp_path_factory.mktemp("ours"))
+    assert all(found["equal_to_ar"] == PROMPTS for found in like)
+    counts = [[expected(request["rounds"]) for request in found["per_request"]] for found in like]
+    return dict(zip(exports, counts, strict=True))
+
+
+def tool(script: str, *arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+    """One of scripts/llamacpp, with the Python that has llama.cpp, in `folder`."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [str(Path(os.environ["LLAMACPP_PYTHON"]).absolute()), str(TOOLS / script), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+
+
+def count(folder: Path, prompts: list[list[int]], options: list[str], texts: list[str]) -> subprocess.CompletedProcess[str]:
+    """Have a llama-server reply to these prompts; what it counts is in result.json."""
+    job = {"options": options, "prompts": prompts, "max_tokens": REPLY, "texts": texts}
+    (folder / "job.json").write_text(json.dumps(job))
+    return tool("counts.py", "job.json", "result.json", folder=folder)
+
+
+def result_of(folder: Path, done: subprocess.CompletedProcess[str]) -> Counts:
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((folder / "result.json").read_text())
+    for counts in found["counts"]:
+        counts["by_position"] += [0] * (DRAFTS - len(counts["by_position"]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def target_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target") / "target.gguf"
+    done = tool("convert.py", QUICKSTART, "--outtype", "f32", "--outfile", path, folder=path.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+def follow(commands: str, folder: Path, prompts: list[list[int]], target_gguf: Path) -> subprocess.CompletedProcess[str]:
+    """Do what the export says, but for its first line: the target is converted already, and to fp32."""
+    _, convert, serve = (shlex.split(line) for line in commands.splitlines())
+    assert convert[:2] == ["python", "convert_hf_to_gguf.py"] and serve[0] == "llama-server"
+    (folder / "target.gguf").symlink_to(target_gguf)
+    done = tool("convert.py", *convert[2:], folder=folder)
+    return done if done.returncode else count(folder, prompts, serve[1:], [])
+
+
+@pytest.fixture(scope="module")
+def plain(target_gguf: Path, quickstart: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Counts:
+    folder = tmp_path_factory.mktemp("plain")
+    texts = [quickstart.tokenizer.decode(ids) for ids in prompts]
+    return result_of(folder, count(folder, prompts, ["-m", str(target_gguf)], texts))
+
+
+def gap(target: Target, prompt: list[int], one: list[int], other: list[int]) -> float:
+    """How far apart the target's logits of two replies are where these part."""
+    place = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    logits = target.model(torch.tensor([prompt + one[:place]])).logits[0, -1]
+    return float((logits[one[place]] - logits[other[place]]).abs())
+
+
+@pytest.fixture(scope="module")
+def alike(quickstart: Target, prompts: list[list[int]], plain: Counts) -> list[int]:
+    """Prompts that llama.cpp's plain decoding continues as ours does: all but near ties of the target."""
+    replies = [generate_one(quickstart, PlainDecoding(), ids, REPLY).token_ids for ids in prompts]
+    pairs = list(enumerate(zip(prompts, replies, plain["tokens"], strict=True)))
+    with torch.inference_mode():
+        gaps = {i: gap(quickstart, ids, mine, theirs) for i, (ids, mine, theirs) in pairs if mine != theirs}
+    print(f"near ties of the target, where llama.cpp's plain text is another: {gaps}")
+    assert all(difference < TIE for difference in gaps.values()), gaps
+    same = [i for i in range(PROMPTS) if i not in gaps]
+    assert len(same) >= ALIKE, gaps
+    return same
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[str]]:
+    rows = ["| drafter | rounds | accepted at least 1, 2, 3 | tau | the same in our loop |", "|---|---|---|---|---|"]
+    yield rows
+    print("\n" + "\n".join(rows))
+    if (path := os.environ.get("DRAFTSMITH_TABLE")) is not None:
+        Path(path).write_text("\n".join(rows) + "\n")
+
+
+def test_the_converted_tokenizer_is_the_targets(plain: Counts, prompts: list[list[int]]) -> None:
+    assert plain["cut"] == prompts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_llamacpp_accepts_what_we_count(
+    name: str, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    prompts: list[list[int]], target_gguf: Path, table: list[str], tmp_path: Path,
+) -> None:  # fmt: skip
+    theirs = result_of(tmp_path, follow(exports[name][1], tmp_path, prompts, target_gguf))
+    rounds, accepted = (sum(counts[key] for counts in theirs["counts"]) for key in ("drafts", "accepted"))
+    places = [sum(counts["by_position"][i] for counts in theirs["counts"]) for i in range(DRAFTS)]
+    different = [i for i in alike if theirs["counts"][i] != ours[name][i]]
+    verdict = f"equal for {len(alike) - len(different)} of {len(alike)} prompts"
+    table.append(f"| {name} | {rounds} | {' '.join(map(str, places))} | {1 + accepted / rounds:.2f} | {verdict} |")
+    assert theirs["tokens"] == plain["tokens"], "speculation changed the text"
+    assert places[0] > 0.1 * rounds, "next to nothing was accepted, so equality says nothing"
+    assert not different, [(i, theirs["counts"][i], ours[name][i]) for i in different]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_export_refuses_llamacpp_cannot_load(
+    name: str, quickstart: Target, prompts: list[list[int]], target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, why, theirs = REFUSED[name]
+    artifact = make(quickstart)
+    with pytest.raises(UserError, match=f"llamacpp cannot serve this drafter.*{why}"):
+        exported(artifact, tmp_path / "drafter")
+    assert not (tmp_path / "drafter").exists()
+    monkeypatch.setattr(layouts, "eagle_obstacle", lambda *given: None)
+    _, commands = exported(artifact, tmp_path / "drafter")
+    done = follow(commands, tmp_path, prompts[:1], target_gguf)
+    assert done.returncode != 0 and theirs in done.stderr, done.stderr[-3000:]
+
+
+def test_a_tap_too_low_changes_the_counts_only(
+    exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    prompts: list[list[int]], target_gguf: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The config counts states, the embeddings' being 0; as SGLang counts layers, all taps would be one lower."""
+    folder, commands = exports[PLAIN_EAGLE3]
+    wrong = Path(shutil.copytree(folder, tmp_path / "wrong"))
+    config = json.loads((wrong / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    (wrong / "config.json").write_text(json.dumps(config))
+    theirs = result_of(tmp_path, follow(commands.replace(str(folder), str(wrong)), tmp_path, prompts, target_gguf))
+    assert theirs["tokens"] == plain["tokens"]
+    assert sum(theirs["counts"][i] != ours[PLAIN_EAGLE3][i] for i in alike) > len(alike) / 2
+
+
+def test_norm_output_is_not_refused_by_llamacpp_but_ignored(
+    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int], prompts: list[list[int]],
+    target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """So only export can tell: the counts are those of the drafter without it."""
+    artifact = changed(quickstart, lambda drafter: None, norm_output=True)
+    with pytest.raises(UserError, match="recycled state"):
+        exported(artifact, tmp_path / "drafter")
+    monkeypatch.setattr(layouts, "eagle_obstacle", lambda *given: None)
+    _, commands = exported(artifact, tmp_path / "drafter")
+    theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf))
+    assert theirs["tokens"] == plain["tokens"]
+    assert all(theirs["counts"][i] == ours[PLAIN_EAGLE3][i] for i in alike)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from .artifact import Artifact
 from .exports import CHAINS_ONLY, TITLES, Order, Recipe, kind_of
@@ -38,10 +41,11 @@ class Measured:
 def card(artifact: Artifact, order: Order, recipe: Recipe, licence: str, measured: Sequence[Measured]) -> str:
     """The README, with the header that the hub reads."""
     kind = kind_of(artifact.drafter)
+    rounded = any(weight.dtype.itemsize > order.dtype.itemsize for weight in artifact.drafter.parameters())
     header = [
         "---",
         f"license: {licence}",
-        f"base_model: {artifact.fingerprint.name}",
+        *([f"base_model: {order.target}"] if order.target.count("/") == 1 and not Path(order.target).exists() else []),
         "library_name: draftsmith",
         "pipeline_tag: text-generation",
         "tags:",
@@ -49,14 +53,14 @@ def card(artifact: Artifact, order: Order, recipe: Recipe, licence: str, measure
         f"- {kind.replace('_', '-')}",
         "---",
     ]
-    title = f"# {NAMES[kind]} for {artifact.fingerprint.name}"
+    title = f"# {NAMES[kind]} for {order.target}"
     parts = [
         "\n".join(header),
         title,
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that the text stays the target's own.",
         f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
         _others(recipe, order),
-        f"## Measured\n\n{_table(order, measured)}",
+        f"## Measured\n\n{_table(order, measured, rounded)}",
         f"## What it is\n\n{_facts(artifact, order)}",
         f"## Limits\n\n{_limits(artifact, recipe)}",
     ]
@@ -70,7 +74,11 @@ def _others(recipe: Recipe, order: Order) -> str:
     return f"The same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` prints the command of each)."
 
 
-def _table(order: Order, measured: Sequence[Measured]) -> str:
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _table(order: Order, measured: Sequence[Measured], rounded: bool) -> str:
     """Chains only where the engine drafts chains; the rest is said to be left out."""
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
@@ -88,6 +96,7 @@ def _table(order: Order, measured: Sequence[Measured]) -> str:
             "",
             "tau: tokens kept a round, the target's own among them; measured in draftsmith's own loop, not in the engine.",
         ]
+        lines += [f"Measured before the weights were rounded to {_name(order.dtype)}."] if rounded else []
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
         lines.append(f"{left_out} measurement(s) with trees are left out: {order.engine} drafts chains.")
@@ -103,7 +112,7 @@ def _facts(artifact: Artifact, order: Order) -> str:
     kind = kind_of(drafter)
     rows = [
         ("method", f"{NAMES[kind]} ({PAPERS[kind]})"),
-        ("parameters", f"{size:,}, stored as {str(order.dtype).removeprefix('torch.')}"),
+        ("parameters", f"{size:,}, stored as {_name(order.dtype)}"),
         (
             "target",
             f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, vocabulary {target.vocab_size:,}",
@@ -113,13 +122,16 @@ def _facts(artifact: Artifact, order: Order) -> str:
     if drafter.taps:
         rows.append(("taps", f"hidden states {list(drafter.taps)} (0: embeddings)"))
     if data:
-        rows.append(("training data", f"{data['documents']:,} texts, {data['tokens']:,} tokens, SHA-256 {data['sha256'][:16]}"))
-        if data.get("vocabulary_coverage") is not None:
-            rows.append(("draft vocabulary", f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data"))
+        texts, tokens, sha = (data.get(key, "?") for key in ("documents", "tokens", "sha256"))
+        rows.append(("training data", f"{texts} texts, {tokens} tokens, SHA-256 {str(sha)[:16]}"))
     else:
         rows.append(("training data", "not recorded"))
+    if (pruned := artifact.provenance.get("pruned")) is not None:
+        rows.append(("draft vocabulary", f"cut after training; covers {pruned['coverage']:.2%} of the text that it was cut by"))
+    elif data.get("vocabulary_coverage") is not None:
+        rows.append(("draft vocabulary", f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data"))
     if (command := artifact.provenance.get("command")) is not None:
-        rows.append(("command", f"`{' '.join(command)}`"))
+        rows.append(("command", f"`{command if isinstance(command, str) else ' '.join(command)}`"))
     if (source := artifact.provenance.get("imported_from")) is not None:
         rows.append(("imported from", f"`{source}`"))
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])

@@ -371,6 +371,8 @@ class EagleDrafter(EngineLayout, nn.Module):
             "bias": shape.fc_bias,
             "base_model_name_or_path": target_name,
         }
+        if (share := shape.rope.get("partial_rotary_factor")) is not None:
+            config["partial_rotary_factor"] = share  # where SGLang looks
         if shape.rope["rope_type"] != "default":
             config["rope_scaling"] = shape.rope  # where readers of older layouts look
         if shape.version == 3:

@@ -36,8 +36,9 @@ def export(
     """
     recipe = recipe_for(order.engine, artifact)
     check_name(order.out, artifact)
-    check_free(order.out, OWN_FILE)
+    check_free(order.out)
     check_vocabulary(artifact)
+    check_numbers(artifact, order.dtype)
     drafter = artifact.drafter
     with whole_directory(order.out) as aside:
         if artifact.method == "draft_lm":
@@ -60,10 +61,26 @@ def export(
     return recipe
 
 
-def check_free(out: str | Path, sign: str) -> None:
-    """Demand that nothing but an earlier drafter or export is replaced. Raises `UserError`."""
-    if Path(out).is_dir() and any(Path(out).iterdir()) and not Path(out, sign).is_file():
-        raise UserError(f"{out} holds something else than a drafter; name another --out, or empty it")
+def check_free(out: str | Path) -> None:
+    """Demand a folder that is not there yet, or is empty, or an earlier export. Raises `UserError`."""
+    path = Path(out)
+    if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
+        raise UserError(f"{out} is a file, a link or the folder that you are in; name a new folder with --out")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    own = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
+    if not isinstance(own, dict) or "export" not in own:
+        what = "a drafter, not an export" if own is not None else "something else than an export"
+        raise UserError(f"{out} holds {what}; name another --out, or remove it")
+
+
+def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
+    """Demand weights that are numbers, in the type that they are stored in too. Raises `UserError`."""
+    for name, weight in artifact.drafter.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{name} of the drafter holds NaN or infinity; export an earlier checkpoint")
+        if not weight.to(dtype).isfinite().all():
+            raise UserError(f"{name} does not fit into {str(dtype).removeprefix('torch.')}; use --dtype bfloat16")
 
 
 def check_vocabulary(artifact: Artifact) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,7 +32,9 @@ SCALED_EMBEDDINGS = (
     "granite",
     "minicpm",
 )  # families whose embeddings are scaled outside of the matrix that engines share
-SGLANG_SHIFTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+SGLANG_SHIFTS = (  # families whose nested taps SGLang shifts only where the first is 1
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25", "mistral_large3",
+)  # fmt: skip
 
 MEDUSA_WITH_HEAD = "vllm-medusa"
 """Heads without output matrices, and the target's beside them, which vLLM does not take from the target itself."""
@@ -82,6 +85,9 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
         if reason := eagle_obstacle(engine, drafter.shape, artifact.fingerprint.model_type):
             raise UserError(f"{engine} cannot serve this drafter: {reason}")
         others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint.model_type) is None)
+        if engine != "sglang" and kind == "eagle3":  # whose nested taps may have to be others
+            same = sglang_taps(list(drafter.taps), artifact.fingerprint.model_type) == sglang_taps(list(drafter.taps), "")
+            others = (e for e in others if e != "sglang" or same)
         found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
     if kind == "medusa" and drafter.config.shared_head:
         if engine == "tgi" and drafter.config.num_layers > 1:
@@ -99,8 +105,14 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
     others_than_vllm = engine not in ("vllm", "speculators")
     if shape.activation != "silu":
         return f"its layer has activation {shape.activation}, engines have silu; train with heads.activation silu"
+    if shape.hidden_size % shape.num_heads and engine != "llamacpp":
+        return f"its width {shape.hidden_size} is no multiple of its {shape.num_heads} heads, which a Llama's config has to be"
     if shape.fc_bias and engine != "sglang":
         return "its fc has a bias, which engines drop without a word, or do not load"
+    if "partial_rotary_factor" in shape.rope and engine in ("trtllm", "llamacpp"):
+        return "rotary positions turn a part of each head only, which we have not seen it read"
+    if shape.rope["rope_type"] == "dynamic" and others_than_vllm:
+        return "dynamic rope depends on the text's length there"
     if shape.num_layers > 1 and others_than_vllm:
         return f"it has {shape.num_layers} layers, and engines name the norms of a second one differently"
     if shape.version == 1:
@@ -113,6 +125,8 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
         return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
     if shape.attention_bias and others_than_vllm:
         return "it has a bias on queries and keys, which the engine leaves out, wants elsewhere too, or does not load"
+    if engine == "sglang" and len(shape.taps) * shape.target_hidden_size == shape.hidden_size:
+        return "its taps are as wide as its own state, so they are taken for one and fc is left out"
     if shape.norm_before_residual and engine in ("sglang", "trtllm"):
         return "norm_before_residual is not known there; vllm and llamacpp have it"
     if engine == "sglang" and family in SGLANG_SHIFTS and shape.taps[0] == 1:
@@ -131,6 +145,8 @@ def _eagle_notes(shape: Any) -> tuple[str, ...]:
         notes.append(f"Drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens ({share:.0%}).")
     if shape.norm_taps or shape.norm_output:
         notes.append("EAGLE-3.1 (`fc_norm`, `norm_output`): needs an engine of 2026-09 or later; older ones ignore these keys.")
+    if shape.rope["rope_type"] == "longrope":
+        notes.append("Rotary positions are those of short texts: serve no longer ones than `original_max_position_embeddings`.")
     if shape.num_layers > 1:
         notes.append(f"{shape.num_layers} layers: other engines than vLLM do not load it.")
     return tuple(notes)
@@ -173,7 +189,7 @@ def speculators(config: dict[str, Any], tensors: dict[str, Tensor], shape: Any, 
     layer_keys = (
         "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
-        "attention_bias", "mlp_bias", "tie_word_embeddings",
+        "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor",
     )  # fmt: skip
     layer = {key: config[key] for key in layer_keys if key in config}
     flags = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
@@ -209,7 +225,7 @@ def sglang_eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
 def _vllm(method: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
         chosen = {"method": method, "model": order.out, "num_speculative_tokens": order.drafts}
-        return f"vllm serve {order.target} --speculative-config '{json.dumps(chosen)}'"
+        return f"vllm serve {quote(order.target)} --speculative-config {quote(json.dumps(chosen))}"
 
     return serve
 
@@ -217,8 +233,8 @@ def _vllm(method: str) -> Callable[[Order, Any], str]:
 def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
         return (
-            f"python -m sglang.launch_server --model-path {order.target} --speculative-algorithm {algorithm} \\\n"
-            f"    --speculative-draft-model-path {order.out} --speculative-num-steps {order.drafts} \\\n"
+            f"python -m sglang.launch_server --model-path {quote(order.target)} --speculative-algorithm {algorithm} \\\n"
+            f"    --speculative-draft-model-path {quote(order.out)} --speculative-num-steps {order.drafts} \\\n"
             f"    --speculative-eagle-topk 1 --speculative-num-draft-tokens {order.drafts + 1}"
         )
 
@@ -228,22 +244,22 @@ def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
 def _trtllm(kind: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
         lines = ["speculative_config:", f"  decoding_type: {kind}", f"  max_draft_len: {order.drafts}"]
-        lines.append(f"  speculative_model: {order.out}")
+        lines.append(f"  speculative_model: {json.dumps(order.out)}")
         if kind == "Eagle3":
             lines.append(f"  eagle3_layers_to_capture: {[tap - 1 for tap in drafter.taps]}")
         yaml = "\n".join(lines)
-        return f"cat > speculative.yaml <<'END'\n{yaml}\nEND\ntrtllm-serve {order.target} --config speculative.yaml"
+        return f"cat > speculative.yaml <<'END'\n{yaml}\nEND\ntrtllm-serve {quote(order.target)} --config speculative.yaml"
 
     return serve
 
 
 def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
-        needs_target = f" --target-model-dir {order.target}" if kind == "draft-eagle3" else ""
+        needs_target = f" --target-model-dir {quote(order.target)}" if kind == "draft-eagle3" else ""
         kept = GGUF_TYPES.get(order.dtype, "auto")  # left to itself the converter makes fp16 of fp32
         return (
-            f"python convert_hf_to_gguf.py {order.target} --outfile target.gguf\n"
-            f"python convert_hf_to_gguf.py {order.out}{needs_target} --outtype {kept} --outfile draft.gguf\n"
+            f"python convert_hf_to_gguf.py {quote(order.target)} --outfile target.gguf\n"
+            f"python convert_hf_to_gguf.py {quote(order.out)}{needs_target} --outtype {kept} --outfile draft.gguf\n"
             f"llama-server -m target.gguf -md draft.gguf --spec-type {kind} --spec-draft-n-max {order.drafts}"
         )
 
@@ -251,15 +267,17 @@ def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
 
 
 def _tgi(order: Order, drafter: Any) -> str:
-    return f"text-generation-launcher --model-id {order.out} --speculate {order.drafts}"
+    return f"text-generation-launcher --model-id {quote(order.out)} --speculate {order.drafts}"
 
 
 def _hf(order: Order, drafter: Any) -> str:
     return (
         "python - <<'END'\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{order.target}")\n'
-        f'target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in ("{order.target}", "{order.out}"))\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({order.target!r})\n"
+        f"names = ({order.target!r}, {order.out!r})\n"
+        "target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in names)\n"
+        f"draft.generation_config.num_assistant_tokens = {order.drafts}\n"
         'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
         "print(tokenizer.decode(target.generate(**prompt, assistant_model=draft)[0]))\n"
         "END"
@@ -280,7 +298,7 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "medusa": Recipe("native", _vllm("medusa"), (_CHAIN, _MEDUSA_VLLM), ("vllm", "tgi")),
     },
     "speculators": {
-        "eagle3": Recipe("speculators", lambda order, drafter: f"vllm serve {order.out}", (_CHAIN,)),
+        "eagle3": Recipe("speculators", lambda order, drafter: f"vllm serve {quote(order.out)}", (_CHAIN,)),
     },
     "sglang": {
         "eagle3": Recipe("native", _sglang("EAGLE3"), (_READ_ONLY,), _SHARED),
@@ -303,7 +321,8 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
 def vllm_guess(path: str, kind: str) -> str | None:
     """The method that vLLM takes from a path where none is given, if it is another one than `kind` needs; None if not.
 
-    It looks for parts of names in lower case, in this order: `my-eagle-3-head` becomes EAGLE-1.
+    It looks for parts of the whole path in lower case, in this order: `my-eagle-3-head` becomes EAGLE-1. Only the folder's own
+    name is ours to judge; the commands that we print name the method.
     """
     methods = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_lm": "draft_model"}
     signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))

@@ -40,6 +40,11 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}; choose another output folder") from error
     try:
         yield aside
+        mask = os.umask(0)
+        os.umask(mask)
+        for file in aside.rglob("*"):
+            if file.is_file():  # safetensors writes files that nobody else may read, and a server may be somebody else
+                file.chmod(0o666 & ~mask)
         sync_tree(aside)
         if path.exists():
             old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
@@ -152,3 +157,5 @@ def read_json(path: Path) -> Any:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); copy or download it again") from error

@@ -31,6 +31,7 @@ DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 WRAPPERS = ("draft_model.", "model.")  # what trainers keep a head in
 TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "fc_norm.1.weight"}
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}  # older names
+PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SAME = 2**-7  # relative: an embedding that was rounded to bf16 on the way is still the target's
 INNER_KEYS = ("num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size")
 
@@ -58,6 +59,8 @@ class Answers:
     norm_before_residual: bool | None = None
     target_embedding: bool = False
     """Use the target's embedding though the checkpoint's differs."""
+    ours: bool = False
+    """The files are an export of ours, which means by each key what engines mean."""
 
 
 @dataclass
@@ -82,6 +85,8 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     tensors = {name: stored[there] for name, there in names.items() if wanted(name, read)}
     try:
         return read(Checkpoint(folder, path, config, tensors, target, answers))
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
@@ -102,6 +107,9 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """One that holds every floating tensor without loss."""
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
+                raise UserError(f"{self.folder}: {name} is {tensor.dtype}, which is not read here; convert it to bfloat16")
         return reduce(torch.promote_types, (t.dtype for t in self.tensors.values() if t.is_floating_point()))
 
     def finished(self, drafter: Any, layout: str) -> Public:
@@ -152,7 +160,7 @@ def medusa(found: Checkpoint) -> Public:
     inside = any(name.startswith("medusa_head.") for name in tensors)
     found.tensors = tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
     places = [(int(m[1]), int(m[2]), m[3]) for name in tensors if (m := MEDUSA.match(name))]
-    if not places:
+    if not any(kind != "weight" for *_, kind in places):
         raise UserError(f"{found.folder} has no tensors of Medusa heads, though its config speaks of some")
     blocks = [(head, layer) for head, layer, kind in places if kind != "weight"]
     heads, layers = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
@@ -166,7 +174,10 @@ def medusa(found: Checkpoint) -> Public:
     if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:  # vLLM has the target's head beside the heads
         _same_matrix(found, "lm_heads.0.weight", own, found.target.head)
     hidden = len(tensors["0.0.linear.weight"])
-    if config.get("medusa_fc_bias") is False or not any(kind == "linear.bias" for *_, kind in places):
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
+    if config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
+        raise UserError(f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds some")
+    if not biases:
         tensors.update(
             {f"{h}.{i}.linear.bias": torch.zeros(hidden, dtype=found.dtype) for h in range(heads) for i in range(layers)}
         )
@@ -205,7 +216,7 @@ def eagle3(found: Checkpoint) -> Public:
     norm_output = flag("norm_output")
     if found.answers.norm_output is not None:
         norm_output = found.answers.norm_output
-    elif norm_output:
+    elif norm_output and not found.answers.ours:
         raise UserError(
             f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm before lm_head that all heads "
             "have; say --norm-output if drafts recycle the normed state (EAGLE-3.1), --no-norm-output if not; else "
@@ -231,7 +242,7 @@ def speculators(found: Checkpoint) -> Public:
     if not taps:
         taps = default_taps(found.target.num_layers)
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
-    elif taps[0] == 1 and found.answers.taps is None:
+    elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
         found.notes.append(
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too low; see that it accepts"
         )
@@ -289,7 +300,7 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     if found.answers.taps is not None:
         return found.answers.taps
     key = "eagle_aux_hidden_state_layer_ids"
-    top, nested = found.config.get(key), inner.get(key)
+    top, nested = found.config.get(key) or None, inner.get(key) or None
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     if top is not None:
         if nested is not None and nested not in ([tap - 1 for tap in top], top):
@@ -407,6 +418,8 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
     tensors["t2d"] = tensors["t2d"].bool()
 
 
-def _same_size(found: Checkpoint, name: str, here: int, there: int) -> None:
+def _same_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
+    if type(here) is not int:
+        raise UserError(f"{found.path} garbles a field: {name} is {here!r}, not a whole number")
     if here != there:
         raise UserError(f"{found.folder} is for another target: {name} is {here}, the target's {there}")

@@ -64,9 +64,7 @@ def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, he
     if artifact.method == "draft_lm":
         ends = TargetEnds(embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer)
         return DraftModel.load(folder, order.dtype, ends)
-    config = read_json(folder / "config.json")
-    answers = Answers(norm_output=config.get("norm_output"))  # this writer means what engines mean
-    found = read_public(folder, replace(side_of(trained_for), head=head), answers)
+    found = read_public(folder, replace(side_of(trained_for), head=head), Answers(ours=True))
     family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind_of(artifact.drafter))
     if not found.layout.startswith(family):
         _fail(f"it is taken for {found.layout}, not for {family}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
+from .files import read_json
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
+TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -22,9 +25,9 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         """Raises `UserError` if there are none, if two files hold the same name, or if a file holds anything but tensors."""
-        self.files: list[Path] = sorted(folder.glob("*.safetensors"))
+        self.files: list[Path] = files_of(folder, ("*.safetensors",))
         opened = _safetensors if self.files else _pickled
-        self.files = self.files or sorted(path for pattern in PICKLES for path in folder.glob(pattern))
+        self.files = self.files or files_of(folder, PICKLES)
         if not self.files:
             raise UserError(f"{folder} holds no weights: neither *.safetensors nor {', '.join(PICKLES)}; name a drafter's folder")
         self._readers: dict[str, Callable[[], Tensor]] = {}
@@ -44,6 +47,22 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._readers)
 
 
+def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    """The weights' files: those that an index names if there is one, else all but a trainer's own. Raises `UserError`."""
+    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    for index in sorted(folder.glob("*.index.json")):
+        if any(path.suffix == Path(index.name.removesuffix(".index.json")).suffix for path in found):
+            table = read_json(index)
+            try:
+                named = sorted({folder / file for file in table["weight_map"].values()})
+            except (KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"{index} names no files of weights; copy or download it again") from error
+            if missing := [path.name for path in named if not path.is_file()]:
+                raise UserError(f"{index} names {missing[0]}, which is not there; copy or download it again")
+            return named
+    return [path for path in found if not TRAINERS_OWN.match(path.name)]
+
+
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     try:
         file = safe_open(path, framework="pt")
@@ -57,10 +76,7 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     try:
         held: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(
-            f"{path} is refused: it is damaged, or holds more than tensors, which could run code ({reason})"
-        ) from error
+        raise UserError(f"{path} is refused: it is damaged, or holds more than tensors, which could run code") from error
     if not isinstance(held, dict) or not held or not all(isinstance(tensor, Tensor) for tensor in held.values()):
         raise UserError(f"{path} is refused: it is not a table of tensors by name")
     for name, tensor in held.items():

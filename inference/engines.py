@@ -104,6 +104,7 @@ class AsIn:
     def __init__(self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]) -> None:
         """Raises `UserError` for a drafter that the engine does not take."""
         proposer = load_proposer(without_tree(spec), target, warn)
+        self.spec = spec
         self.name = f"{proposer.name} as in {engine.label}"
         self.setting = engine.shape(proposer, target.config.model_type)
         self._rule = engine.rule(type(proposer))

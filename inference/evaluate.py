@@ -133,9 +133,11 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     for setting in settings:
         decoding = ways(setting)
         names = zip(distinct_names(decoding), decoding, strict=True)
-        chosen = {name: way.setting for name, way in names if isinstance(way, Tuned | AsIn)}
+        others_of = {name: way for name, way in names if isinstance(way, Tuned | AsIn)}
         results.append(compare(target, decoding, prompts, setting))
-        found.append(measured(target, results[-1], setting, chosen))
+        found.append(measured(target, results[-1], setting, {name: way.setting for name, way in others_of.items()}))
+        for name, way in others_of.items():
+            found[-1]["drafters"][name]["spec"] = way.spec
     model_batches(found)
     sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
     if served is not None:

@@ -68,6 +68,7 @@ class Tuned:
     """A drafter as a way to decode: with what a profile says for one temperature and batch size."""
 
     def __init__(self, profile: Profile, spec: str, target: Target, sampling: Sampling, batch: int) -> None:
+        self.spec = spec
         self.setting = profile.setting(spec, sampling.temperature, batch)
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)

@@ -117,8 +117,19 @@ def beside_target(artifact: Artifact, target: Target, options: Options) -> Artif
         print(f"warning: {message}")
     if options.draft_vocab_size is None:
         return artifact
-    counts = token_counts(target, options.vocab_data)
-    found = with_vocabulary(artifact, most_frequent(counts, options.draft_vocab_size, special_ids(target)), counts)
+    counts, always = token_counts(target, options.vocab_data), special_ids(target)
+    ranked = counts.double()
+    if (kept := getattr(artifact.drafter, "kept", None)) is not None:  # it cannot learn tokens that it never had
+        if options.draft_vocab_size > len(kept):
+            raise UserError(f"the drafter proposes {len(kept)} tokens already; ask for fewer than that")
+        ranked = torch.full_like(ranked, -1.0).scatter(0, kept, ranked[kept])
+        always &= set(kept.tolist())
+    if not len(always) <= options.draft_vocab_size <= target.vocab_size:
+        raise UserError(
+            f"--draft-vocab-size {options.draft_vocab_size} must lie between the {len(always)} special tokens and the target's "
+            f"{target.vocab_size}"
+        )
+    found = with_vocabulary(artifact, most_frequent(ranked, options.draft_vocab_size, always), counts)
     coverage = found.provenance.get("pruned", {}).get("coverage", 1.0)
     print(f"draft vocabulary: {options.draft_vocab_size:,} tokens, which are {coverage:.2%} of those that the target wrote")
     return found
@@ -155,13 +166,13 @@ def figures(path: str, drafter: str, method: str) -> list[Measured]:
     if not names:
         measured = ", ".join(name for name, facts in known.items() if facts.get("sha256")) or "none with weights"
         raise UserError(f"{path} is not about {drafter}: the drafters that it measured ({measured}) have other weights")
+    specs = {facts["spec"] for name, facts in known.items() if name in names}
     prompts = report["prompt_set"]
     source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
-    bases = {re.split(r":| as in ", name)[0] for name in names}
     rows = []
     for setting in report["settings"]:
         for name, found in setting["drafters"].items():
-            if name in names or (" as in " in name and name.split(" as in ")[0] in bases):
+            if name in names or found.get("spec") in specs:  # as it is, tuned, or as in an engine
                 rows.append(_figure(name, method, found, setting, source))
     return rows
 

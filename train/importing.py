@@ -12,10 +12,10 @@ from huggingface_hub import snapshot_download
 
 from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, drafter_class
 from ..heads.errors import UserError
-from ..heads.exporter import check_free
 from ..heads.files import checksum, read_json
 from ..heads.fingerprint import Fingerprint
 from ..heads.public import Answers, Public, TargetSide, read_public
+from ..heads.stored_tensors import StoredTensors
 from ..inference.stored import StoredTarget
 from .inputs import ends_in
 from .provenance import provenance
@@ -23,7 +23,7 @@ from .provenance import provenance
 EXAMPLE = (
     "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3"
 )
-READ = ["*.json", "*.safetensors", "*.bin", "*.pt"]
+READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 
 
 @dataclass
@@ -48,11 +48,12 @@ class Options:
 
 def run(options: Options) -> None:
     folder = folder_of(options.from_)
-    check_free(options.out, OWN_FILE)
-    if Path(options.out).resolve() == folder.resolve():
-        raise UserError(f"{options.out} is what is read; name another --out")
+    if Path(options.out).exists():
+        raise UserError(f"{options.out} is there already; name another --out")
     answers = Answers(taps_of(options.taps), options.norm_output, options.norm_before_residual, options.target_embedding)
     own = read_json(folder / OWN_FILE) if (folder / OWN_FILE).is_file() else None
+    if own is not None and not isinstance(own, dict):
+        raise UserError(f"{folder / OWN_FILE} is not a table of keys; copy or export the drafter again")
     if own is not None and "export" not in own:
         raise UserError(f"{folder} is a drafter of ours already; use it as it is")
     if own is not None and own.get("method") == "draft_lm":
@@ -73,7 +74,7 @@ def folder_of(name: str) -> Path:
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"{name} is not a folder; name a checkpoint's folder, or a repository on the hub")
     try:
-        return Path(snapshot_download(name, allow_patterns=READ))
+        return Path(snapshot_download(name, allow_patterns=READ, ignore_patterns=["*/*"]))
     except Exception as error:  # of whichever HTTP library there is
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"{name} is no folder here, and the hub cannot give it ({reason}); check the name") from error
@@ -92,7 +93,7 @@ def taps_of(text: str | None) -> list[int] | None:
 def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Public, Artifact]:
     """A checkpoint that says nothing of its target: it is taken for the one that was named."""
     found = read_public(folder, side_of(target), answers)
-    files = sorted(path for pattern in READ[1:] for path in folder.glob(pattern))
+    files = StoredTensors(folder).files
     facts = {
         **provenance(),
         "imported_from": str(folder),
@@ -106,7 +107,6 @@ def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Publi
 def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str, Any]) -> tuple[Public, Artifact]:
     """An export of ours: everything in it has to be as it was written."""
     config_path = folder / "config.json"
-    config = read_json(config_path)
     if answers != Answers():
         raise UserError(f"{folder} is an export of ours and leaves nothing open; leave out --taps and its like")
     try:
@@ -115,7 +115,7 @@ def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str
         check_target(
             trained_for, target.fingerprint(), drafter_type.bound_to, folder, lambda message: print(f"warning: {message}")
         )
-        found = read_public(folder, side_of(target), Answers(norm_output=config.get("norm_output")))
+        found = read_public(folder, side_of(target), Answers(ours=True))
         if found.drafter.method != own["method"]:
             raise UserError(f"{folder} holds {found.drafter.method}, {OWN_FILE} says {own['method']}; one of them was changed")
         check_shape(found.drafter, own, config_path)
@@ -125,6 +125,8 @@ def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str
             raise UserError(f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed")
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / OWN_FILE} lacks or garbles a field ({error}); export the drafter again") from error
+    if surplus := sorted({path.name for path in folder.glob("*.safetensors")} - stored.keys()):
+        raise UserError(f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again")
     for name, sha in stored.items():
         if not (folder / name).is_file():
             raise UserError(f"{folder / name} is missing; copy the export again")

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint, hash_of
 from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
-from ..inference.target import Target, load_target, resolve_device, resolve_dtype
+from ..inference.target import Target, check_there, load_target, resolve_device, resolve_dtype
 from . import data as data_module
 from .batches import Batches
 from .evaluation import held_out_prompts
@@ -91,6 +91,7 @@ def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
 
 def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     """Embedding, final norm and head of the model in a folder, or of that name on the hub."""
+    check_there(path)
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
     files = sorted(folder.glob("*.safetensors"))
     if not files:

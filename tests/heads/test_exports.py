@@ -98,7 +98,7 @@ def test_what_is_exported_reads_back_bit_for_bit(
 
 REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     ("trtllm", lambda: eagle("eagle1"), "takes EAGLE-3 or a draft model, not EAGLE-1; EAGLE-1 can be exported to vllm, sglang"),
-    ("vllm", lambda: eagle("eagle1", fc_bias=True), "fc has a bias, which the engine drops without a word"),
+    ("vllm", lambda: eagle("eagle1", fc_bias=True), "fc has a bias, which engines drop without a word, or do not load"),
     ("sglang", heads, "not Medusa heads; Medusa heads can be exported to vllm, tgi"),
     ("sglang", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),
     ("trtllm", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),

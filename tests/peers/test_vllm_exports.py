@@ -23,7 +23,7 @@ from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.target import Target, TargetConfig, load_target
 
 from tests.conftest import QUICKSTART, ROOT
-from tests.eagles import changed, committed, vary
+from tests.eagles import changed, committed, vary, widened
 from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like, unseen_functions
 from tests.trained import trained_heads
 
@@ -49,6 +49,7 @@ CASES: dict[str, Callable[[Target], Artifact]] = {
     "EAGLE-3, biases": lambda target: changed(target, lambda drafter: None, attention_bias=True),
     "EAGLE-3, q/k norms": lambda target: changed(target, vary("q_norm", "k_norm"), qk_norm=True),
     "EAGLE-3, two layers": lambda target: changed(target, lambda drafter: None, num_layers=2),
+    "EAGLE-3, wider than the target": lambda target: widened(target, 384),
 }
 SPECULATORS = ("EAGLE-3, 1,024 of 2,048 tokens", "EAGLE-3.1, all tokens", "EAGLE-3, norm_before_residual", "EAGLE-3, q/k norms")
 

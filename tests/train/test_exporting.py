@@ -210,7 +210,7 @@ def test_a_vocabulary_cut_after_training(
     kept = set(Artifact.load(out, quickstart.fingerprint(), quickstart.ends, pytest.fail).drafter.kept.tolist())
     written = quickstart.tokenizer("return x")["input_ids"]
     assert len(kept) == 64 and set(written) | quickstart.eos_ids <= kept
-    with pytest.raises(UserError, match="can hold the target's 2048 at most"):
+    with pytest.raises(UserError, match="must lie between the 5 special tokens and the target's 2048"):
         exported("eagle3", "vllm", tmp_path / "more", draft_vocab_size=5000, **given)
 
 

@@ -83,6 +83,9 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
     read = recognise(config, list(names), folder)
     tensors = {name: stored[there] for name, there in names.items() if wanted(name, read)}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
+            raise UserError(f"{folder}: {name} is {tensor.dtype}, which is not read here; convert it to bfloat16")
     try:
         return read(Checkpoint(folder, path, config, tensors, target, answers))
     except UserError:
@@ -107,9 +110,6 @@ class Checkpoint:
     @property
     def dtype(self) -> torch.dtype:
         """One that holds every floating tensor without loss."""
-        for name, tensor in self.tensors.items():
-            if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
-                raise UserError(f"{self.folder}: {name} is {tensor.dtype}, which is not read here; convert it to bfloat16")
         return reduce(torch.promote_types, (t.dtype for t in self.tensors.values() if t.is_floating_point()))
 
     def finished(self, drafter: Any, layout: str) -> Public:

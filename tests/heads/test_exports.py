@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -278,3 +279,59 @@ def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:
     for folder, says in ((QUICKSTART, "was not made here"), (tmp_path, "is not a drafter")):
         with pytest.raises(UserError, match=says):
             load_alone(folder)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators", "sglang", "trtllm", "llamacpp"])
+def test_commands_are_safe_to_paste(engine: EngineName, tmp_path: Path) -> None:
+    """Whatever the folder is called, a shell sees it as one word (TensorRT-LLM's stands in YAML)."""
+    out = tmp_path / "it's my head"
+    artifact = eagle()
+    command = export(artifact, order(engine, out)).serve(order(engine, out), artifact.drafter)
+    if engine == "trtllm":
+        assert json.dumps(str(out)) in command
+        return
+    words = [word for line in command.replace("\\\n", " ").splitlines() for word in shlex.split(line)]
+    assert any(word == str(out) or (word.startswith("{") and json.loads(word)["model"] == str(out)) for word in words)
+
+
+def test_no_file_link_or_drafter_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    eagle().save(tmp_path / "trained")
+    monkeypatch.chdir(tmp_path)
+    refused = {"file": "is a file, a link", "link": "a link", ".": "the folder that you are in", "trained": "a drafter"}
+    for name, says in refused.items():
+        with pytest.raises(UserError, match=says):
+            export(eagle(), order("vllm", Path(name)))
+    assert (tmp_path / "file").read_text() == "x" and (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+def test_weights_that_are_no_numbers_or_do_not_fit(tmp_path: Path) -> None:
+    artifact = eagle()
+    artifact.drafter.fc.weight[0, 0] = 1e5
+    with pytest.raises(UserError, match="fc.weight does not fit into float16; use --dtype bfloat16"):
+        export(artifact, order("vllm", tmp_path / "drafter", torch.float16))
+    artifact.drafter.fc.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="fc.weight of the drafter holds NaN"):
+        export(artifact, order("vllm", tmp_path / "drafter"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_sglang_does(tmp_path: Path) -> None:
+    """It takes a tap as wide as the state for the state; some families' files are its own; partial rotary stands elsewhere."""
+    with pytest.raises(UserError, match="taken for one and fc is left out"):
+        recipe_for("sglang", eagle(taps=(4,)))
+    deep = eagle(taps=(3, 4, 5))
+    assert "sglang" in recipe_for("vllm", deep).also
+    deep.fingerprint = replace(deep.fingerprint, model_type="deepseek_v3")
+    assert "sglang" not in recipe_for("vllm", deep).also
+    partial = eagle(rope={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5})
+    export(partial, order("sglang", tmp_path / "drafter"))
+    assert json.loads((tmp_path / "drafter" / "config.json").read_text())["partial_rotary_factor"] == 0.5
+    with pytest.raises(UserError, match="dynamic rope depends on the text's length"):
+        recipe_for("sglang", eagle(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}))
+
+
+def test_files_may_be_read_by_a_server_of_another_user(tmp_path: Path) -> None:
+    export(eagle(), order("vllm", tmp_path / "drafter"))
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "drafter").iterdir())

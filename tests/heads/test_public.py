@@ -281,3 +281,44 @@ def test_a_name_in_two_files_is_no_accident(tmp_path: Path) -> None:
         save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(UserError, match="x stands in two files"):
         StoredTensors(tmp_path)
+
+
+def test_what_trainers_leave_beside_a_head_is_not_read(tmp_path: Path) -> None:
+    """Arguments and optimisers are pickles with more than tensors; of several files an index says which are the weights."""
+    drafter, tensors = eagle1(fc_bias=True)
+    folder = store(tmp_path / "e", LLAMA, tensors)
+    torch.save({"arguments": Evil(tmp_path / "ran")}, folder / "training_args.bin")
+    torch.save({"state": 1}, folder / "optimizer.pt")
+    same(read(folder), drafter)
+    names = sorted(tensors)
+    (folder / "pytorch_model.bin").unlink()
+    for part in (0, 1):
+        torch.save({name: tensors[name].clone() for name in names[part::2]}, folder / f"pytorch_model-{part}.bin")
+    torch.save({"fc.weight": torch.ones(1)}, folder / "consolidated.bin")
+    weight_map = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(names)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    same(read(folder), drafter)
+    (folder / "pytorch_model-1.bin").unlink()
+    with pytest.raises(UserError, match="index.json names pytorch_model-1.bin, which is not there"):
+        read(folder)
+
+
+def test_a_refusal_is_said_as_it_is(tmp_path: Path) -> None:
+    """And not as a garbled field of the config."""
+    _, tensors = eagle3()
+    del tensors["fc.weight"]
+    with pytest.raises(UserError, match=r"^\S+ does not fit its config: fc.weight is missing$"):
+        read(store(tmp_path / "e", specforge(), tensors))
+    with pytest.raises(UserError, match="fc.weight is torch.float8_e4m3fn, which is not read here"):
+        read(store(tmp_path / "f", specforge(), tensors | {"fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}))
+
+
+def test_medusa_biases_that_the_config_denies(tmp_path: Path) -> None:
+    tensors = dict(heads().drafter.serving_state())
+    config = {"medusa_num_heads": 4, "medusa_fc_bias": False}
+    with pytest.raises(UserError, match="no bias .medusa_fc_bias., and the file holds some"):
+        read(store(tmp_path / "m", config, tensors))
+    bare = {name: tensor for name, tensor in tensors.items() if "bias" not in name}
+    found = read(store(tmp_path / "n", config, bare))
+    assert found.notes == ["the blocks have no bias: zeros are taken"]
+    assert not found.drafter.serving_state()["0.0.linear.bias"].any()

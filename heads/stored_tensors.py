@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -74,7 +75,7 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     try:
-        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+        held: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise UserError(f"{path} is refused: it is damaged, or holds more than tensors, which could run code") from error
     if not isinstance(held, dict) or not held or not all(isinstance(tensor, Tensor) for tensor in held.values()):

@@ -27,11 +27,8 @@ CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
 SPECULATORS_FORMAT = "0.9.0"  # of the layout that is written
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DRAFTS = 3  # a round, where nothing else is asked for
-SCALED_EMBEDDINGS = (
-    "gemma",
-    "granite",
-    "minicpm",
-)  # families whose embeddings are scaled outside of the matrix that engines share
+# Families whose embeddings are scaled outside of the matrix that engines share.
+SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
 SGLANG_SHIFTS = (  # families whose nested taps SGLang shifts only where the first is 1
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25", "mistral_large3",
 )  # fmt: skip

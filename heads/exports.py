@@ -284,6 +284,7 @@ def _hf(order: Order, drafter: Any) -> str:
 TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa heads", "draft_lm": "a draft model"}
 _CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
 _SHARED: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp")
+_MODEL: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp", "hf")
 _READ_ONLY = "Written after the engine's source; we have not run it."
 _CONVERTER = "`convert_hf_to_gguf.py` is in llama.cpp's sources and reads folders: fetch a target of the hub with `hf download`."
 _MEDUSA_VLLM = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
@@ -291,7 +292,7 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
     "vllm": {
         "eagle3": Recipe("native", _vllm("eagle3"), (_CHAIN,), _SHARED),
         "eagle1": Recipe("native", _vllm("eagle"), (_CHAIN,)),
-        "draft_lm": Recipe("native", _vllm("draft_model"), (), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "draft_lm": Recipe("native", _vllm("draft_model"), (), _MODEL),
         "medusa": Recipe("native", _vllm("medusa"), (_CHAIN, _MEDUSA_VLLM), ("vllm", "tgi")),
     },
     "speculators": {
@@ -300,18 +301,18 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
     "sglang": {
         "eagle3": Recipe("native", _sglang("EAGLE3"), (_READ_ONLY,), _SHARED),
         "eagle1": Recipe("sglang-eagle1", _sglang("EAGLE"), (_READ_ONLY,)),
-        "draft_lm": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "draft_lm": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), _MODEL),
     },
     "trtllm": {
         "eagle3": Recipe("native", _trtllm("Eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
-        "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), _MODEL),
     },
     "llamacpp": {
         "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _CONVERTER), _SHARED),
-        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), ("vllm", "sglang", "trtllm", "llamacpp", "hf")),
+        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), _MODEL),
     },
     "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
-    "hf": {"draft_lm": Recipe("native", _hf, (), ("vllm", "sglang", "trtllm", "llamacpp", "hf"))},
+    "hf": {"draft_lm": Recipe("native", _hf, (), _MODEL)},
 }
 
 

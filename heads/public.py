@@ -222,7 +222,11 @@ def eagle3(found: Checkpoint) -> Public:
             "have; say --norm-output if drafts recycle the normed state (EAGLE-3.1), --no-norm-output if not; else "
             "evaluate both ways"
         )
-    elif "norm_output" in found.config and bool((found.tensors.get("norm.weight", torch.zeros(1)) == 1).all()):
+    elif (
+        "norm_output" in found.config
+        and not found.answers.ours
+        and bool((found.tensors.get("norm.weight", torch.zeros(1)) == 1).all())
+    ):
         found.notes.append(
             "norm.weight is all ones, as where SpecForge trained lm_head on states without it: see that it accepts"
         )

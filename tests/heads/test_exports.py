@@ -335,3 +335,12 @@ def test_what_only_sglang_does(tmp_path: Path) -> None:
 def test_files_may_be_read_by_a_server_of_another_user(tmp_path: Path) -> None:
     export(eagle(), order("vllm", tmp_path / "drafter"))
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "drafter").iterdir())
+
+
+@pytest.mark.parametrize("engine", ["vllm", "speculators"])
+def test_a_norm_of_ones_and_taps_from_one_are_no_reason_to_refuse_our_own(engine: EngineName, tmp_path: Path) -> None:
+    """Of other people's checkpoints they are worth a note, since they may mean something else there."""
+    artifact = eagle(taps=(1, 4, 5))
+    artifact.drafter.norm.weight.fill_(1.0)
+    export(artifact, order(engine, tmp_path / "drafter"))
+    assert len(read_public(tmp_path / "drafter", side(TARGET), Answers()).notes) == 1

@@ -1,15 +1,13 @@
 """EAGLE: one decoder layer that continues the target's features (EAGLE-1 arXiv 2401.15077, EAGLE-3 arXiv 2503.01840).
 
 A row at position t pairs the target's feature of t with the token at t + 1, and predicts the token at t + 2. Drafting further
-recycles the layer's own output as the feature of the next row (drafter-recipes 0.3). What the rows attend to is the caller's:
-training and decoding run the same code below with different `attend`.
+recycles the layer's own output as the feature of the next row (drafter-recipes 0.3).
 
-Shapes: B batch, N rows, H hidden size, Ht the target's, K taps, G heads, D head size, V vocabulary, Vd draft vocabulary.
+Shapes: B batch, N rows, H hidden size, Ht the target's, K taps, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -20,14 +18,13 @@ from transformers.activations import ACT2FN
 
 from .ends import TargetEnds
 from .errors import UserError
+from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
-from .rotary import Rotary, rotate
+from .rotary import Rotary
 from .vocabulary import kept_ids, offsets
 
 WEIGHTS_FILE = "model.safetensors"
 SELF_SCORE = 7.0  # an untrained row's attention score for itself; other tokens get 0 +- 1
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [B, N, G, D], keys, values [B, N, Gkv, D]) -> [B, N, G * D]."""
 
 
 @dataclass
@@ -103,68 +100,6 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     if num_layers < 7:
         raise UserError(f"the target has {num_layers} layers, too few for default taps; give heads.taps, such as [1, 3, 4] of 5")
     return (2, num_layers // 2, num_layers - 3)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class DecoderLayer(nn.Module):
-    """A Llama layer without its first norm and projection. Matrices that share an input are kept as one."""
-
-    def __init__(self, shape: EagleShape, inputs: int) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.qkv = nn.Linear(inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=shape.attention_bias)
-        self.output = nn.Linear(self.heads * self.size, hidden, bias=False)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
-        self.down = nn.Linear(inner, hidden, bias=False)
-        self.post_attention_norm = RMSNorm(hidden, shape.norm_eps)
-        self.act = ACT2FN[shape.activation]
-        self.q_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
-
-    def forward(self, index: int, residual: Tensor, qkv: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """`residual` `[B, N, H]` and projected `qkv` -> the layer's output `[B, N, H]`, not normed."""
-        parts = qkv.unflatten(-1, (-1, self.size))
-        turning, values = parts.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = turning.split([self.heads, self.kv_heads], dim=2)
-            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2)
-        queries, keys = rotate(turning, rotary).split([self.heads, self.kv_heads], dim=2)
-        middle = residual + self.output(attend(index, queries, keys, values))
-        gate, up = self.gate_up(self.post_attention_norm(middle)).chunk(2, dim=-1)
-        return middle + self.down(self.act(gate) * up)
-
-    def matrices(self) -> dict[str, Tensor]:
-        """Views of the weights under their names on disk."""
-        parts = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-        queries, keys, values = self.qkv.weight.split(parts)
-        gate, up = self.gate_up.weight.chunk(2)
-        named = {
-            "self_attn.q_proj": queries,
-            "self_attn.k_proj": keys,
-            "self_attn.v_proj": values,
-            "self_attn.o_proj": self.output.weight,
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": self.down.weight,
-            "post_attention_layernorm": self.post_attention_norm.weight,
-        }
-        if self.q_norm is not None and self.k_norm is not None:
-            named |= {"self_attn.q_norm": self.q_norm.weight, "self_attn.k_norm": self.k_norm.weight}
-        named = {f"{name}.weight": weight for name, weight in named.items()}
-        if self.qkv.bias is not None:
-            names = (f"self_attn.{letter}_proj.bias" for letter in "qkv")
-            named |= dict(zip(names, self.qkv.bias.split(parts), strict=True))
-        return named
 
 
 class EagleDrafter(EngineLayout, nn.Module):
@@ -438,7 +373,6 @@ VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 def shape_for(config: EagleConfig, target: Any) -> EagleShape:
     """The drafter that `config` asks for, in the layout of a target's transformers config. Raises `UserError`."""
     hidden = target.hidden_size
-    heads = target.num_attention_heads
     taps = tuple(config.taps) if config.taps else (default_taps(target.num_hidden_layers) if config.version == 3 else ())
     if sorted(set(taps)) != list(taps) or any(not 0 <= tap < target.num_hidden_layers for tap in taps):
         raise UserError(f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {target.num_hidden_layers - 1}")
@@ -447,32 +381,15 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         taps=taps,
         hidden_size=config.hidden_size or hidden,
         target_hidden_size=hidden,
-        intermediate_size=config.intermediate_size or _first_of(target, "intermediate_size", "n_inner") or 4 * hidden,
+        intermediate_size=config.intermediate_size or inner_size(target),
         num_layers=config.num_layers,
-        num_heads=heads,
-        num_kv_heads=_first_of(target, "num_key_value_heads") or heads,
-        head_dim=_first_of(target, "head_dim") or hidden // heads,
-        vocab_size=target.vocab_size,
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
-        max_positions=_first_of(target, "max_position_embeddings") or 1 << 20,
-        norm_eps=_first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
         activation=config.activation,
-        rope=rope_of(target),
         norm_taps=config.norm_taps,
         norm_output=config.norm_output,
         qk_norm=config.qk_norm,
+        **layout_of(target),
     )
-
-
-def rope_of(target: Any) -> dict[str, Any]:
-    """A target's rotary parameters; those of its full-attention layers where they differ, base 10000 where it has none."""
-    found = getattr(target, "rope_parameters", None) or {}
-    found = found.get("full_attention") or found
-    return {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in found.items() if v is not None}
-
-
-def _first_of(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
 def config_of(shape: EagleShape) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from .artifact import OWN_FILE, Artifact
 from .card import Measured, card
 from .eagle import EagleDrafter
-from .ends import TargetEnds
 from .errors import UserError
 from .exports import Order, Recipe, files_for, kind_of, recipe_for
 from .files import checksum, read_json, whole_directory, write_json
@@ -109,7 +108,7 @@ def load_alone(directory: str | Path) -> Artifact:
         raise UserError(f"{directory / OWN_FILE} lacks or garbles a field ({error}); save the drafter again") from error
     ends = side_of(trained_for).ends
     if own.get("method") == "draft_lm":
-        ends = TargetEnds(ends.embed, ends.head, trained_for.vocab_size, _own_tokenizer(directory, trained_for))
+        ends = replace(ends, vocab_size=trained_for.vocab_size, tokenizer=_own_tokenizer(directory, trained_for))
     artifact = Artifact.load(directory, trained_for, ends)
     place(artifact.drafter, torch.device("cpu"), getattr(torch, own["dtype"]))
     return artifact

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from .cache import TreeCache
-from .growth import Continue, Level, Ranks, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
+from .growth import Continue, Level, Ranks, Slots, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
 from .proposer import Accepted, positive
 from .sampling import Draws
 from .target import Target
@@ -77,6 +77,8 @@ class TreePlan:
             return grow_chain(first, root, draws, go_on, self.length, self.threshold), first.new_zeros(0)
         if self.fixed is not None or draws.sampling.draws_from_law:
             return grow_fixed(first, root, draws, go_on, self.shape)
+        if isinstance(go_on, Slots):
+            return go_on.tree(root, draws, self.width, self.nodes, self.heat), first.new_zeros(0)
         return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes, self.heat)
 
 

@@ -145,6 +145,33 @@ Continue = Callable[[Level], Tensor]
 """Logits `[B, M, V]` of what follows each node of a level; the drafter's cache holds the levels before in the same order."""
 
 
+@dataclass
+class Slots:
+    """A `Continue` whose answers depend on the level only: drafts that do not know each other, `logits` `[B, D, V]`."""
+
+    logits: Tensor
+
+    def __call__(self, level: Level) -> Tensor:
+        return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
+
+    def tree(self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float) -> DraftTree:
+        """The `nodes` likeliest paths, with `width` candidates at each depth."""
+        levels = self.logits.shape[1]
+        return best_first(*independent(lambda depth: self.logits[:, depth], levels, root, draws, width, heat), root, nodes)
+
+
+def independent(
+    logits: Callable[[int], Tensor], levels: int, root: Tensor, draws: Draws, width: int, heat: float
+) -> tuple[Tensor, Tensor]:
+    """Best tokens and their log-scores `[B, levels, width]` where drafts do not know each other: `logits(depth)` `[B, V]`."""
+    paths, found = root[:, None, None], []
+    for depth in range(levels):
+        tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, heat)
+        found.append((tokens, scores))
+        paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)  # penalties: of all paths, as if the best one were taken
+    return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
+
+
 def grow_dynamic(
     first: Tensor, root: Tensor, draws: Draws, go_on: Continue, levels: int, width: int, nodes: int, heat: float = 1.0
 ) -> tuple[DraftTree, Tensor]:

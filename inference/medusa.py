@@ -15,7 +15,7 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.medusa import MedusaHeads
 from .device import send
-from .growth import Ranks, best_first, grow, shape_of_ranks
+from .growth import Ranks, best_first, grow, independent, shape_of_ranks
 from .proposer import Accepted, Prompts, positive
 from .replay import rank_accuracy
 from .sampling import Draws
@@ -71,19 +71,11 @@ class MedusaProposer:
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         if not self.max_drafted:
             return DraftTree(root[:, None], TreeShape.chain(0))
-        tokens, scores = self._candidates(root, draws)
+        logits = lambda head: self._heads.logits(self._state, head)  # noqa: E731
+        tokens, scores = independent(logits, self._levels, root, draws, self._width, self.heat)
         if self.shape is None:
             return best_first(tokens, scores, root, self.max_drafted)
         return DraftTree(torch.cat([root[:, None], tokens.flatten(1)[:, self._slots]], dim=-1), self.shape)
-
-    def _candidates(self, root: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Best tokens of each head and their log-scores `[B, levels, width]`."""
-        paths, found = root[:, None, None], []
-        for head in range(self._levels):
-            tokens, scores = draws.rank(self._heads.logits(self._state, head)[:, None], head, self._width, paths, self.heat)
-            found.append((tokens, scores))
-            paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)  # penalties: of all paths, as if the best one were taken
-        return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)

@@ -176,7 +176,9 @@ class Target:
     @property
     def ends(self) -> TargetEnds:
         """What drafters borrow."""
-        return TargetEnds(self.embed, self.head, self.vocab_size, self.tokenizer)
+        embedding = self.model.get_input_embeddings()
+        scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0)).to(embedding.weight.dtype)
+        return TargetEnds(self.embed, self.head, self.vocab_size, self.tokenizer, float(scale))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[...]` -> embeddings `[..., H]`."""

@@ -34,6 +34,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.blocks import proposer_of, random_block
 from tests.conftest import random_heads
 from tests.eagles import random_eagle
 
@@ -125,6 +126,10 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "eagle3 chain": EagleProposer(random_eagle(target, "eagle3 draft vocabulary"), length=3, width=1),
         "eagle3 tree": EagleProposer(random_eagle(target, "eagle3.1"), length=3, width=3, nodes=9),
         "eagle1 tree": EagleProposer(random_eagle(target, "eagle1"), length=3, width=2, nodes=6),
+        "dflash chain": proposer_of(random_block(target)),
+        "dflash tree": proposer_of(random_block(target), width=9, nodes=9),
+        "dspark adaptive": proposer_of(random_block(target, "dspark"), threshold=0.3),
+        "dspark tree": proposer_of(random_block(target, "dspark"), width=3, nodes=9),
     }
     if early_exit:
         found["early-exit chain"] = EarlyExit(target, layers=1, length=3)

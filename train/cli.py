@@ -25,7 +25,13 @@ VERBS = {
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
 }
-METHODS = {"medusa": "medusa", "eagle": "eagle", "distill": "draft_lm"}  # and the file of that role
+METHODS = {
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "distill": "draft_lm",
+}  # and the file of that role
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -101,9 +101,9 @@ class UnrolledAttention:
         from torch.nn.attention.flex_attention import AuxRequest
 
         length = queries.shape[2]
-        width = _bucket(length) if queries.device.type == "cuda" else length
+        width = bucket(length) if queries.device.type == "cuda" else length
         padded = (functional.pad(x, (0, 0, 0, width - length)) for x in (queries, keys, values))
-        found, extra = _flex_attention(queries.device)(
+        found, extra = flex_for(queries.device)(
             *padded, block_mask=self._flex_mask(length, width), return_aux=AuxRequest(lse=True)
         )
         found = found[:, :, :length]
@@ -131,13 +131,13 @@ class UnrolledAttention:
 _COMPILED: dict[str, Any] = {}
 
 
-def _bucket(length: int) -> int:
+def bucket(length: int) -> int:
     """The next of 128, 192, 256, 384, 512, ..: every width is compiled once, and a batch is as wide as its longest row."""
     power = max(128, 1 << (length - 1).bit_length())
     return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
 
 
-def _flex_attention(device: torch.device) -> Any:
+def flex_for(device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     if device.type == "cpu":

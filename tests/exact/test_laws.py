@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tests.architectures import near_copy
+from tests.blocks import proposer_of, random_block
 from tests.conftest import ROOT, random_heads
 from tests.eagles import random_eagle
 from tests.trained import chat_prompts
@@ -102,6 +103,11 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
         "recursive eagle tree": (EagleProposer(four, 2, 2, 6), "rrs"),
         "coupled eagle tree": (EagleProposer(four, 2, 2, 6), "gumbel"),
         "coupled tree": (DraftLM(drafter, VOCAB, **tree), "gumbel"),
+        "rejection dflash chain": (proposer_of(random_block(target, block_size=3)), "block"),
+        "rejection dflash tree": (proposer_of(random_block(target), **tree), "traversal"),
+        "rejection dspark chain": (proposer_of(random_block(target, "dspark"), length=2), "block"),
+        "rejection dspark adaptive chain": (proposer_of(random_block(target, "dspark"), threshold=0.3), "block"),
+        "recursive dspark tree": (proposer_of(random_block(target, "dspark"), **tree), "rrs"),
     }
 
 

@@ -34,6 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
         "errors": WRITTEN,
     },
     "eagle1": {"heads": {"version": 1}, "optim": {"clip_norm": 0.1}},
+    "dflash": {"heads": {"taps": [1], "num_layers": 1, "block_size": 4}, "objective": {"anchors": 20}},
+    "dspark": {"heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4}, "objective": {"anchors": 20}},
     "distill": {"student": {"layers": 1}, "objective": {"temperatures": [0.0, 1.0]}, "rollouts": WRITTEN, "errors": WRITTEN},
 }
 
@@ -112,6 +114,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
         *((method, []) for method in METHODS),
         ("medusa", [1]),
         ("eagle", [1]),
+        ("dspark", [1]),
         pytest.param("distill", [1], marks=pytest.mark.full),
     ],
 )
@@ -134,7 +137,7 @@ def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(
         assert float(difference) < 1e-6, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "distill"])
 def test_loss_curve_of_two_ranks_equals_that_of_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     """20 steps within 1e-4."""
     curves = []
@@ -187,6 +190,8 @@ def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 1
         ([7], 2, "medusa"),
         ([7], 1, "eagle"),
         pytest.param([7, 13], 2, "eagle1", marks=pytest.mark.full),
+        ([7], 1, "dspark"),
+        pytest.param([7], 2, "dflash", marks=pytest.mark.full),
         ([7], 1, "distill"),
         pytest.param([4, 13], 2, "distill", marks=pytest.mark.full),
     ],
@@ -240,13 +245,14 @@ def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> N
     assert logged(train(config).stdout, "tau_measured")[2] >= 1
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "dspark", "distill"])
 def test_warm_start_continues_at_the_measured_tau_of_its_artifact(tmp_path: Path, saved_tiny: Path, method: str) -> None:
-    """An EAGLE drafter brings its taps and vocabulary along, a student its size: the second config names none of them."""
+    """An EAGLE drafter brings its taps and vocabulary along, a block drafter its shape, a student its size: the second config
+    names none of them."""
     first = train(make_config(tmp_path, saved_tiny, method, max_steps=20), method=method)
     best = (tmp_path / "run" / "best").resolve()
     tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
-    kept = {"eagle": {"heads": {}}, "distill": {"student": {}}}.get(method, {})
+    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"student": {}}}.get(method, {})
     config = make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "second"), max_steps=1, init_from=str(best), **kept)
     second = train(config, "--optim.lr", "1e-9", method=method)
     assert logged(second.stdout, "tau_measured")[1] == pytest.approx(tau)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads.eagle import rope_of
+from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train import plan
 from draftsmith.train.plan import ConfigOnly, Options, build_drafter, planned

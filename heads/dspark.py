@@ -1,0 +1,122 @@
+"""DSpark: DFlash whose anchor drafts too, with a transition bias between drafts and a confidence in each (arXiv 2607.05147).
+
+Slot j of a block at anchor a says what stands at a + j + 1. To its logits comes W2 W1[x], x being the token before the draft: the
+anchor's or the draft before, so drafts are chosen one after another, though all layers run once. A confidence head tells from the
+slot's state and W1[x], before the draft is chosen, how much of its law the target will accept.
+
+Shapes: H hidden size, V vocabulary, r rank of the transition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
+from .ends import TargetEnds
+from .errors import UserError
+
+INIT_STD = 0.02
+
+
+@dataclass
+class DSparkConfig(DFlashConfig):
+    """What is chosen of a DSpark drafter."""
+
+    block_size: int = 7
+    """Slots of a block, and drafts of a round: the anchor's slot drafts too."""
+    markov_rank: int = 256
+    """Rank of the transition bias; its two matrices are of vocabulary times rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise UserError(f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to have none")
+
+
+@dataclass(frozen=True)
+class DSparkShape(BlockShape):
+    """All sizes of a drafter: what its `config.json` says."""
+
+    markov_rank: int = 256
+
+
+class DSparkDrafter(DFlashDrafter):
+    """A DFlash drafter with a transition bias and a confidence head."""
+
+    method = "dspark"
+    architecture = "Qwen3DSparkModel"
+    first_slot = 0
+    shape: DSparkShape
+
+    def __init__(self, shape: DSparkShape, ends: TargetEnds) -> None:
+        super().__init__(shape, ends)
+        self.transition_in = nn.Embedding(shape.vocab_size, shape.markov_rank)
+        self.transition_out = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
+        self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
+
+    @torch.no_grad()
+    def start_from(self, norm_weight: Tensor | None) -> None:
+        super().start_from(norm_weight)
+        for part in (self.transition_in, self.transition_out, self.confidence_head):
+            nn.init.normal_(part.weight, std=INIT_STD)
+        nn.init.zeros_(self.confidence_head.bias)
+
+    def state(self, output: Tensor, before: Tensor) -> Tensor:
+        """`[..., H + r]`: the slot's state and W1 of the token before its draft."""
+        return torch.cat([output, self.transition_in(before)], dim=-1)
+
+    def logits(self, state: Tensor) -> Tensor:
+        hidden = self.shape.hidden_size
+        return self.base_logits(state[..., :hidden]) + self.transition_out(state[..., hidden:])
+
+    def transition(self, before: Tensor) -> Tensor:
+        """Tokens `[...]` -> what they add to the logits `[..., V]` of the draft after them."""
+        return self.transition_out(self.transition_in(before))
+
+    def confidence(self, state: Tensor) -> Tensor:
+        """The logit `[...]` of how much of each draft's law the target is expected to accept."""
+        hidden = self.shape.hidden_size
+        normed = torch.cat([self.norm(state[..., :hidden]), state[..., hidden:]], dim=-1)
+        return self.confidence_head(normed)[..., 0]
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        return [self.norm.weight, self.transition_out.weight, self.confidence_head.weight, self.confidence_head.bias]
+
+    def serving_state(self) -> dict[str, Tensor]:
+        return super().serving_state() | {
+            "markov_head.markov_w1.weight": self.transition_in.weight,
+            "markov_head.markov_w2.weight": self.transition_out.weight,
+            "confidence_head.proj.weight": self.confidence_head.weight,
+            "confidence_head.proj.bias": self.confidence_head.bias,
+        }
+
+    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+        config = super().serving_config(target_name, dtype)
+        inner = config["dflash_config"]
+        del inner["causal"], inner["block_size"]  # a reader of this one refuses the first, and has the second at the top
+        return config | {
+            "target_layer_ids": inner["target_layer_ids"],
+            "mask_token_id": inner["mask_token_id"],
+            "markov_rank": self.shape.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "sample_from_anchor": True,
+        }
+
+    @classmethod
+    def shape_from(cls, config: dict[str, Any]) -> DSparkShape:
+        return DSparkShape(**sizes_from(config), markov_rank=config["markov_rank"])
+
+
+def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape:
+    """The drafter that `config` asks for. Raises `UserError`."""
+    return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
+
+
+Drafter = DSparkDrafter

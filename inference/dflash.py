@@ -1,0 +1,175 @@
+"""A block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree of their laws (DDTree).
+
+The drafter's cache holds keys and values of the target's fused features for the positions before the root, and nothing else: a
+block's own rows are overwritten in the next round, and what was accepted comes again with the target's features.
+
+Shapes: B batch, S positions, A accepted nodes with the root, D drafts, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..heads.artifact import Artifact
+from ..heads.dflash import BlockShape, DFlashDrafter
+from ..heads.errors import UserError
+from .autoregressive import Planned, TreePlan, depth_row
+from .cache import TreeCache, visible_slots
+from .device import send
+from .growth import Continue, Ranks, Slots
+from .proposer import Accepted, Prompts, positive
+from .replay import rank_accuracy
+from .sampling import Draws
+from .target import PREFILL_CHUNK
+from .tree import DraftTree
+
+DEFAULT_NODES = 16
+RANKS = 10  # places among the best that `calibrate` counts
+
+
+class DFlashProposer(Planned):
+    """`length`, `width`, `nodes`, `heat`, `threshold` and `shape` as in `TreePlan`.
+
+    Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths (`growth.best_first`), `width`
+    candidates a slot, and going deeper costs nothing.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        length: int | None = None,
+        width: int = 1,
+        nodes: int | None = None,
+        name: str = "dflash",
+        heat: float = 1.0,
+        threshold: float = 0.0,
+        shape: Sequence[Ranks] | None = None,
+    ) -> None:
+        self.name, self.taps, self.longest = name, drafter.taps, drafter.drafts
+        self.replan(TreePlan(self.longest if length is None else length, width, nodes, threshold, heat, shape))
+        if self.plan.length > self.longest:
+            raise UserError(f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give a smaller length")
+        self._drafter = drafter
+        self._device = drafter.fc.weight.device
+        self._cache = TreeCache(0, 0)
+        self._new: tuple[Tensor, list[int]] | None = None  # features of new positions, fused [B, A, H], and how many of each row
+
+    @property
+    def drafter_shape(self) -> BlockShape:
+        """What engines are asked about."""
+        return self._drafter.shape
+
+    def prefill(self, prompts: Prompts) -> None:
+        batch, length = prompts.ids.shape
+        self._cache = TreeCache(batch, 2 * length + 64 + self._drafter.shape.block_size, self._device)
+        self._new = (self._drafter.fuse(prompts.hidden.taps), [len(tokens) - 1 for tokens in prompts.tokens])
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        self._catch_up()
+        return self._draft(self._block(root)[:, : self.plan.length], root, draws)
+
+    def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
+        first, go_on = self._laws(outputs, root)
+        return self.plan.draft(first, root, draws, go_on)[0]
+
+    def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
+        """Logits `[B, V]` after the root, and those after any node, from the drafting slots' `outputs` `[B, D, H]`."""
+        slots = Slots(self._drafter.base_logits(outputs))
+        return slots.logits[:, 0], slots
+
+    def _catch_up(self) -> None:
+        """Add the positions that the last round decided to the context."""
+        assert self._new is not None, "prefill first"
+        fused, counts = self._new
+        cache = self._cache
+        for start in range(0, fused.shape[1], PREFILL_CHUNK):
+            part = fused[:, start : start + PREFILL_CHUNK]
+            width = part.shape[1]
+            cache.open(width, masked=True)
+            positions = depth_row(tuple(range(width)), self._device) + cache.starts()[:, None]
+            for layer, (keys, values) in enumerate(self._drafter.context(part, self._drafter.rotary(positions))):
+                cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+            cache.commit([min(max(count - start, 0), width) for count in counts])
+        self._new = None
+
+    def _block(self, root: Tensor) -> Tensor:
+        """The layers' output `[B, D, H]` for the drafting slots of the block at the root; nothing of it stays in the cache."""
+        cache, drafter = self._cache, self._drafter
+        size = drafter.shape.block_size
+        cache.open(size, masked=True)
+        see = None
+        if not cache.uniform:
+            everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
+            see = visible_slots(everything, cache, cache.seen(size))[:, None]
+        rotary = drafter.rotary(depth_row(tuple(range(size)), self._device) + cache.starts()[:, None])
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+            keys, values = cache.update(keys, values, layer)
+            shared = queries.shape[1] // keys.shape[1]
+            if shared > 1 and see is not None and keys.device.type == "cuda":
+                # Grouped heads with a mask would fall back to a kernel that holds every score.
+                keys, values, shared = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1), 1
+            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=see, enable_gqa=shared > 1)
+            return found.transpose(1, 2).flatten(2)
+
+        state = drafter.embed(root[:, None])
+        for index in range(drafter.shape.num_layers):
+            state = drafter.layer(index, state, rotary, attend)
+        return state[:, drafter.first_slot :]
+
+    def commit(self, accepted: Accepted) -> None:
+        self._new = (self._drafter.fuse(accepted.hidden.taps), [len(nodes) for nodes in accepted.nodes])
+
+    def keep(self, rows: list[int]) -> None:
+        self._cache.keep(rows)
+        if self._new is not None:
+            fused, counts = self._new
+            counts = [counts[row] for row in rows]
+            self._new = (fused[send(rows, self._device)][:, : max(counts)], counts)
+
+    def finish(self) -> None:
+        self._cache, self._new = TreeCache(0, 0), None
+
+
+def make_proposer(
+    artifact: Artifact,
+    name: str | None = None,
+    length: int | None = None,
+    width: int | None = None,
+    nodes: int | None = None,
+    heat: float = 1.0,
+    threshold: float = 0.0,
+    shape: Sequence[Ranks] | None = None,
+) -> DFlashProposer:
+    """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from `width` candidates a slot (all that
+    could be among them if not given); `width` 1 is a chain.
+
+    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see `TreePlan`.
+    """
+    length, width, nodes = tree_of(artifact, length, width, nodes, threshold)
+    return DFlashProposer(artifact.drafter, length, width, nodes, name or artifact.method, heat, threshold, shape)
+
+
+def tree_of(
+    artifact: Artifact, length: int | None, width: int | None, nodes: int | None, threshold: float
+) -> tuple[int, int, int | None]:
+    """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated in training."""
+    known = artifact.calibration
+    longest: int = known.get("length", artifact.drafter.drafts) if length is None else length
+    if width == 1 or (width is None and threshold):
+        return longest, 1, nodes
+    if nodes is None:
+        nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", longest)))
+    return longest, nodes if width is None else width, nodes
+
+
+def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    """How often the rank-r token of each draft is right, and the tree that this is evaluated with."""
+    accuracy, roots = rank_accuracy(texts, RANKS)
+    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes, "length": min(len(accuracy), tree_nodes)}

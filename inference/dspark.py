@@ -1,0 +1,138 @@
+"""DSpark at work: a block's drafts are chosen in turn, each with the bias of the one before, for as long as it is confident.
+
+How sure the drafter is of a draft is known before the draft is chosen, so what is cut depends on earlier drafts alone, and every
+acceptance rule stays lossless (verification-and-trees 1, non-anticipation).
+
+Shapes: B batch, D drafts, M nodes of a level, H hidden size, V vocabulary, S text positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..heads.artifact import Artifact
+from ..heads.dspark import DSparkDrafter
+from . import dflash
+from .dflash import DFlashProposer, tree_of
+from .growth import Continue, Level, Ranks, grow_chain
+from .sampling import Draws
+from .tree import NO_NODE, DraftTree, TreeShape
+
+DEFAULT_WIDTH = 8
+BINS = 15
+TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
+
+
+class DSparkProposer(DFlashProposer):
+    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`; `threshold` cuts chains by confidence, each row by itself.
+
+    Trees are EAGLE-2's, over the block's laws with each node's own bias.
+    """
+
+    _drafter: DSparkDrafter
+
+    def __init__(self, drafter: DSparkDrafter, *settings: Any, temperatures: Sequence[float] = (), **more: Any) -> None:
+        """`temperatures`: what the confidences' logits are divided by, draft by draft (`calibrate`)."""
+        super().__init__(drafter, *settings, **more)
+        self._temperatures = torch.tensor([*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device)
+
+    def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
+        drafter = self._drafter
+        base = drafter.base_logits(outputs)
+
+        def go_on(level: Level) -> Tensor:
+            return base[:, level.depth, None] + drafter.transition(level.tokens.clamp(min=0))
+
+        return base[:, 0] + drafter.transition(root), go_on
+
+    def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
+        threshold = getattr(self.plan, "threshold", 0.0)
+        if not threshold:
+            return super()._draft(outputs, root, draws)
+        first, go_on = self._laws(outputs, root)
+        tree = grow_chain(first, root, draws, go_on, self.plan.length)
+        state = self._drafter.state(outputs, tree.tokens[:, :-1].clamp(min=0))
+        sure = (self._drafter.confidence(state).float() / self._temperatures[: self.plan.length]).sigmoid().cumprod(-1)
+        return cut(tree, sure >= threshold)
+
+
+def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once false stays false.
+
+    As long as the longest row: one synchronisation. The node before a cut has no children, so no law is compared there.
+    """
+    longest = int(kept.sum(-1).max())
+    kept = kept[:, :longest]
+    tokens = torch.cat([tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1)
+    laws = None
+    if tree.laws is not None:
+        laws = tree.laws[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
+    return DraftTree(tokens, TreeShape.chain(longest), laws=laws)
+
+
+def make_proposer(
+    artifact: Artifact,
+    name: str | None = None,
+    length: int | None = None,
+    width: int | None = None,
+    nodes: int | None = None,
+    heat: float = 1.0,
+    threshold: float = 0.0,
+    shape: Sequence[Ranks] | None = None,
+) -> DSparkProposer:
+    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
+    chain, which ends early, above `threshold` 0, once the calibrated chance that all its drafts are right is below it.
+
+    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`.
+    """
+    length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold)
+    if width is None:
+        tree_width = min(tree_width, DEFAULT_WIDTH)
+    temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
+    return DSparkProposer(
+        artifact.drafter, length, tree_width, nodes, name or "dspark", heat, threshold, shape, temperatures=temperatures
+    )
+
+
+def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    """As `dflash.calibrate`, with temperatures for the confidences.
+
+    `texts`: ranks and confidence logits of each draft `[S, D, 2]`, and the start of the reply.
+    """
+    known = dflash.calibrate([(found[..., 0].long(), start) for found, start in texts], tree_nodes)
+    depths = texts[0][0].shape[1]
+    rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
+    if not len(rows):
+        return known
+    survived = (rows[..., 0] == 0).int().cumprod(-1).float()
+    return known | {"confidence": scale_sequentially(rows[..., 1], survived)}
+
+
+def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
+    """Sequential temperature scaling (DSpark, arXiv 2607.05147): for one draft after another, the temperature of its logit at
+    which the product of the confidences so far tells best how often chains survive that far. Both `[R, D]`.
+
+    Greedy survival, so it is for T = 0. Also returns the calibration errors before and after.
+    """
+    raw, sure = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
+    temperatures, before, after = [], [], []
+    for depth in range(logits.shape[1]):
+        tried = [(sure * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
+        errors = [(calibration_error(found, survived[:, depth]), abs(t - 1), found, t) for found, t in tried]
+        error, _, sure, best = min(errors, key=lambda entry: entry[:2])
+        temperatures.append(best)
+        before.append(calibration_error(raw[:, depth], survived[:, depth]))
+        after.append(error)
+    return {"temperatures": temperatures, "error_before": before, "error": after}
+
+
+def calibration_error(chances: Tensor, happened: Tensor) -> float:
+    """Expected calibration error of `chances` `[R]` against what `happened` `[R]` (0 or 1), in bins of equal mass."""
+    order = chances.sort(stable=True).indices
+    bins = zip(chances[order].chunk(BINS), happened[order].chunk(BINS), strict=True)
+    return sum(abs(float((said - did).sum())) for said, did in bins) / len(chances)

@@ -1,0 +1,42 @@
+"""Block drafters for the tests: random ones of every kind, and the committed ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from draftsmith.heads import dflash, dspark
+from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
+from draftsmith.inference.dflash import DFlashProposer
+from draftsmith.inference.dspark import DSparkProposer
+from draftsmith.inference.target import Target
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {"num_layers": 2, "block_size": 5},
+    "dflash one layer": {"num_layers": 1, "block_size": 4, "intermediate_size": 48},
+    "dspark": {"num_layers": 2, "block_size": 4, "markov_rank": 6},
+}
+
+
+def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: Any) -> Any:
+    """An untrained drafter with weights away from their start, norms included."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {"taps": list(range(1, target.num_layers))[:2], **KINDS[kind], **more}
+    mask = target.vocab_size - 1
+    if kind.startswith("dspark"):
+        drafter: DFlashDrafter = DSparkDrafter(dspark.shape_for(DSparkConfig(**settings), target.config, mask), target.ends)
+    else:
+        drafter = DFlashDrafter(dflash.shape_for(DFlashConfig(**settings), target.config, mask), target.ends)
+    drafter.start_from(target.final_norm_weight())
+    for name, parameter in drafter.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            torch.nn.init.normal_(parameter, std=0.3 if "transition" in name else 0.15)
+    return drafter.to(target.dtype).eval().requires_grad_(False)
+
+
+def proposer_of(drafter: Any, **settings: Any) -> DFlashProposer:
+    """The drafter at work."""
+    return (DSparkProposer if drafter.method == "dspark" else DFlashProposer)(drafter, **settings)

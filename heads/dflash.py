@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .ends import TargetEnds
@@ -24,6 +25,8 @@ from .layout import EngineLayout
 from .rotary import Rotary
 
 WEIGHTS_FILE = "model.safetensors"
+NEARBY = 5.0  # how much of queries and keys begins as the shared direction; chance makes about 3
+RIDGE = 0.03
 Pair = tuple[Tensor, Tensor]
 """Keys and values [B, N, Gkv, D]."""
 
@@ -130,6 +133,32 @@ class DFlashDrafter(EngineLayout, nn.Module):
         if keep:
             self.fc.weight.div_(self._columns(scales / self.tap_scales))
         self.tap_scales.copy_(scales)
+
+    @torch.no_grad()
+    def attend_nearby(self, taps: tuple[Tensor, ...], ids: Tensor) -> None:
+        """Begin with attention that finds what a draft is made of: the anchor's token in the first of the key heads, the newest
+        context in the others. `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens.
+
+        Left to chance, attention starts out even over hundreds of rows. Queries all begin as one direction of a head; keys as its
+        multiple by how much a row is wanted, a linear function fitted to the sample. Which of the wanted rows is nearest, rotary
+        positions tell: the context's direction lies in the fast turning half of the head, the anchor's in the slow one. With it
+        the first draft of the quickstart target is right 25% of the time after 300 steps, without it 17% (EXPERIMENTS.md).
+        """
+        context = functional.rms_norm(self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape)
+        embedded = functional.rms_norm(self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape)
+        tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
+        rows = torch.cat([context, tokens, masks])
+        wants = lambda *values: torch.tensor(values, device=rows.device).repeat_interleave(len(ids))  # noqa: E731
+        asks, token, near = (linear_fit(rows, wants(*v)) for v in ((0.0, 1.0, 1.0), (-1.0, 1.0, -1.0), (1.0, -1.0, -1.0)))
+        size, turns = self.shape.head_dim, torch.arange(self.shape.head_dim)
+        fast, slow = turns < self.rotary.size // 4, (turns >= self.rotary.size // 4) & (turns < self.rotary.size // 2)
+        for layer in self._layers:
+            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split([layer.heads, layer.kv_heads, layer.kv_heads])
+            for head, key in enumerate(keys):
+                first = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
+                direction = functional.normalize((slow if first else fast).to(rows), dim=0) * NEARBY
+                key += torch.outer(direction, token if first else near)
+                queries.unflatten(0, (layer.kv_heads, -1))[head] += torch.outer(direction, asks)
 
     def _columns(self, scales: Tensor) -> Tensor:
         return scales.to(self.fc.weight.dtype).repeat_interleave(self.shape.hidden_size)
@@ -245,6 +274,12 @@ class DFlashDrafter(EngineLayout, nn.Module):
     def shape_from(cls, config: dict[str, Any]) -> BlockShape:
         """The shape that `config.json` describes; `KeyError` when a key is missing."""
         return BlockShape(**sizes_from(config))
+
+
+def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
+    """`w` `[H]` with `rows` `[n, H]` times w near `wanted` `[n]`: ridge regression, by way of the n x n products."""
+    products = rows @ rows.T
+    return rows.T @ torch.linalg.solve(products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted)
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, Any]:

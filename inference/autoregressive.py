@@ -15,7 +15,7 @@ from torch import Tensor
 from ..heads.errors import UserError
 from .cache import TreeCache
 from .growth import Continue, Level, Ranks, Slots, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
-from .proposer import Accepted, positive
+from .proposer import MOST, Accepted, positive
 from .sampling import Draws
 from .target import Target
 from .tree import DraftTree, TreeShape
@@ -107,6 +107,8 @@ class Planned:
 
     plan: TreePlan
     max_drafted: int
+    longest: int = MOST
+    """Most levels that the drafter has."""
 
     def replan(self, plan: TreePlan) -> None:
         """Draft by another plan from the next batch on."""

@@ -19,7 +19,7 @@ from .early_exit import EarlyExit
 from .growth import Ranks, grow
 from .lookup import LookupProposer
 from .medusa import MedusaProposer
-from .proposer import Proposer, load_proposer
+from .proposer import MOST, Proposer, load_proposer
 from .sampling import Sampling
 from .target import Target
 from .walk import BEST, KnownPath, Text, nodes_needed, walk
@@ -108,16 +108,17 @@ def _planned(
         return ready
 
     tick("acceptance by depth and rank")
-    ranks = _ranks(target, proposer, texts, sampling, KnownPath(max(*LENGTHS, own.length)))
+    lengths = sorted({min(k, proposer.longest) for k in ({*LENGTHS, own.length} if own.width == 1 else LENGTHS)})
+    ranks = _ranks(target, proposer, texts, sampling, KnownPath(max(lengths[-1], own.length)))
     table = rank_table(ranks)
-    lengths = sorted({*LENGTHS, own.length} if own.width == 1 else LENGTHS)
     found = [Candidate("chain", {"length": k, "width": 1}, make(length=k), runs(ranks, k), k, (1,) * (k - 1)) for k in lengths]
     for count in BUDGETS:
         shape = grow(table[:LEVELS], count)
         if len(shape) == count and max(node[-1] for node in shape):
             made = make(shape=shape)
             found.append(Candidate("fixed", {"shape": shape}, made, along(ranks, shape), count, tuple(_inner(shape))))
-    walked = _Pools(target, proposer, texts, sampling, max(LEVELS, own.length if own.width > 1 else 0), tick)
+    levels = min(max(LEVELS, own.length if own.width > 1 else 0), proposer.longest)
+    walked = _Pools(target, proposer, texts, sampling, levels, tick)
     heat, taken = fitted_heat(lambda h: walked.of(WIDTHS[1], h))
     wanted = {(width, heat) for width in WIDTHS} | ({(own.width, own.heat)} if own.width > 1 else set())
     for width, h in sorted(wanted):
@@ -164,7 +165,7 @@ class _Pools:
         if (width, heat) not in self._found:
             self._tick(f"trees {width} wide, score temperature {heat:g}")
             target, proposer, texts, sampling = self._about
-            proposer.replan(TreePlan(self.levels, width, width + (self.levels - 1) * width**2, heat=heat))
+            proposer.replan(TreePlan(self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat))
             self._found[width, heat] = _needs(target, proposer, texts, sampling)
         return self._found[width, heat]
 

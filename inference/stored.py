@@ -25,6 +25,7 @@ from .target import Hidden, Target, resolve_device
 MANIFEST = "manifest.json"
 ENDS_FILE = "ends.safetensors"
 TEXTS_FILE = "held_out.safetensors"
+SAMPLE_FILE = "sample.safetensors"
 
 
 @dataclass
@@ -42,10 +43,17 @@ class StoredTarget(Target):
 
     whole = False
 
-    def __init__(self, model: nn.Module, tokenizer: Any, fingerprint: Fingerprint, sizes: dict[int, float]) -> None:
-        """`sizes`: root mean square of the taps that are stored."""
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        fingerprint: Fingerprint,
+        sizes: dict[int, float],
+        sample: dict[str, Tensor] | None = None,
+    ) -> None:
+        """`sizes`: root mean square of the taps that are stored. `sample`: of those, what `tap_sample` gives, and its "ids"."""
         super().__init__(model, tokenizer, fingerprint.name)
-        self._fingerprint, self._sizes = fingerprint, sizes
+        self._fingerprint, self._sizes, self._sample = fingerprint, sizes, sample
 
     def fingerprint(self) -> Fingerprint:
         return self._fingerprint
@@ -56,6 +64,12 @@ class StoredTarget(Target):
                 f"the feature store has taps {sorted(self._sizes)}, not {missing}; extract again with this run's config"
             )
         return tuple(self._sizes[tap] for tap in taps)
+
+    def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+        self.tap_sizes(taps)
+        if self._sample is None or self._sample["ids"].tolist() != ids:
+            raise UserError("the feature store has no sample of this run's data; extract again, into another folder")
+        return tuple(self._sample[str(tap)].to(self.device) for tap in taps)
 
     def forward(self, *arguments: Any, **more: Any) -> Hidden:
         raise UserError(f"this needs the whole target {self.name}; here are only its embedding, norm and head")
@@ -89,7 +103,11 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     tensors = load_file(folder / ENDS_FILE)
     model = model_of_ends(folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get)
     sizes = {int(tap): size for tap, size in manifest["tap_sizes"].items()}
-    return StoredTarget(model, AutoTokenizer.from_pretrained(folder), Fingerprint(**manifest["target"]), sizes)
+    sample = None
+    if SAMPLE_FILE in manifest["files"]:  # stores of version 0.1 have none
+        verify(Path(store, SAMPLE_FILE), manifest["files"][SAMPLE_FILE])
+        sample = load_file(Path(store, SAMPLE_FILE))
+    return StoredTarget(model, AutoTokenizer.from_pretrained(folder), Fingerprint(**manifest["target"]), sizes, sample)
 
 
 def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]) -> Any:

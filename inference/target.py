@@ -208,6 +208,10 @@ class Target:
         ids = torch.linspace(0, self.vocab_size - 1, min(128, self.max_positions), device=self.device).long()[None]
         return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in self.forward(ids, taps=taps).taps)
 
+    def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Each tap `[n, H]` of a text, for drafters that begin by looking at one."""
+        return tuple(tap[0].float() for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps)
+
     def head(self, last: Tensor) -> Tensor:
         """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
         logits = self._output(last.to(self._output.weight.dtype))

@@ -188,6 +188,11 @@ class Batches:
         places = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64)) for i in places]
 
+    def first_tokens(self, count: int = 256) -> list[int]:
+        """Tokens of texts from all over the data, at most `count`, in a row."""
+        ids = [token for text in self.sample(16) for token in text[: count // 4].tolist()]
+        return ids[:count]
+
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token `[V]` is written by the target in an epoch."""
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0

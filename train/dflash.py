@@ -99,15 +99,17 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
         return DFlashDrafter(shape_before(run, before, config_of), target.ends)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     drafter = DFlashDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
-    start(drafter, target)
+    start(drafter, target, batches)
     return drafter
 
 
-def start(drafter: DFlashDrafter, target: Target) -> None:
-    """Give an untrained drafter what it can have of its target."""
+def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
+    """Give an untrained drafter what it can have of its target and of the texts."""
     norm = target.final_norm_weight()
     drafter.start_from(norm.float().cpu() if norm is not None else None)
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
+    ids = batches.first_tokens()
+    drafter.attend_nearby(tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps)), torch.tensor(ids))
 
 
 def shape_before(run: Any, before: Artifact, chosen_of: Callable[[Any], dict[str, Any]]) -> Any:

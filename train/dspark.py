@@ -78,7 +78,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
         return DSparkDrafter(kept, target.ends)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     drafter = DSparkDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
-    start(drafter, target)
+    start(drafter, target, batches)
     return drafter
 
 

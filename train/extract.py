@@ -19,12 +19,14 @@ from typing import Literal
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
+from safetensors.torch import save_file
+from torch import Tensor
 from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import checksum, read_json, remove_partials, whole_directory, whole_file, write_json
 from ..inference.metrics import repeats_itself
-from ..inference.stored import ENDS_FILE, MANIFEST, TEXTS_FILE, HeldOutText, save_ends, save_texts
+from ..inference.stored import ENDS_FILE, MANIFEST, SAMPLE_FILE, TEXTS_FILE, HeldOutText, save_ends, save_texts
 from ..inference.target import Target, load_target
 from . import data as data_module
 from .arguments import parse
@@ -44,6 +46,7 @@ log = logging.getLogger(__name__)
 
 EXAMPLE = "draftsmith data extract --method eagle --run configs/eagle/quickstart.yaml --out runs/quickstart/store"
 SCHEMA = 1
+Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 
 
 @dataclass
@@ -89,7 +92,7 @@ def run(options: Options) -> None:
     on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
     tables = data_module.load(store / "data")
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
-    held_out = partial(judge_texts, config, target, layout, tables)
+    held_out = partial(judge_texts, config, target, layout, tables, batches.first_tokens())
     if target.together and not on_main(accelerator, (store / MANIFEST).is_file):
         found = held_out()  # by all ranks, which then are the first one's to write down
         held_out = lambda: found  # noqa: E731
@@ -105,17 +108,17 @@ def run(options: Options) -> None:
     accelerator.end_training()
 
 
-def judge_texts(
-    config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables
-) -> tuple[list[HeldOutText], dict[int, float]]:
-    """The held-out texts with their features, and the sizes of the taps."""
+def judge_texts(config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables, ids: list[int]) -> Judged:
+    """The held-out texts with their features, the sizes of the taps, and what `StoredTarget.tap_sample` gives back for `ids`."""
     prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
     else:
         progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
         texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
-    return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True))
+    sample = dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True))
+    sample = {"ids": torch.tensor(ids)} | {tap: states.cpu().contiguous() for tap, states in sample.items()}
+    return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)), sample
 
 
 def begin(
@@ -126,7 +129,7 @@ def begin(
     layout: Layout,
     batches: Batches,
     tables: data_module.Tables,
-    held_out: Callable[[], tuple[list[HeldOutText], dict[int, float]]],
+    held_out: Callable[[], Judged],
 ) -> None:
     """Everything but the shards, or the check that what stands there is for the same run."""
     facts = {
@@ -153,16 +156,18 @@ def begin(
     (store / "shards").mkdir(parents=True)
     with whole_directory(store / "target") as aside:
         save_ends(target, aside)
-    texts, sizes = held_out()
+    texts, sizes, sample = held_out()
     exact = torch.float32 if options.dtype == "float32" else torch.bfloat16
     with whole_file(store / TEXTS_FILE) as aside:
         save_texts(texts, layout.taps, exact, aside)
+    with whole_file(store / SAMPLE_FILE) as aside:
+        save_file(sample, aside)
     more = {
         "tap_sizes": sizes,
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "counts": tables.counts,
-        "files": {name: checksum(store / name) for name in (f"target/{ENDS_FILE}", TEXTS_FILE)},
+        "files": {name: checksum(store / name) for name in (f"target/{ENDS_FILE}", TEXTS_FILE, SAMPLE_FILE)},
         "provenance": provenance(),
     }
     with whole_file(store / MANIFEST) as aside:

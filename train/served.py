@@ -144,6 +144,10 @@ class ServedTarget(StoredTarget):
         found = self.hidden_of(next(self.client.ask([ids])).states, taps)
         return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in found.taps)
 
+    def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
+        check_layers(self, taps, self.client.layers)
+        return tuple(tap.float() for tap in self.hidden_of(next(self.client.ask([ids])).states, taps).taps)
+
 
 class ServedFeatures:
     """Features of packed rows: every document is a request of its own."""

@@ -1,0 +1,203 @@
+"""Block drafters at work: trees of independent and of dependent drafts, chains that end where confidence does, calibration."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.errors import UserError
+from draftsmith.inference import dflash, dspark
+from draftsmith.inference.candidates import candidates
+from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.dspark import calibration_error, cut, scale_sequentially
+from draftsmith.inference.growth import Level, Slots
+from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.sampling import GREEDY, Draws, Sampling
+from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.inference.walk import Text
+from torch import Tensor
+
+from tests.blocks import proposer_of, random_block
+from tests.conftest import tiny_target
+
+
+def draws_on(batch: int, sampling: Sampling = GREEDY) -> Draws:
+    keys = torch.arange(batch)
+    return Draws(sampling, keys, torch.zeros(batch, 4, dtype=torch.long), torch.full((batch,), 3))
+
+
+def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
+    return {tuple(t for t in path if t >= 0) for path in tree.path_tokens[row, 1:, 1:].tolist()} - {()}
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 7, 16])
+def test_the_tree_of_independent_drafts_is_the_best_of_all_paths(nodes: int) -> None:
+    """Against every path there is: three depths of five tokens, 155 nodes."""
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64)
+    root = torch.tensor([0, 1])
+    tree = Slots(logits).tree(root, draws_on(2), 5, nodes, 1.0)
+    laws = logits.log_softmax(-1)
+    for row in range(2):
+        scored = {
+            path: float(sum(laws[row, d, t] for d, t in enumerate(path)))
+            for depth in (1, 2, 3)
+            for path in itertools.product(range(5), repeat=depth)
+        }
+        assert paths_of(tree, row) == set(sorted(scored, key=lambda path: -scored[path])[:nodes])
+
+
+def test_slots_answer_by_depth_alone() -> None:
+    slots = Slots(torch.arange(24.0).view(1, 3, 8))
+    level = Level(torch.tensor([[5, 6, 7]]), torch.zeros(1, 3, dtype=torch.long), None, 2)
+    assert torch.equal(slots(level), slots.logits[:, 2:3].expand(1, 3, 8))
+
+
+def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
+    """The tree against the laws of all paths, computed one by one; wide enough that nothing is pruned on the way."""
+    target = tiny_target(dtype=torch.float64, num_hidden_layers=3)
+    drafter = random_block(target, "dspark", block_size=2)
+    proposer = proposer_of(drafter, width=6, nodes=6)
+    outputs = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    root = torch.tensor([9])
+    tree = proposer._draft(outputs, root, draws_on(1))
+    base = drafter.base_logits(outputs)[0]
+    first = (base[0] + drafter.transition(root)[0]).log_softmax(-1)
+    scored: dict[tuple[int, ...], float] = {(int(t),): float(first[t]) for t in first.topk(6).indices}
+    for (t,) in list(scored):
+        second = (base[1] + drafter.transition(torch.tensor(t))).log_softmax(-1)
+        scored |= {(t, int(u)): float(first[t] + second[u]) for u in second.topk(6).indices}
+    assert paths_of(tree, 0) == set(sorted(scored, key=lambda path: -scored[path])[:6])
+
+
+def test_a_cut_chain_has_no_node_and_no_law_behind_the_cut() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]])
+    laws = torch.full((3, 4, 5), 0.2)
+    laws[:, 3] = 0
+    kept = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
+    found = cut(DraftTree(tokens, TreeShape.chain(3), laws=laws), kept)
+    assert found.tokens.tolist() == [[1, 2, 3], [5, -1, -1], [9, 1, -1]]
+    assert isinstance(found.laws, Tensor) and found.laws.sum(-1).gt(0).tolist() == [
+        [True, True, False],
+        [False, False, False],
+        [True, False, False],
+    ]
+    none = cut(DraftTree(tokens, TreeShape.chain(3), laws=laws), torch.zeros(3, 3, dtype=torch.bool))
+    assert none.tokens.tolist() == [[1], [5], [9]]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")])
+def test_more_confidence_asked_for_means_fewer_drafts_and_the_same_text(sampling: Sampling) -> None:
+    target = tiny_target(num_hidden_layers=3)
+    drafter = random_block(target, "dspark")
+    requests = [Request([5 + i, 6, 7], i) for i in range(6)]
+    drafted, texts = [], []
+    for threshold in (0.0, 0.1, 0.4, 0.999):
+        found = generate(target, proposer_of(drafter, threshold=threshold), requests, 20, sampling)
+        rounds = [r for g in found for r in g.rounds]
+        drafted.append(sum(r.drafted or 0 for r in rounds) / len(rounds))
+        texts.append([g.token_ids for g in found])
+    assert drafted[0] == drafter.drafts and drafted == sorted(drafted, reverse=True) and drafted[-1] < 0.2 < drafted[1]
+    if not sampling.draws_from_law:
+        assert all(text == texts[0] for text in texts)
+
+
+def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_temperatures() -> None:
+    """One chain, draft by draft: it ends before the first draft at which the product falls below the threshold."""
+    target = tiny_target(num_hidden_layers=3, dtype=torch.float64)
+    drafter = random_block(target, "dspark")
+    outputs = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    temperatures = [0.5, 2.0, 1.0, 4.0]
+    whole = proposer_of(drafter, threshold=1e-9)._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist()
+    chance, chances = 1.0, []
+    for d in range(4):
+        state = drafter.state(outputs[0, d], torch.tensor(whole[d]))
+        normed = torch.cat([drafter.norm(state[:32]), state[32:]])
+        said = normed @ drafter.confidence_head.weight[0] + drafter.confidence_head.bias[0]
+        chance *= float(torch.sigmoid(said / temperatures[d]))
+        chances.append(chance)
+    for threshold in (0.9, 0.5, 0.2, 0.05, 0.01):
+        proposer = proposer_of(drafter, threshold=threshold, temperatures=temperatures)
+        kept = sum(1 for c in chances if c >= threshold)
+        assert proposer._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist() == whole[: kept + 1]
+
+
+def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
+    """Chains whose drafts survive less often than the raw confidences say: error by depth before and after."""
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(4000, 4, generator=generator)
+    survived = (torch.rand(4000, 4, generator=generator) < true.sigmoid()).int().cumprod(-1).float()
+    found = scale_sequentially(3 * true, survived)
+    assert all(2.3 < t < 3.9 for t in found["temperatures"])
+    assert max(found["error"]) < 0.025 < 0.08 < found["error_before"][0]
+    honest = scale_sequentially(true, survived)
+    assert all(0.7 < t < 1.4 for t in honest["temperatures"][:2]), "deeper ones have few survivors to go by"
+
+
+def test_calibration_error_by_hand() -> None:
+    chances = torch.tensor([0.1, 0.9])
+    assert calibration_error(chances, torch.tensor([0.0, 1.0])) == pytest.approx(0.1)
+    assert calibration_error(torch.full((30,), 0.5), torch.tensor([1.0, 0.0] * 15)) == 0
+
+
+def test_calibrations_say_how_the_drafter_was_evaluated() -> None:
+    ranks = torch.tensor([[0, 1], [0, 0], [-1, 0], [0, -1], [0, 0]])
+    found = dflash.calibrate([(ranks, 1)], tree_nodes=16)
+    assert found["length"] == 2 and found["tree_nodes"] == 16 and found["roots"] == 2
+    assert found["rank_accuracy"][0][0] == 0.5 and found["rank_accuracy"][1][0] == 1
+    both = torch.stack([ranks.float(), torch.zeros(5, 2)], dim=-1)
+    sparked = dspark.calibrate([(both, 1)], tree_nodes=16)
+    assert {k: sparked[k] for k in found} == found and len(sparked["confidence"]["temperatures"]) == 2
+    assert dspark.calibrate([(both[:2], 2)], 16)["roots"] == 0, "a reply too short to calibrate on is no failure"
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
+    target = tiny_target(num_hidden_layers=3)
+    artifact = Artifact(random_block(target, kind), target.fingerprint(), {"length": 3, "tree_nodes": 12})
+    make: Any = dspark.make_proposer if kind == "dspark" else dflash.make_proposer
+    shapes = {
+        (): (3, 8 if kind == "dspark" else 12, 12),
+        (("width", 1),): (3, 1, 3),
+        (("nodes", 5),): (3, 5, 5),
+        (("threshold", 0.3),): (3, 1, 3),
+        (("length", 2), ("width", 2)): (2, 2, 6),  # two levels of two children have no more
+    }
+    for settings, expected in shapes.items():
+        plan = make(artifact, **dict(settings)).plan
+        assert (plan.length, plan.width, plan.nodes) == expected
+    for wrong in (
+        {"length": 9},
+        {"width": 0},
+        {"threshold": 2.0},
+        {"nodes": 1},
+        {"shape": [[0], [0, 0], [0, 0, 0], [0] * 4, [0] * 5]},
+    ):
+        with pytest.raises(UserError):
+            make(artifact, **wrong)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_accepts(kind: str, tmp_path: Any) -> None:
+    target = tiny_target(num_hidden_layers=3)
+    drafter = random_block(target, kind)
+    artifact = Artifact(drafter, target.fingerprint(), {"length": 3, "tree_nodes": 6})
+    artifact.save(tmp_path / "d")
+    prompts = [[5, 6, 7], [30, 31]]
+    plain = generate(target, proposer_of(drafter), [Request(p, i) for i, p in enumerate(prompts)], 14)
+    texts = [Text.of(g, (i, 0)) for i, g in enumerate(plain)]
+    found, _ = candidates(target, str(tmp_path / "d"), texts, GREEDY, lambda name: None)
+    assert {c.kind for c in found} >= {"chain", "dynamic"}
+    for candidate in found:
+        deepest = candidate.setting.get("length") or max(map(len, candidate.setting["shape"]))
+        assert deepest <= drafter.drafts
+    for candidate in found[:: max(len(found) // 8, 1)]:
+        for text, accepted in zip(texts, candidate.accepted, strict=True):
+            (again,) = generate(target, candidate.make(), [Request(text.ids[: text.start], text.request[0])], 14)
+            root, foretold = 0, []
+            while root < len(accepted):
+                foretold.append(min(accepted[root] + 1, len(accepted) - root))
+                root += accepted[root] + 1
+            assert kept_per_round(again) == foretold, candidate.label

@@ -124,29 +124,35 @@ def shape_before(run: Any, before: Artifact, chosen_of: Callable[[Any], dict[str
 
 
 def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
-    """A token that no text holds: the one asked for; or the first row of the embedding past the tokenizer's own tokens; or a
-    token that its name calls a mask, reserved or unused; or the padding. Raises `UserError`."""
-    found = asked if asked is not None else _unused(target)
-    if found is None or found in target.eos_ids:
+    """A token that no text holds and whose embedding is no row of zeros, of which all queries would be zero too: the one asked
+    for, or the first of `unused` that is fit. Raises `UserError`."""
+    if asked is not None and not 0 <= asked < target.vocab_size:
+        raise UserError(f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0")
+    candidates = [token for token in unused(target) if token not in target.eos_ids] if asked is None else [asked]
+    sizes = {token: float(target.ends.rows(torch.tensor([token], device=target.device)).float().norm()) for token in candidates}
+    found = next((token for token in candidates if sizes[token] > 0), None)
+    if asked is not None and found is None:
+        raise UserError(f"heads.mask_token {asked} has an embedding of zeros, from which nothing is drafted; name another token")
+    if found is None:
         raise UserError("no unused token is known to mask drafts with; name one that texts never hold with heads.mask_token")
-    if found < target.vocab_size and (count := int(batches.token_counts(target.vocab_size)[found])):
+    if count := int(batches.token_counts(target.vocab_size)[found]):
         raise UserError(
             f"heads.mask_token {found} stands {count} times in the training replies; name a token that texts never hold"
         )
     return found
 
 
-def _unused(target: Target) -> int | None:
+def unused(target: Target) -> list[int]:
+    """Tokens that texts can be trusted not to hold, best first: the first row of the embedding past the tokenizer's own tokens,
+    its mask token, those that their names call mask, reserved or unused, its padding."""
     tokenizer = target.tokenizer
     if tokenizer is None:
-        return None
-    if len(tokenizer) < target.vocab_size:
-        return len(tokenizer)
-    if tokenizer.mask_token_id is not None:
-        return tokenizer.mask_token_id
-    added = {token: str(name) for token, name in tokenizer.added_tokens_decoder.items()}
-    named = [token for token, name in added.items() if any(part in name.lower() for part in ("mask", "reserved", "unused"))]
-    return min(named, default=tokenizer.pad_token_id)
+        return []
+    names = {token: str(name).lower() for token, name in tokenizer.added_tokens_decoder.items()}
+    named = sorted(token for token, name in names.items() if any(part in name for part in ("mask", "reserved", "unused")))
+    past = [len(tokenizer)] if len(tokenizer) < target.vocab_size else []
+    known = (tokenizer.mask_token_id, *named, tokenizer.pad_token_id)
+    return [*past, *(token for token in known if token is not None and token < target.vocab_size)]
 
 
 def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.train import dflash, dspark
 from draftsmith.train.batches import Batch, collate
 from draftsmith.train.blocks import Anchors, BlockAttention, contexts, run_blocks
@@ -358,3 +359,34 @@ def test_flex_on_a_gpu_has_the_gradients_of_the_reference(dtype: torch.dtype) ->
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             assert float((one - two).norm() / one.norm()) < limit
+
+
+class Counted:
+    """Stands in for batches where only the replies' tokens are asked for."""
+
+    def __init__(self, *held: int) -> None:
+        self.held = held
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        return torch.bincount(torch.tensor(self.held), minlength=vocab_size) if self.held else torch.zeros(vocab_size)
+
+
+def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> None:
+    """The tiny target's padding has a row of zeros, as torch makes them: queries of such masks are zero, and learn nothing."""
+    target = tiny_target()
+    find = lambda asked, *held: dflash.mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type] # noqa: E731
+    with pytest.raises(UserError, match="no unused token is known"):
+        find(None)
+    with pytest.raises(UserError, match="mask_token 0 has an embedding of zeros"):
+        find(0)
+    with pytest.raises(UserError, match="mask_token 9999 is no token: the target has 304"):
+        find(9999)
+    with pytest.raises(UserError, match="mask_token 7 stands 2 times in the training replies"):
+        find(7, 7, 8, 7)
+    assert find(2, 7, 8) == 2
+    target.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<mask>"]})
+    assert dflash.unused(target) == [0], "tokens that the model has no row for are none"
+    wider = tiny_target(vocab_size=310)
+    assert dflash.unused(wider) == [304, 0] and dflash.mask_token_for(None, wider, Counted()) == 304  # type: ignore[arg-type]
+    wider.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<unused0>"]})
+    assert dflash.unused(wider) == [306, 304, 305, 0]

@@ -34,8 +34,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "errors": WRITTEN,
     },
     "eagle1": {"heads": {"version": 1}, "optim": {"clip_norm": 0.1}},
-    "dflash": {"heads": {"taps": [1], "num_layers": 1, "block_size": 4}, "objective": {"anchors": 20}},
-    "dspark": {"heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4}, "objective": {"anchors": 20}},
+    "dflash": {"heads": {"taps": [1], "num_layers": 1, "block_size": 4, "mask_token": 2}, "objective": {"anchors": 20}},
+    "dspark": {
+        "heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4, "mask_token": 2},
+        "objective": {"anchors": 20},
+    },
     "distill": {"student": {"layers": 1}, "objective": {"temperatures": [0.0, 1.0]}, "rollouts": WRITTEN, "errors": WRITTEN},
 }
 

@@ -146,6 +146,7 @@ def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
     hidden, vocab = target["hidden_size"], target["vocab_size"]
     inner, head = run.heads.intermediate_size or target["intermediate_size"], target["head_dim"]
     queries, keys = (target[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    drafter.tap_scales = torch.ones(5)  # which are asked whether they are one
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.serving_state().items()}
     assert shapes.pop("fc.weight") == (hidden, 5 * hidden)
     for layer in range(5):

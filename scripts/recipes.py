@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from draftsmith.train.cli import METHODS
 from draftsmith.train.plan import Options, Shape, count, hours, planned, size
 
 ROOT = Path(__file__).parents[1]
@@ -37,8 +38,8 @@ Plans = dict[Path, tuple[Any, Shape, dict[str, float]]]
 
 
 def recipes() -> list[Path]:
-    """configs/METHOD/TARGET.yaml, by the size of the target, then by method."""
-    found = [path for method in ("medusa", "eagle", "distill") for path in (ROOT / "configs" / method).glob("*.yaml")]
+    """configs/METHOD/TARGET.yaml, by the size of the target, then by method as `METHODS` has them."""
+    found = [path for method in METHODS for path in (ROOT / "configs" / method).glob("*.yaml")]
     return sorted((path for path in found if path.stem != "quickstart"), key=lambda path: (billions(path.stem), path.stem))
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Literal
 
 # Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
@@ -25,7 +26,8 @@ VERBS = {
     "generate": ("inference.show", "decode one prompt and show what was accepted"),
     "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
 }
-METHODS = {
+Method = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
+METHODS: dict[str, str] = {
     "medusa": "medusa",
     "eagle": "eagle",
     "dflash": "dflash",

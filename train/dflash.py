@@ -30,13 +30,14 @@ from .config import RunConfig
 from .features import Features
 from .memory import Memory
 from .objectives import Sums, depth_metrics, smoothed, survival_weights
+from .outline import ConfigOnly, Outline
 from .unroll import Backend
 from .written import Rollouts, Writer
 
 log = logging.getLogger(__name__)
 
 __all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
-           "teacher_forced", "writers"]  # fmt: skip
+           "outline", "teacher_forced", "writers"]  # fmt: skip
 
 EXAMPLE = "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
@@ -88,6 +89,19 @@ class Run(RunConfig):
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
     """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
+
+
+def outline(run: Run, target: ConfigOnly) -> Outline:
+    """See `Outline`."""
+    return outline_of(run, DFlashDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends))
+
+
+def outline_of(run: Any, drafter: DFlashDrafter) -> Outline:
+    """A step runs all rows of all blocks, whatever a packed row has of roots. That the context makes keys and values is left out,
+    and `fc`, which only the context goes through, is counted as often as the rest: a few percent, either way."""
+    shape = drafter.shape
+    passes = run.objective.anchors * shape.block_size / run.data.max_length
+    return Outline(drafter, passes, shape.hidden_size * shape.vocab_size, shape.num_layers, drafter.drafts)
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DFlashDrafter:

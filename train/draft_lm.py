@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
-from ..distill.students import StudentConfig, make_student, plan_of
+from ..distill.students import StudentConfig, chosen_layers, make_student, plan_of, smaller
 from ..heads.artifact import Artifact
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
@@ -29,13 +30,14 @@ from .config import RunConfig
 from .features import Features, check_packing
 from .memory import Memory, recomputed
 from .objectives import Sums, depth_metrics
+from .outline import ConfigOnly, Outline, config_at, empty
 from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
 
 log = logging.getLogger(__name__)
 
 __all__ = [
     "EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
-    "teacher_forced", "writers",
+    "outline", "teacher_forced", "writers",
 ]  # fmt: skip
 
 EXAMPLE = "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
@@ -88,6 +90,21 @@ class Run(RunConfig):
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
     """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
     return (), False
+
+
+def outline(run: Run, target: ConfigOnly) -> Outline:
+    """See `Outline`."""
+    return Outline(empty(_student_config(run.student, target)))
+
+
+def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
+    if (path := config.path or config.config) is not None:
+        found = config_at(path)
+        if config.config is not None:
+            found.vocab_size = target.vocab_size
+        return found
+    kept = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)  # any of them: they are of one size
+    return smaller(config, cast(Any, target), kept)
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:

@@ -28,6 +28,7 @@ from .dflash import (
     BlockObjective,
     forced_blocks,
     mask_token_for,
+    outline_of,
     ranks_among_best,
     ready,
     shape_before,
@@ -35,9 +36,10 @@ from .dflash import (
     writers,
 )
 from .objectives import Sums
+from .outline import ConfigOnly, Outline
 
 __all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
-           "teacher_forced", "writers"]  # fmt: skip
+           "outline", "teacher_forced", "writers"]  # fmt: skip
 
 EXAMPLE = "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml --optim.lr 3e-4"
 
@@ -69,6 +71,11 @@ class Run(RunConfig):
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
     """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
+
+
+def outline(run: Run, target: ConfigOnly) -> Outline:
+    """See `Outline`."""
+    return outline_of(run, DSparkDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends))
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DSparkDrafter:

@@ -30,6 +30,7 @@ from .config import RunConfig
 from .features import Features
 from .memory import Memory
 from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
+from .outline import ConfigOnly, Outline
 from .unroll import Backend, unroll
 from .written import Errors, Rollouts, Writer, decoded_rounds
 
@@ -44,6 +45,7 @@ __all__ = [
     "features_of",
     "make_drafter",
     "make_objective",
+    "outline",
     "teacher_forced",
     "writers",
 ]
@@ -123,6 +125,14 @@ def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
     """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
     shape = shape_for(run.heads, target.config)
     return shape.taps, shape.version == 1
+
+
+def outline(run: Run, target: ConfigOnly) -> Outline:
+    """See `Outline`."""
+    shape = shape_for(run.heads, target.config)
+    steps = run.objective.resolved(shape.version).steps or 1
+    borrowed = shape.hidden_size * shape.vocab_size if shape.version == 1 else 0
+    return Outline(EagleDrafter(shape, target.ends), steps, borrowed, shape.num_layers, steps)
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> EagleDrafter:

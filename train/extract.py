@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from accelerate import Accelerator
@@ -31,7 +30,7 @@ from ..inference.target import Target, load_target
 from . import data as data_module
 from .arguments import parse
 from .batches import Batches, collate
-from .cli import METHODS
+from .cli import METHODS, Method
 from .config import RunConfig
 from .evaluation import held_out_prompts, write_text
 from .features import FeatureSource, LiveTarget
@@ -56,7 +55,7 @@ class Options:
     With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE --out STORE
     """
 
-    method: Literal["medusa", "eagle", "distill"]
+    method: Method
     run: str
     """The run's config file; its target, data, heads, seed and evaluation are used."""
     out: str

@@ -23,6 +23,7 @@ from .batches import Batch, Batches
 from .config import RunConfig
 from .features import Features
 from .objectives import Sums, depth_metrics, static_decay
+from .outline import ConfigOnly, Outline
 from .written import Rollouts, Writer
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "features_of",
     "make_drafter",
     "make_objective",
+    "outline",
     "teacher_forced",
     "writers",
 ]
@@ -70,6 +72,13 @@ class Run(RunConfig):
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
     """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
     return (), False
+
+
+def outline(run: Run, target: ConfigOnly) -> Outline:
+    """See `Outline`."""
+    heads = MedusaHeads(run.heads, target.config.hidden_size, target.vocab_size, target.ends.head)
+    borrowed = run.heads.num_heads * target.config.hidden_size * target.vocab_size if run.heads.shared_head else 0
+    return Outline(heads, borrowed_params=borrowed)
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> MedusaHeads:

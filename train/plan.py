@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from ..inference.gains import GPUS
-from ..inference.target import check_there
 from .arguments import parse
-from .cli import METHODS
+from .cli import METHODS, Method
+from .outline import ConfigOnly, Outline, config_at, empty
 
 EXAMPLE = "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 --gpu H100 --gpus 8"
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
@@ -33,7 +30,7 @@ DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memor
 class Options:
     """What a training run will cost: feature bytes, GPU-hours of each stage, memory of one GPU."""
 
-    method: Literal["medusa", "eagle", "distill"]
+    method: Method
     run: str
     """The run's config file; its target, heads (or student), objective and batch are used."""
     tokens: float = 1e9
@@ -72,10 +69,11 @@ class Shape:
     drafter_params: int
     taps: int
     all_last: bool
-    steps: int
-    """Passes of the drafter over a position in training."""
+    passes: float
+    """This and what follows: see `Outline`."""
     borrowed_params: int = 0
-    """Frozen parameters of the target's head that gradients of such a pass go through, over all of a drafter's heads."""
+    layers: int = 1
+    laws: int = 1
 
 
 def run(options: Options) -> None:
@@ -91,82 +89,33 @@ def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
     method = importlib.import_module(f".{METHODS[options.method]}", __package__)
     changes = [f"--{change}" for change in options.set]
     config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run", EXAMPLE)
-    shape = shape_of(options.method, method, config)
+    shape = shape_of(method, config)
     return config, shape, plan_for(shape, options, config)
 
 
-class ConfigOnly:
-    """A target's config under the names that methods ask a target by."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config.get_text_config()
-        self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
-        ends = getattr(config, "eos_token_id", None)
-        self.eos_ids = frozenset([ends] if isinstance(ends, int) else ends or [])
-
-
-def shape_of(name: str, method: Any, config: Any) -> Shape:
+def shape_of(method: Any, config: Any) -> Shape:
     """Target and drafter by their shapes. Raises `UserError` where no config is to be had."""
-    model_config = _config_at(config.target.path, config.target.trust_remote_code)
+    model_config = config_at(config.target.path, config.target.trust_remote_code)
     target = ConfigOnly(model_config)
-    model = _empty(model_config)
+    model = empty(model_config)
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     used, there = (getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts"))
     there = there or getattr(target.config, "num_local_experts", None)
     active = total - experts + (experts * used // there if used and there else experts)
     taps, all_last = method.features_of(config, target)
-    drafter = build_drafter(name, config, target)
-    hidden, vocab = target.config.hidden_size, target.vocab_size
-    steps, borrowed = 1, 0
-    if name == "eagle":
-        steps = config.objective.resolved(config.heads.version).steps
-        borrowed = hidden * vocab if config.heads.version == 1 else 0
-    elif name == "medusa" and config.heads.shared_head:
-        borrowed = config.heads.num_heads * hidden * vocab
-    trained = sum(p.numel() for p in drafter.parameters())
-    return Shape(hidden, total, active, vocab, trained, len(taps), all_last, steps, borrowed)
+    found = outlined(method, config, target)
+    trained = sum(p.numel() for p in found.drafter.parameters())
+    return Shape(
+        target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
+        found.passes, found.borrowed_params, found.layers, found.laws,
+    )  # fmt: skip
 
 
-def build_drafter(name: str, config: Any, target: ConfigOnly) -> nn.Module:
-    """The run's drafter without numbers, on the meta device. Raises `UserError`."""
-    nothing = TargetEnds(lambda ids: ids, lambda last: last, target.vocab_size)  # type: ignore[arg-type,return-value]
+def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
+    """The run's drafter without numbers, on the meta device, with what training runs through. Raises `UserError`."""
     with torch.device("meta"):
-        if name == "eagle":
-            from ..heads.eagle import EagleDrafter, shape_for
-
-            return EagleDrafter(shape_for(config.heads, target.config), nothing)
-        if name == "medusa":
-            from ..heads.medusa import MedusaHeads
-
-            return MedusaHeads(config.heads, target.config.hidden_size, target.vocab_size, nothing.head)
-    return _empty(_student_config(config.student, target))
-
-
-def _student_config(config: Any, target: ConfigOnly) -> Any:
-    from ..distill.students import chosen_layers, smaller
-
-    if (path := config.path or config.config) is not None:
-        found = _config_at(path, False)
-        if config.config is not None:
-            found.vocab_size = target.vocab_size
-        return found
-    kept = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)  # any of them: they are of one size
-    return smaller(config, cast(Any, target), kept)
-
-
-def _config_at(path: str, trust: bool) -> Any:
-    check_there(path)
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read the config of {path!r}: {reason}; a folder with its config.json is enough") from error
-
-
-def _empty(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return method.outline(config, target)
 
 
 def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
@@ -177,31 +126,32 @@ def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
     per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params  # of what is frozen, no gradient of its weights
     positions = config.batch_rows * config.data.max_length
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
-    activations = positions * (shape.taps + 2) * shape.hidden * 2 + positions * shape.steps * shape.hidden * 4 * 20
+    states = positions * shape.passes * shape.layers
+    activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
     return {
         "feature_bytes_per_token": per_token,
         "feature_bytes": per_token * options.tokens,
         "feature_bytes_fp8": per_token * options.tokens / 2,
         "regenerate_gpu_hours": 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE),
         "extract_gpu_hours": 2 * shape.active_params * options.tokens / (hours * options.mfu),
-        "train_gpu_hours": per_pass * shape.steps * options.tokens * config.epochs / (hours * options.mfu),
+        "train_gpu_hours": per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu),
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": float(activations + 3 * chunk * shape.steps * shape.vocab * 4),
+        "activation_bytes": float(activations + 3 * chunk * shape.laws * shape.vocab * 4),
     }
 
 
 def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
     """Print the plan, and what to do where it asks for too much."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
-    target = plan["target_bytes"]
+    target, drafter = plan["target_bytes"], f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position"
     table = Table("what", "how much", "of it")
     for what, amount, remark in (
         ("stored features", size(plan["feature_bytes"]), f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"),
         ("stored in fp8", size(plan["feature_bytes_fp8"]), ""),
         ("regenerate replies", hours(plan["regenerate_gpu_hours"]), f"decoding at {DECODE_SHARE:.0%} of peak"),
         ("extract features", hours(plan["extract_gpu_hours"]), f"forward at {options.mfu:.0%} of peak; live or ring: each epoch"),
-        ("train the drafter", hours(plan["train_gpu_hours"]), f"{count(shape.drafter_params)}, {shape.steps} passes a position"),
+        ("train the drafter", hours(plan["train_gpu_hours"]), drafter),
         ("GPU memory: target", size(target), f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU"),
         ("GPU memory: drafter", size(plan["drafter_bytes"]), "fp32 weights, gradients, AdamW's moments"),
         ("GPU memory: activations", size(plan["activation_bytes"]), "a rough upper bound for one forward pass of a rank"),

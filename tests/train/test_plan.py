@@ -60,13 +60,13 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
     ).save_pretrained(tmp_path / "target")  # fmt: skip
     (tmp_path / "run").mkdir()
     _, _, config = run_of(tmp_path / "run", tmp_path / "target", "medusa")
-    shape = plan.shape_of("medusa", medusa, config)
+    shape = plan.shape_of(medusa, config)
     experts = 2 * 8 * 3 * 64 * 32
     assert shape.target_params - shape.active_params == experts * 6 // 8
     assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "distill"])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "dspark", "distill"])
 def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     config = make_config(tmp_path, saved_tiny, method, max_steps=1)
     done = train(config, method=method)
@@ -102,6 +102,24 @@ def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_
     shape = Shape(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
     found = plan_for(shape, Options("medusa", "x", tokens=1e9, mfu=1.0), run)
     assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
+
+
+def test_a_block_drafter_runs_all_slots_of_all_blocks(tmp_path: Path, saved_tiny: Path, capsys, monkeypatch) -> None:
+    """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a parameter of its own and 4 for one of the
+    borrowed head. 3 drafts of a block have logits; each of 2 layers keeps 20 states of 32 fp32 numbers for each row."""
+    heads = {"taps": [1], "num_layers": 2, "block_size": 4}
+    config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
+    run, shape, found = plan.planned(Options("dflash", str(config), tokens=1e6, mfu=1.0))
+    assert (shape.passes, shape.layers, shape.laws, shape.taps) == (0.5, 2, 3, 1)
+    assert shape.borrowed_params == 32 * shape.vocab
+    flops = (6 * shape.drafter_params + 4 * 32 * shape.vocab) * 0.5 * 1e6 * 3
+    assert found["train_gpu_hours"] == pytest.approx(flops / (989e12 * 3600))
+    logits = 3 * 16 * 3 * shape.vocab * 4
+    assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
+    assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1
+    monkeypatch.setenv("COLUMNS", "200")
+    plan.run(Options("dspark", str(make_config(tmp_path, saved_tiny, "dspark"))))
+    assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
 
 
 def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, saved_tiny: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train import plan
-from draftsmith.train.plan import ConfigOnly, Options, build_drafter, planned
+from draftsmith.train.cli import METHODS, Method
+from draftsmith.train.outline import ConfigOnly
+from draftsmith.train.plan import Options, outlined, planned
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 
@@ -71,7 +74,8 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     """The run's drafter on the meta device, and its target's stored config."""
-    drafter = build_drafter(recipe.parent.name, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path)))
+    method = importlib.import_module(f"draftsmith.train.{METHODS[recipe.parent.name]}")
+    drafter: Any = outlined(method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
     return drafter, raw(ROOT / "tests" / "targets" / f"{Path(run.target.path).name}.json")
 
@@ -80,9 +84,13 @@ def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> 
     methods = {
         target: {path.parent.name for path in RECIPES if path.stem == target} for target in {path.stem for path in RECIPES}
     }
-    assert len(methods) == 9 and methods.pop("gpt-oss-20b") == {"medusa", "eagle"}
-    assert all(found == {"medusa", "eagle", "distill"} for found in methods.values())
-    assert "| gpt-oss-20b | shared head | yes | **no recipe**" in (ROOT / "configs" / "README.md").read_text()
+    assert set(METHODS) == set(get_args(Method)) == {"medusa", "eagle", "dflash", "dspark", "distill"}
+    assert len(methods) == 9 and methods.pop("gpt-oss-20b") == set(METHODS) - {"distill"}
+    assert all(found == set(METHODS) for found in methods.values())
+    row = next(
+        line for line in (ROOT / "configs" / "README.md").read_text().splitlines() if line.startswith("| gpt-oss-20b | shared")
+    )
+    assert row.split(" | ")[-1].startswith("**no recipe**")
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
@@ -116,6 +124,69 @@ def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
     layers = target["num_hidden_layers"]
     assert drafter.taps == (2, layers // 2, layers - 3)
     assert f"Taps are {', '.join(map(str, drafter.taps))} of {layers}" in header(recipe)
+
+
+BLOCKS = {  # slots of DFlash's, and what stands in those to be filled
+    "smollm2-360m": (8, "16, <empty_output>"),
+    "qwen3-0.6b": (8, "151,669, the first row past the tokenizer's own tokens, which is found"),
+    "llama-3.1-8b": (10, "128,002, <|reserved_special_token_0|>, which is found"),
+    "qwen3-8b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
+    "gemma-3-12b": (16, "4, <mask>"),
+    "gpt-oss-20b": (8, "the first row past the tokenizer's own tokens, 200,019, which is found"),
+    "qwen3-30b-a3b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
+    "qwen3-32b": (16, "151,669, the first row past the tokenizer's own tokens, which is found"),
+    "llama-3.3-70b": (16, "128,002, <|reserved_special_token_0|>, which is found"),
+}
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of)
+def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
+    run, shape, _ = plans[recipe]
+    drafter, target = built(run, recipe)
+    hidden, vocab = target["hidden_size"], target["vocab_size"]
+    inner, head = run.heads.intermediate_size or target["intermediate_size"], target["head_dim"]
+    queries, keys = (target[f"num_{kind}_heads"] * head for kind in ("attention", "key_value"))
+    drafter.tap_scales = torch.ones(5)  # which are asked whether they are one
+    shapes = {name: tuple(tensor.shape) for name, tensor in drafter.serving_state().items()}
+    assert shapes.pop("fc.weight") == (hidden, 5 * hidden)
+    for layer in range(5):
+        own = {name: shapes.pop(f"layers.{layer}.{name}.weight") for name in ("self_attn.q_proj", "self_attn.o_proj")}
+        assert own == {"self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
+        assert [shapes.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "kv"] == 2 * [(keys, hidden)]
+        assert [shapes.pop(f"layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up")] == 2 * [(inner, hidden)]
+        assert shapes.pop(f"layers.{layer}.mlp.down_proj.weight") == (hidden, inner)
+        assert [shapes.pop(f"layers.{layer}.self_attn.{name}_norm.weight") for name in "qk"] == 2 * [(head,)]
+    size = 5 * hidden * hidden + 5 * (hidden * (2 * queries + 2 * keys + 3 * inner + 2) + 2 * head) + 2 * hidden
+    if recipe.parent.name == "dspark":
+        assert shapes.pop("markov_head.markov_w1.weight") == shapes.pop("markov_head.markov_w2.weight") == (vocab, 256)
+        assert (shapes.pop("confidence_head.proj.weight"), shapes.pop("confidence_head.proj.bias")) == ((1, hidden + 256), (1,))
+        size += 2 * vocab * 256 + hidden + 256 + 1
+    assert len(shapes) == 2 + 5 * 2 and set(shapes.values()) == {(hidden,)}  # norms of context, output, and each layer's two
+    assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
+    layers = target["num_hidden_layers"]
+    assert drafter.taps == tuple(2 + round(i * (layers - 4) / 4) for i in range(5))
+    assert f"Taps are {', '.join(map(str, drafter.taps))} of {layers}" in header(recipe)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of)
+def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -> None:
+    run, shape, plan = plans[recipe]
+    slots, mask = BLOCKS[recipe.stem]
+    drafts = slots - 1 if recipe.parent.name == "dflash" else 7
+    assert run.heads.block_size == (slots if recipe.parent.name == "dflash" else 7) and shape.laws == drafts
+    assert f"to vLLM it is num_speculative_tokens {drafts}" in header(recipe)
+    assert f"Slots to be filled hold {mask}" in header(recipe)
+    named = run.heads.mask_token
+    assert mask.startswith(f"{named}, <") if named is not None else "is found without being named" in header(recipe)
+    assert (
+        shape.passes == 512 * run.heads.block_size / run.data.max_length and shape.borrowed_params == shape.hidden * shape.vocab
+    )
+    chunk = run.objective.rows_per_chunk * drafts * shape.vocab * 4
+    whole = run.objective.rows_per_chunk == 512 * run.batch_rows
+    assert chunk < 1.25e9 and (whole or chunk > 0.8e9), "about a gigabyte for each tensor of logits"
+    spread = run.target.spread == "fsdp"
+    shared = (plan["target_bytes"] + plan["drafter_bytes"]) / 8 if spread else plan["target_bytes"] + plan["drafter_bytes"]
+    assert shared + plan["activation_bytes"] < 80e9, "what a GPU has, of eight where the target is shared"
 
 
 @pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "medusa"], ids=name_of)

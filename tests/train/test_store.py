@@ -61,7 +61,7 @@ def full(method: str) -> Any:
     return pytest.param(method, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("method", ["eagle", "distill", full("medusa"), full("eagle1")])
+@pytest.mark.parametrize("method", ["eagle", "distill", full("medusa"), full("eagle1"), full("dflash"), full("dspark")])
 def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's weights are gone by then."""
     target = tmp_path / "target"

@@ -18,7 +18,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exporter import export, load_alone, with_vocabulary
 from draftsmith.heads.exports import ENGINES, RECIPES, EngineName, Order, files_for, kind_of, recipe_for, sglang_taps, vllm_guess
 from draftsmith.heads.fingerprint import Fingerprint
-from draftsmith.heads.public import Answers, TargetSide, read_public
+from draftsmith.heads.foreign import Answers, TargetSide
+from draftsmith.heads.public import read_public
 from draftsmith.inference.target import Target
 from safetensors import safe_open
 from safetensors.torch import load_file

@@ -13,7 +13,8 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.public import Answers, Public, read_public
+from draftsmith.heads.foreign import Answers, Public
+from draftsmith.heads.public import read_public
 from draftsmith.heads.stored_tensors import StoredTensors
 from safetensors.torch import save_file
 from torch import Tensor

@@ -78,7 +78,8 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
     drafter, kind = artifact.drafter, kind_of(artifact.drafter)
     found = RECIPES[engine].get(kind)
     if found is None:
-        takes = " or ".join(TITLES[k] for k in RECIPES[engine])
+        *most, last = (TITLES[k] for k in RECIPES[engine])
+        takes = f"{', '.join(most)} or {last}" if most else last
         where = ", ".join(other for other in ENGINES if kind in RECIPES[other])
         raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; {TITLES[kind]} can be exported to {where}")
     if kind in ("eagle1", "eagle3"):

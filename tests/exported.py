@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exports import BLOCKS
 from draftsmith.inference.evaluate import Options, run
@@ -27,6 +28,12 @@ def unseen_functions(folder: Path) -> Path:
     script = [sys.executable, str(ROOT / "scripts/quickstart/functions.py"), "--split", "test", "--count", str(PROMPTS)]
     subprocess.run([*script, "--out", str(path)], check=True, cwd=ROOT)
     return path
+
+
+def selected(request: pytest.FixtureRequest) -> set[str]:
+    """The cases that are to run: those that -k leaves out need no export, and no counts of ours."""
+    found = (getattr(item, "callspec", None) for item in request.session.items)
+    return {call.params["name"] for call in found if call is not None and "name" in call.params}
 
 
 def drafts_of(artifact: Artifact | None) -> int:

@@ -34,7 +34,7 @@ from draftsmith.inference.target import Target
 from tests.blocks import changed_block
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import all_tokens, changed, committed, random_eagle, vary, widened
-from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, unseen_functions
+from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, selected, unseen_functions
 
 pytestmark = [
     pytest.mark.peers,
@@ -118,11 +118,15 @@ def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tupl
 
 
 @pytest.fixture(scope="module")
-def exports(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def exports(
+    quickstart: Target, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, tuple[Path, str]]:
     """Every case, in a folder of its own."""
     folder = tmp_path_factory.mktemp("exports")
-    found = {}
+    found, wanted = {}, selected(request) | {PLAIN_EAGLE3}
     for i, (name, make) in enumerate(CASES.items()):
+        if name not in wanted:
+            continue
         artifact = make(quickstart)
         found[name] = exported(artifact, folder / f"drafter-{i}", DRAFTS if "3 drafts" in name else drafts_of(artifact))
     return found

@@ -27,7 +27,7 @@ from draftsmith.inference.target import Target, TargetConfig, load_target
 from tests.blocks import changed_block, share_key_norms
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import changed, committed, vary, widened
-from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, unseen_functions
+from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, selected, unseen_functions
 from tests.trained import trained_heads
 
 pytestmark = [
@@ -79,11 +79,13 @@ def prompts(target: Target, prompts_file: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def exports(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(target: Target, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Every case as vLLM's export, in a folder of its own."""
     folder = tmp_path_factory.mktemp("exports")
-    found = {}
+    found, wanted = {}, selected(request)
     for number, (name, make) in enumerate(CASES.items()):
+        if name not in wanted:
+            continue
         artifact, out = make(target), folder / f"drafter-{number}"
         order = Order("vllm", str(out), str(QUICKSTART), DRAFTS if name == SHORTENED else drafts_of(artifact), torch.float32)
         export(artifact, order, head=target.head_weight)

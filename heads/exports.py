@@ -157,6 +157,8 @@ def block_obstacle(engine: str, drafter: Any, family: str) -> str | None:
         return "rotary positions turn a part of each head only, which the engine does not do for block drafters"
     if shape.rope["rope_type"] == "dynamic" and engine not in ("vllm", "speculators"):
         return "dynamic rope depends on the text's length there"
+    if shape.rope["rope_type"] in ("llama3", "longrope") and engine == "llamacpp":
+        return f"its rotary positions are of type {shape.rope['rope_type']}, which the engine drops for block drafters"
     if drafter.method == "dspark" and family.startswith(CHANGED_LOGITS):
         return f"a {family} target scales or caps its logits, and with them the transition bias there; train dflash"
     return None

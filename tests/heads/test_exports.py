@@ -31,6 +31,10 @@ from tests.eagles import KINDS, random_eagle
 TARGET = tiny_target(num_hidden_layers=8)
 TAPS = [2, 4, 5]
 PLAIN: dict[str, Any] = {"taps": TAPS}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
@@ -137,6 +141,7 @@ REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     ("llamacpp", lambda: block(attention_bias=True), "bias on queries and keys"),
     ("trtllm", lambda: block("dspark", attention_bias=True), "bias on queries and keys"),
     ("sglang", lambda: block(rope=PARTIAL), "a part of each head only"),
+    ("llamacpp", lambda: block("dspark", rope=LLAMA3), "positions are of type llama3, which the engine drops"),
     ("llamacpp", lambda: block(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}), "dynamic rope"),
 ]
 

@@ -37,6 +37,7 @@ pytestmark = [
 ]
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 METHODS = {"eagle1": "eagle", "eagle3": "eagle3", "dflash": "dflash", "medusa": "medusa", "draft_lm": "draft_model"}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORTENED = "DFlash, 3 drafts of a block"
 
 
@@ -57,6 +58,7 @@ CASES: dict[str, Callable[[Target], Artifact]] = {
     "DFlash": lambda target: changed_block(target, "dflash", share_key_norms),
     SHORTENED: lambda target: changed_block(target, "dflash", share_key_norms),
     "DFlash, biases": lambda target: changed_block(target, "dflash", share_key_norms, attention_bias=True),
+    "DFlash, half of each head turns": lambda target: changed_block(target, "dflash", share_key_norms, rope=PARTIAL),
 }
 SPECULATORS = (
     "EAGLE-3, 1,024 of 2,048 tokens", "EAGLE-3.1, all tokens", "EAGLE-3, norm_before_residual", "EAGLE-3, q/k norms", "DFlash",

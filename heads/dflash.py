@@ -177,9 +177,9 @@ class DFlashDrafter(EngineLayout, nn.Module):
         """Each layer's keys and values of the context; its own input norm is not applied."""
         return [layer.keys_values(fused, rotary) for layer in self._layers]
 
-    def embed(self, anchors: Tensor) -> Tensor:
-        """The anchors' tokens `[B, A]` -> the rows of their blocks `[B, A * b, H]`."""
-        ids = anchors[..., None].expand(*anchors.shape, self.shape.block_size).clone()
+    def embed(self, anchors: Tensor, slots: int | None = None) -> Tensor:
+        """The anchors' tokens `[B, A]` -> the rows of their blocks `[B, A * b, H]`; `slots`: how many, if not b."""
+        ids = anchors[..., None].expand(*anchors.shape, slots or self.shape.block_size).clone()
         ids[..., 1:] = self.shape.mask_token
         return self.ends.rows(ids.flatten(1)).to(self.fc.weight.dtype)
 

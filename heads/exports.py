@@ -33,6 +33,9 @@ SGLANG_SHIFTS = (  # families whose nested taps SGLang shifts only where the fir
     "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25", "mistral_large3",
 )  # fmt: skip
 
+# Families whose logits are scaled or capped, by which engines do with a transition bias something else than we.
+CHANGED_LOGITS = ("gemma2", "gemma3n", "gemma4", "cohere", "granite", "minicpm")
+
 MEDUSA_WITH_HEAD = "vllm-medusa"
 """Heads without output matrices, and the target's beside them, which vLLM does not take from the target itself."""
 
@@ -66,7 +69,7 @@ class Recipe:
 
 
 def kind_of(drafter: Any) -> str:
-    """eagle1, eagle3, medusa or draft_lm."""
+    """eagle1, eagle3, dflash, dspark, medusa or draft_lm."""
     return f"eagle{drafter.shape.version}" if drafter.method == "eagle" else drafter.method
 
 
@@ -75,7 +78,8 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
     drafter, kind = artifact.drafter, kind_of(artifact.drafter)
     found = RECIPES[engine].get(kind)
     if found is None:
-        takes = " or ".join(TITLES[k] for k in RECIPES[engine])
+        *most, last = (TITLES[k] for k in RECIPES[engine])
+        takes = f"{', '.join(most)} or {last}" if most else last
         where = ", ".join(other for other in ENGINES if kind in RECIPES[other])
         raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; {TITLES[kind]} can be exported to {where}")
     if kind in ("eagle1", "eagle3"):
@@ -86,6 +90,13 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
             same = sglang_taps(list(drafter.taps), artifact.fingerprint.model_type) == sglang_taps(list(drafter.taps), "")
             others = (e for e in others if e != "sglang" or same)
         found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
+    if kind in BLOCKS:
+        if reason := block_obstacle(engine, drafter, artifact.fingerprint.model_type):
+            raise UserError(f"{engine} cannot serve this drafter: {reason}")
+        others = (e for e in found.also if block_obstacle(e, drafter, artifact.fingerprint.model_type) is None)
+        if drafter.shape.attention_bias:
+            others = (e for e in others if (e in O_BIAS) == (engine in O_BIAS))
+        found = replace(found, also=tuple(others))
     if kind == "medusa" and drafter.config.shared_head:
         if engine == "tgi" and drafter.config.num_layers > 1:
             raise UserError("tgi reads heads that share the target's output matrix with one layer each only")
@@ -135,6 +146,24 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
     return None
 
 
+def block_obstacle(engine: str, drafter: Any, family: str) -> str | None:
+    """`eagle_obstacle` for DFlash and DSpark."""
+    shape = drafter.shape
+    if shape.activation != "silu":
+        return f"its layers have activation {shape.activation}, engines have silu; train with heads.activation silu"
+    if shape.attention_bias and engine not in O_BIAS:
+        return "it has a bias on queries and keys, which the engine leaves out or does not load"
+    if "partial_rotary_factor" in shape.rope and engine not in ("vllm", "speculators"):
+        return "rotary positions turn a part of each head only, which the engine does not do for block drafters"
+    if shape.rope["rope_type"] == "dynamic" and engine not in ("vllm", "speculators"):
+        return "dynamic rope depends on the text's length there"
+    if shape.rope["rope_type"] in ("llama3", "longrope") and engine == "llamacpp":
+        return f"its rotary positions are of type {shape.rope['rope_type']}, which the engine drops for block drafters"
+    if drafter.method == "dspark" and family.startswith(CHANGED_LOGITS):
+        return f"a {family} target scales or caps its logits, and with them the transition bias there; train dflash"
+    return None
+
+
 def _eagle_notes(shape: Any) -> tuple[str, ...]:
     notes = []
     if shape.draft_vocab_size < shape.vocab_size:
@@ -157,11 +186,14 @@ def files_for(layout: str, drafter: Any, order: Order, target: Fingerprint, head
         key: tensor.detach().to("cpu", stored_as(tensor, order.dtype)).contiguous().clone()
         for key, tensor in drafter.serving_state().items()
     }
-    if order.engine in ("vllm", "speculators") and getattr(drafter, "shape", None) is not None and drafter.shape.attention_bias:
-        # vLLM gives the output projection a bias too where attention_bias is set, and fills one that is missing with chance.
+    biased = O_BIAS if drafter.method in BLOCKS else ("vllm", "speculators")
+    if order.engine in biased and getattr(drafter, "shape", None) is not None and drafter.shape.attention_bias:
+        # They give the output projection a bias too where attention_bias is set, and fill one that is missing with chance.
         for query in [name for name in tensors if name.endswith("q_proj.bias")]:
             missing = torch.zeros(drafter.shape.hidden_size, dtype=order.dtype)
             tensors[query.replace("q_proj", "o_proj")] = missing
+    if layout == "speculators" and drafter.method in BLOCKS:
+        return speculators_block(config, drafter, order.drafts), tensors
     if layout == "speculators":
         return speculators(config, tensors, drafter.shape, order.drafts)
     if layout == MEDUSA_WITH_HEAD:
@@ -183,33 +215,61 @@ def sglang_taps(taps: list[int], model_type: str) -> list[int]:
 
 def speculators(config: dict[str, Any], tensors: dict[str, Tensor], shape: Any, drafts: int) -> Files:
     """The layout of the speculators library: every flag written out, since its readers' defaults differ."""
-    layer_keys = (
-        "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
-        "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor",
-    )  # fmt: skip
-    layer = {key: config[key] for key in layer_keys if key in config}
     flags = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "target_hidden_size")
     made = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": SPECULATORS_FORMAT,
-        "dtype": config["dtype"],
+        **_speculator("eagle3", "Eagle3DraftModel", config, drafts),
         **{key: config[key] for key in flags if key in config},
         "eagle_aux_hidden_state_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
         "num_aux_hidden_states": config["num_aux_hidden_states"],
+        "transformer_layer_config": {"model_type": "qwen3" if shape.qk_norm else "llama", **_layer_keys(config)},
+    }
+    # The class that vLLM makes of it takes what stands in the layer's config only.
+    made["transformer_layer_config"]["num_aux_hidden_states"] = config["num_aux_hidden_states"]
+    return made, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def speculators_block(config: dict[str, Any], drafter: Any, drafts: int) -> dict[str, Any]:
+    """The same of a block drafter."""
+    shape, spark = drafter.shape, drafter.method == "dspark"
+    spark_keys = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    return {
+        **_speculator(drafter.method, "DSparkDraftModel" if spark else "DFlashDraftModel", config, drafts),
+        **{key: config[key] for key in spark_keys if key in config},
+        "block_size": shape.block_size,
+        "mask_token_id": shape.mask_token,
+        "aux_hidden_state_layer_ids": list(shape.taps),
+        "draft_vocab_size": shape.vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        "sample_from_anchor": spark,
+        "sliding_window_non_causal": True,  # vLLM takes false, the library's default, for causal blocks though no layer slides
+        "transformer_layer_config": {"model_type": "qwen3", "layer_types": config["layer_types"], **_layer_keys(config)},
+    }
+
+
+def _speculator(kind: str, architecture: str, config: dict[str, Any], drafts: int) -> dict[str, Any]:
+    """What every kind has at its top."""
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_FORMAT,
+        "dtype": config["dtype"],
         "tie_word_embeddings": False,
-        "transformer_layer_config": {"model_type": "qwen3" if shape.qk_norm else "llama", **layer},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
             "verifier": {"name_or_path": config["base_model_name_or_path"], "architectures": []},
         },
     }
-    # The class that vLLM makes of it takes what stands in the layer's config only.
-    made["transformer_layer_config"]["num_aux_hidden_states"] = config["num_aux_hidden_states"]
-    return made, {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+
+
+def _layer_keys(config: dict[str, Any]) -> dict[str, Any]:
+    keys = (
+        "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+        "attention_bias", "mlp_bias", "tie_word_embeddings", "partial_rotary_factor",
+    )  # fmt: skip
+    return {key: config[key] for key in keys if key in config}
 
 
 def sglang_eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
@@ -238,6 +298,17 @@ def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
     return serve
 
 
+def _sglang_block(order: Order, drafter: Any) -> str:
+    """Draft tokens count the anchor's slot, which is a part of a DFlash block and comes before a DSpark one."""
+    kind = drafter.method
+    return (
+        f"python -m sglang.launch_server --model-path {quote(order.target)} --speculative-algorithm {kind.upper()} \\\n"
+        f"    --speculative-draft-model-path {quote(order.out)} \\\n"
+        f"    --speculative-{kind}-block-size {order.drafts + drafter.first_slot} "
+        f"--speculative-num-draft-tokens {order.drafts + 1}"
+    )
+
+
 def _trtllm(kind: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
         lines = ["speculative_config:", f"  decoding_type: {kind}", f"  max_draft_len: {order.drafts}"]
@@ -252,7 +323,7 @@ def _trtllm(kind: str) -> Callable[[Order, Any], str]:
 
 def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
     def serve(order: Order, drafter: Any) -> str:
-        needs_target = f" --target-model-dir {quote(order.target)}" if kind == "draft-eagle3" else ""
+        needs_target = f" --target-model-dir {quote(order.target)}" if kind != "draft-simple" else ""
         kept = GGUF_TYPES.get(order.dtype, "auto")  # left to itself the converter makes fp16 of fp32
         return (
             f"python convert_hf_to_gguf.py {quote(order.target)} --outfile target.gguf\n"
@@ -281,9 +352,19 @@ def _hf(order: Order, drafter: Any) -> str:
     )
 
 
-TITLES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa heads", "draft_lm": "a draft model"}
+TITLES = {
+    "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark", "medusa": "Medusa heads",
+    "draft_lm": "a draft model",
+}  # fmt: skip
+BLOCKS = ("dflash", "dspark")
+O_BIAS = ("vllm", "speculators", "sglang")
+"""Engines whose block drafters have biases on queries, keys, values and the output projection, or on none."""
 _CHAIN = "Drafts are a chain here, so tau of a tree is not what this engine gives."
 _SHARED: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp")
+_FEWER = "With fewer drafts engines run a shorter block, so each draft may be another one than in the whole block."
+_CUT = "`--spec-draft-p-min` ends a block at the first draft of less confidence than that."
+_DSPARK_VLLM = "Needs vLLM's V2 runner, so a GPU."
+_SPECULATORS = lambda order, drafter: f"vllm serve {quote(order.out)}"  # noqa: E731
 _MODEL: tuple[EngineName, ...] = ("vllm", "sglang", "trtllm", "llamacpp", "hf")
 _READ_ONLY = "Written after the engine's source; we have not run it."
 _CONVERTER = "`convert_hf_to_gguf.py` is in llama.cpp's sources and reads folders: fetch a target of the hub with `hf download`."
@@ -292,23 +373,33 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
     "vllm": {
         "eagle3": Recipe("native", _vllm("eagle3"), (_CHAIN,), _SHARED),
         "eagle1": Recipe("native", _vllm("eagle"), (_CHAIN,)),
+        "dflash": Recipe("native", _vllm("dflash"), (_CHAIN, _FEWER), _SHARED),
+        "dspark": Recipe("native", _vllm("dspark"), (_CHAIN, _FEWER, _DSPARK_VLLM, _READ_ONLY), _SHARED),
         "draft_lm": Recipe("native", _vllm("draft_model"), (), _MODEL),
         "medusa": Recipe("native", _vllm("medusa"), (_CHAIN, _MEDUSA_VLLM), ("vllm", "tgi")),
     },
     "speculators": {
-        "eagle3": Recipe("speculators", lambda order, drafter: f"vllm serve {quote(order.out)}", (_CHAIN,)),
+        "eagle3": Recipe("speculators", _SPECULATORS, (_CHAIN,)),
+        "dflash": Recipe("speculators", _SPECULATORS, (_CHAIN, _FEWER)),
+        "dspark": Recipe("speculators", _SPECULATORS, (_CHAIN, _FEWER, _DSPARK_VLLM, _READ_ONLY)),
     },
     "sglang": {
         "eagle3": Recipe("native", _sglang("EAGLE3"), (_READ_ONLY,), _SHARED),
         "eagle1": Recipe("sglang-eagle1", _sglang("EAGLE"), (_READ_ONLY,)),
+        "dflash": Recipe("native", _sglang_block, (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
+        "dspark": Recipe("native", _sglang_block, (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
         "draft_lm": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), _MODEL),
     },
     "trtllm": {
         "eagle3": Recipe("native", _trtllm("Eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
+        "dflash": Recipe("native", _trtllm("DFlash"), (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
+        "dspark": Recipe("native", _trtllm("DSpark"), (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
         "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), _MODEL),
     },
     "llamacpp": {
         "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _CONVERTER), _SHARED),
+        "dflash": Recipe("native", _llamacpp("draft-dflash"), (_CHAIN, _FEWER, _CONVERTER), _SHARED),
+        "dspark": Recipe("native", _llamacpp("draft-dspark"), (_CHAIN, _FEWER, _CUT, _CONVERTER), _SHARED),
         "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), _MODEL),
     },
     "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
@@ -322,8 +413,8 @@ def vllm_guess(path: str, kind: str) -> str | None:
     It looks for parts of the whole path in lower case, in this order: `my-eagle-3-head` becomes EAGLE-1. Only the folder's own
     name is ours to judge; the commands that we print name the method.
     """
-    methods = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_lm": "draft_model"}
+    methods = {"eagle1": "eagle", "draft_lm": "draft_model"}
     signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
     name = Path(path).name.lower()
     guess = next((method for sign, method in signs if sign in name), None)
-    return guess if guess not in (None, methods[kind]) else None
+    return guess if guess not in (None, methods.get(kind, kind)) else None

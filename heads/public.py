@@ -1,4 +1,5 @@
-"""Other people's checkpoints, read into our drafters: Medusa, EAGLE-1/2, and EAGLE-3 of SafeAILab, SpecForge and speculators.
+"""Other people's checkpoints, read into our drafters: Medusa, EAGLE-1/2, EAGLE-3 of SafeAILab, SpecForge and speculators, and the
+block drafters of `public_blocks`.
 
 Every tensor has to be there by name and shape, and none besides. What a layout leaves open (which unit taps are in, which state
 is recycled) is taken where only one reading is possible, and asked for otherwise.
@@ -8,20 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .eagle import ARCHITECTURES, EagleDrafter, default_taps
-from .ends import TargetEnds
 from .errors import UserError
 from .files import read_json
-from .layout import fill_from, place
+from .foreign import Answers, Checkpoint, Public, TargetSide, drop_embedding, rope_of, same_matrix, same_size
 from .medusa import MedusaConfig, MedusaHeads
+from .public_blocks import block_drafter, is_block, speculators_block
 from .stored_tensors import StoredTensors
 
 MIDDLE = re.compile(r"^midlayer\.")
@@ -32,52 +30,17 @@ WRAPPERS = ("draft_model.", "model.")  # what trainers keep a head in
 TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "fc_norm.1.weight"}
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}  # older names
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SAME = 2**-7  # relative: an embedding that was rounded to bf16 on the way is still the target's
+MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp put it in place of the target's
 INNER_KEYS = ("num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size")
-
-
-@dataclass
-class TargetSide:
-    """What is known of the target that a checkpoint belongs to."""
-
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-    ends: TargetEnds
-    embedding: Tensor | None = None
-    """[V, H]."""
-    head: Tensor | None = None
-    """[V, H]; of a drafter that shares it."""
-
-
-@dataclass
-class Answers:
-    """What a person says where a checkpoint leaves it open; None: not asked."""
-
-    taps: list[int] | None = None
-    norm_output: bool | None = None
-    norm_before_residual: bool | None = None
-    target_embedding: bool = False
-    """Use the target's embedding though the checkpoint's differs."""
-    ours: bool = False
-    """The files are an export of ours, which means by each key what engines mean."""
-
-
-@dataclass
-class Public:
-    """A checkpoint that was read."""
-
-    drafter: Any
-    layout: str
-    dtype: torch.dtype
-    notes: list[str] = field(default_factory=list)
-    """What was taken for granted."""
 
 
 def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     """The drafter in `folder`. Raises `UserError` with what is missing, surplus, contradictory or open."""
     path = folder / "config.json"
-    config, stored = read_json(path), StoredTensors(folder)
+    config = read_json(path)
+    if (folder / MASK_ROW).exists():
+        raise UserError(f"{folder} has an embedding of its own for the mask token ({MASK_ROW}), which is not supported")
+    stored = StoredTensors(folder)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a table of keys; copy or download it again")
     names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
@@ -95,41 +58,15 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 
 
-@dataclass
-class Checkpoint:
-    """A folder's contents, on the way to a drafter."""
-
-    folder: Path
-    path: Path
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    target: TargetSide
-    answers: Answers
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """One that holds every floating tensor without loss."""
-        return reduce(torch.promote_types, (t.dtype for t in self.tensors.values() if t.is_floating_point()))
-
-    def finished(self, drafter: Any, layout: str) -> Public:
-        """The drafter with the tensors in it, checked."""
-        dtype = self.dtype
-        place(drafter, torch.device("cpu"), dtype)
-        expected = drafter.serving_state()
-        cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
-        fill_from(cast, expected, self.folder, dtype)
-        drafter.check()
-        drafter.eval().requires_grad_(False)
-        return Public(drafter, layout, dtype, self.notes)
-
-
 def recognise(config: Mapping[str, Any], names: Sequence[str], folder: Path) -> Callable[[Checkpoint], Public]:
     """Who wrote it, by what only they write. Raises `UserError` if nobody known did."""
     if (kind := config.get("speculators_model_type")) is not None:
-        if kind != "eagle3":
-            raise UserError(f"{folder} is a speculators checkpoint of type {kind!r}; only eagle3 is read here")
-        return speculators
+        readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
+        if kind not in readers:
+            raise UserError(f"{folder} is a speculators checkpoint of type {kind!r}; only {', '.join(readers)} are read here")
+        return readers[kind]
+    if is_block(config, names):
+        return block_drafter
     if "medusa_num_heads" in config or any(MEDUSA.match(name) for name in names):
         return medusa
     if any(".hidden_norm." in name for name in names) or "draft_vocab_size" in config:
@@ -138,7 +75,9 @@ def recognise(config: Mapping[str, Any], names: Sequence[str], folder: Path) -> 
         return eagle1
     if any(name.startswith("model.layers.") for name in names):
         raise UserError(f"{folder} is a whole language model, which needs no import: give it to --drafter as it is")
-    raise UserError(f"{folder} is no Medusa, EAGLE or speculators checkpoint: it has {', '.join(sorted(names)[:3])}")
+    raise UserError(
+        f"{folder} is no Medusa, EAGLE, DFlash, DSpark or speculators checkpoint: it has {', '.join(sorted(names)[:3])}"
+    )
 
 
 def plain_name(name: str, stored: Mapping[str, Any]) -> str:
@@ -172,7 +111,7 @@ def medusa(found: Checkpoint) -> Public:
                 raise UserError(f"{found.path} says {key} {said}, the file holds {there}")
     shared = not any(kind == "weight" for *_, kind in places)
     if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:  # vLLM has the target's head beside the heads
-        _same_matrix(found, "lm_heads.0.weight", own, found.target.head)
+        same_matrix(found, "lm_heads.0.weight", own, found.target.head)
     hidden = len(tensors["0.0.linear.weight"])
     biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
     if config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
@@ -186,14 +125,14 @@ def medusa(found: Checkpoint) -> Public:
         found.notes.append("the heads stand in a whole model, with which they were trained: give that very model as target")
     head = found.target.ends.head if shared else None
     drafter = MedusaHeads(MedusaConfig(heads, layers, shared), hidden, found.target.vocab_size, head)
-    _same_size(found, "hidden_size", hidden, found.target.hidden_size)
+    same_size(found, "hidden_size", hidden, found.target.hidden_size)
     return found.finished(drafter, "medusa v1.0" if inside else "medusa v0.1")
 
 
 def eagle1(found: Checkpoint) -> Public:
     """SafeAILab's EAGLE-1 and EAGLE-2, which have the same weights, and what engines are given of them."""
     config, tensors = found.config, found.tensors
-    _own_embedding(found)
+    drop_embedding(found)
     bias = "fc.bias" in tensors
     if bias and not tensors["fc.bias"].any():
         del tensors["fc.bias"]  # as SGLang needs it
@@ -276,13 +215,13 @@ def _eagle3(found: Checkpoint, config: dict[str, Any], taps: list[int], flags: d
         raise UserError(f"{found.path} says fc_norm and norm_before_fc, of which a head can have one")
     if sorted(set(taps)) != taps or not all(0 <= tap < found.target.num_layers for tap in taps):
         raise UserError(f"taps {taps} must be ascending, distinct and between 0 and {found.target.num_layers - 1}; say --taps")
-    _own_embedding(found)
+    drop_embedding(found)
     native = _llama_layers(found, version=3)
     tensors, vocab = found.tensors, native["vocab_size"]
     drafted = config.get("draft_vocab_size") or vocab
     _vocabulary(found, drafted, vocab)
     wide = config.get("target_hidden_size") or native["hidden_size"]
-    _same_size(found, "target_hidden_size", wide, found.target.hidden_size)
+    same_size(found, "target_hidden_size", wide, found.target.hidden_size)
     if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(taps) * wide:
         many = tensors["fc.weight"].shape[1] / wide
         raise UserError(f"{found.folder}: fc.weight fuses {many:g} taps of width {wide}, the config names {len(taps)}: {taps}")
@@ -330,9 +269,9 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
     missing = [key for key in INNER_KEYS if config.get(key) is None]
     if missing:
         raise UserError(f"{found.path} lacks {missing[0]}; it is needed to build the drafter")
-    _same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
+    same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
-        _same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
+        same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
     for name in [name for name in tensors if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()]:
         del tensors[name]  # as vLLM needs it
     layers = 1 + max([int(m[1]) for name in tensors if (m := LAYER.match(name))], default=0)
@@ -357,46 +296,9 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
         "rms_norm_eps": config["rms_norm_eps"],
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config.get("max_position_embeddings") or 2048,
-        "rope_parameters": _rope(found),
+        "rope_parameters": rope_of(found),
         "attention_bias": has("q_proj.bias"),
     }
-
-
-def _rope(found: Checkpoint) -> dict[str, Any]:
-    """Rotary parameters in either spelling; base 10000 where none is given, as every loader has it."""
-    config = found.config
-    new, old = config.get("rope_parameters") or {}, dict(config.get("rope_scaling") or {})
-    if (kind := old.pop("type", None)) is not None:
-        old.setdefault("rope_type", kind)
-    base = config.get("rope_theta")
-    if base is None and "rope_theta" not in new:
-        found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
-    if base is not None and new.get("rope_theta", base) != base:
-        raise UserError(f"{found.path} says rope_theta {base} and, in rope_parameters, {new['rope_theta']}; engines read either")
-    return {"rope_type": "default", "rope_theta": float(base or 10000.0)} | old | new
-
-
-def _own_embedding(found: Checkpoint) -> None:
-    """Drop an embedding that is the target's. Raises `UserError` for another one."""
-    name = "embed_tokens.weight"
-    if name not in found.tensors or found.config.get("target_hidden_size") not in (None, found.config.get("hidden_size")):
-        return
-    own, theirs = found.tensors.pop(name), found.target.embedding
-    if found.answers.target_embedding:
-        found.notes.append("its own embedding is left out for the target's")
-        return
-    _same_matrix(found, name, own, theirs, ", or say --target-embedding to use the target's all the same")
-
-
-def _same_matrix(found: Checkpoint, name: str, own: Tensor, theirs: Tensor | None, otherwise: str = "") -> None:
-    """Demand that a matrix is the target's. Raises `UserError`."""
-    if theirs is None or own.shape != theirs.shape:
-        shape = None if theirs is None else list(theirs.shape)
-        raise UserError(f"{found.folder}: {name} has shape {list(own.shape)}, the target's {shape}; is it of this target?")
-    theirs = theirs.detach().to("cpu", torch.float32)
-    far = float((own.float() - theirs).abs().max() / theirs.abs().max())
-    if far > SAME:
-        raise UserError(f"{found.folder}: {name} is up to {far:.1%} from the target's; check the target{otherwise}")
 
 
 def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
@@ -420,10 +322,3 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         tensors["t2d"] = kept
         found.notes.append("t2d is missing: it is made from d2t")
     tensors["t2d"] = tensors["t2d"].bool()
-
-
-def _same_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
-    if type(here) is not int:
-        raise UserError(f"{found.path} garbles a field: {name} is {here!r}, not a whole number")
-    if here != there:
-        raise UserError(f"{found.folder} is for another target: {name} is {here}, the target's {there}")

@@ -7,7 +7,7 @@ nobody is told. Hence everything is read back from the files alone and held agai
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from .artifact import Artifact
 from .draft_lm import DraftModel
 from .ends import TargetEnds
 from .errors import UserError
-from .exports import Order, Recipe, kind_of, sglang_taps, vllm_guess
+from .exports import BLOCKS, Order, Recipe, kind_of, sglang_taps, vllm_guess
 from .files import read_json
 from .fingerprint import Fingerprint
+from .foreign import Answers, TargetSide
 from .layout import place, stored_as
-from .public import Answers, TargetSide, read_public
+from .public import read_public
 
 BORROWED = ("ends", "target_head")  # attributes of drafters
 LENGTH = 12  # positions of the forward that is compared
@@ -66,7 +67,7 @@ def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, he
         return DraftModel.load(folder, order.dtype, ends)
     found = read_public(folder, replace(side_of(trained_for), head=head), Answers(ours=True))
     family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind_of(artifact.drafter))
-    if not found.layout.startswith(family):
+    if not found.layout.startswith(family) or kind_of(found.drafter) != kind_of(artifact.drafter):
         _fail(f"it is taken for {found.layout}, not for {family}")
     if found.notes:
         _fail(found.notes[0])
@@ -120,6 +121,8 @@ def outputs(drafter: Any) -> Tensor:
     ids = torch.randint(0, vocab, (1, LENGTH), generator=chance)
     if drafter.method == "draft_lm":
         return drafter.model(ids).logits
+    if drafter.method in BLOCKS:
+        return block_outputs(drafter, normal, ids)
     wide, places = drafter.shape.target_hidden_size, torch.arange(LENGTH)[None]
     state = drafter.fuse(tuple(normal(1, LENGTH, wide) for _ in drafter.taps), normal(1, LENGTH, wide))
 
@@ -134,9 +137,35 @@ def outputs(drafter: Any) -> Tensor:
     return drafter.logits(output)
 
 
+def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> Tensor:
+    """The same of the block at the last of `ids` `[1, S]`: logits, and what is told of each draft's chances."""
+    shape, anchor, before = drafter.shape, ids[:, -1:], ids.shape[1] - 1
+    taps = tuple(normal(1, before, shape.hidden_size) for _ in drafter.taps)
+    context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(before)[None]))
+    rotary = drafter.rotary(torch.arange(before, before + shape.block_size)[None])
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        old = context[layer]
+        keys, values = torch.cat([old[0], keys], dim=1), torch.cat([old[1], values], dim=1)
+        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
+        return functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    state = drafter.embed(anchor)
+    for layer in range(shape.num_layers):
+        state = drafter.layer(layer, state, rotary, attend)
+    if drafter.method == "dflash":
+        return drafter.base_logits(state)
+    tokens = torch.arange(shape.block_size)[None] % shape.vocab_size  # before each draft; any will do
+    sure = drafter.confidence(drafter.state(state, tokens))[..., None]
+    return torch.cat([drafter.base_logits(state), drafter.transition(tokens), sure], dim=-1)
+
+
 def _check_taps(config: dict[str, Any], artifact: Artifact, order: Order) -> None:
     """Demand both spellings of the taps, in the units that are read."""
-    if kind_of(artifact.drafter) != "eagle3":
+    kind = kind_of(artifact.drafter)
+    if kind in BLOCKS:
+        return _check_block_taps(config, list(artifact.drafter.taps), kind)
+    if kind != "eagle3":
         return
     taps, key = list(artifact.drafter.taps), "eagle_aux_hidden_state_layer_ids"
     if config.get(key) != taps:
@@ -144,6 +173,18 @@ def _check_taps(config: dict[str, Any], artifact: Artifact, order: Order) -> Non
     family = artifact.fingerprint.model_type if order.engine == "sglang" else ""
     if "eagle_config" in config and config["eagle_config"].get(key) != sglang_taps(taps, family):
         _fail(f"eagle_config has taps {config['eagle_config'].get(key)}, the drafter {taps}")
+
+
+def _check_block_taps(config: dict[str, Any], taps: list[int], kind: str) -> None:
+    """The layout of speculators counts states; the plain one layers from 0, where DSpark's readers look and where DFlash's do."""
+    layers = [tap - 1 for tap in taps]
+    spellings = [("aux_hidden_state_layer_ids", config, taps)]
+    if "transformer_layer_config" not in config:
+        spellings = [("target_layer_ids", config.get("dflash_config", {}), layers)]
+        spellings += [("target_layer_ids", config, layers)] if kind == "dspark" else []
+    for key, where, expected in spellings:
+        if where.get(key) != expected:
+            _fail(f"config.json has {key} {where.get(key)} for the drafter's taps {taps}")
 
 
 def _fail(reason: str) -> None:

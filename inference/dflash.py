@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..heads.artifact import Artifact
-from ..heads.dflash import BlockShape, DFlashDrafter
+from ..heads.dflash import DFlashDrafter
 from ..heads.errors import UserError
 from .autoregressive import Planned, TreePlan, depth_row
 from .cache import TreeCache, visible_slots
@@ -37,6 +37,9 @@ class DFlashProposer(Planned):
 
     Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths (`growth.best_first`), `width`
     candidates a slot, and going deeper costs nothing.
+
+    `slots` of a block are run, all if not given. Slots see each other, so fewer of them draft otherwise: as engines do where they
+    are asked for fewer drafts than a block has.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class DFlashProposer(Planned):
         heat: float = 1.0,
         threshold: float = 0.0,
         shape: Sequence[Ranks] | None = None,
+        slots: int | None = None,
     ) -> None:
-        self.name, self.taps, self.longest = name, drafter.taps, drafter.drafts
+        self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
+        self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
         self.replan(TreePlan(self.longest if length is None else length, width, nodes, threshold, heat, shape))
         if self.plan.length > self.longest:
             raise UserError(f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give a smaller length")
@@ -60,9 +65,9 @@ class DFlashProposer(Planned):
         self._new: tuple[Tensor, list[int]] | None = None  # features of new positions, fused [B, A, H], and how many of each row
 
     @property
-    def drafter_shape(self) -> BlockShape:
+    def drafter(self) -> DFlashDrafter:
         """What engines are asked about."""
-        return self._drafter.shape
+        return self._drafter
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
@@ -100,7 +105,7 @@ class DFlashProposer(Planned):
     def _block(self, root: Tensor) -> Tensor:
         """The layers' output `[B, D, H]` for the drafting slots of the block at the root; nothing of it stays in the cache."""
         cache, drafter = self._cache, self._drafter
-        size = drafter.shape.block_size
+        size = self.slots
         cache.open(size, masked=True)
         see = None
         if not cache.uniform:
@@ -118,7 +123,7 @@ class DFlashProposer(Planned):
             found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=see, enable_gqa=shared > 1)
             return found.transpose(1, 2).flatten(2)
 
-        state = drafter.embed(root[:, None])
+        state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)
         return state[:, drafter.first_slot :]
@@ -146,22 +151,33 @@ def make_proposer(
     heat: float = 1.0,
     threshold: float = 0.0,
     shape: Sequence[Ranks] | None = None,
+    slots: int | None = None,
 ) -> DFlashProposer:
     """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from `width` candidates a slot (all that
     could be among them if not given); `width` 1 is a chain.
 
-    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see `TreePlan`.
+    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see `TreePlan`; `slots`: `DFlashProposer`.
     """
-    length, width, nodes = tree_of(artifact, length, width, nodes, threshold)
-    return DFlashProposer(artifact.drafter, length, width, nodes, name or artifact.method, heat, threshold, shape)
+    length, width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
+    return DFlashProposer(artifact.drafter, length, width, nodes, name or artifact.method, heat, threshold, shape, slots)
+
+
+def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
+    """Slots of a block to run. Raises `UserError` for more than it has, or for none that drafts."""
+    least, most = drafter.first_slot + 1, drafter.shape.block_size
+    if slots is None:
+        return most
+    if positive("slots", slots, least) > most:
+        raise UserError(f"a block of this drafter has {most} slots, not {slots}; give a smaller number")
+    return slots
 
 
 def tree_of(
-    artifact: Artifact, length: int | None, width: int | None, nodes: int | None, threshold: float
+    artifact: Artifact, length: int | None, width: int | None, nodes: int | None, threshold: float, slots: int | None
 ) -> tuple[int, int, int | None]:
     """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated in training."""
-    known = artifact.calibration
-    longest: int = known.get("length", artifact.drafter.drafts) if length is None else length
+    known, drafts = artifact.calibration, slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
+    longest: int = min(known.get("length", drafts), drafts) if length is None else length
     if width == 1 or (width is None and threshold):
         return longest, 1, nodes
     if nodes is None:

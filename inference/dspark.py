@@ -84,18 +84,19 @@ def make_proposer(
     heat: float = 1.0,
     threshold: float = 0.0,
     shape: Sequence[Ranks] | None = None,
+    slots: int | None = None,
 ) -> DSparkProposer:
     """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
     chain, which ends early, above `threshold` 0, once the calibrated chance that all its drafts are right is below it.
 
-    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`.
+    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`; `slots`: see `DFlashProposer`.
     """
-    length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold)
+    length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
     if width is None:
         tree_width = min(tree_width, DEFAULT_WIDTH)
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
     return DSparkProposer(
-        artifact.drafter, length, tree_width, nodes, name or "dspark", heat, threshold, shape, temperatures=temperatures
+        artifact.drafter, length, tree_width, nodes, name or "dspark", heat, threshold, shape, slots, temperatures=temperatures
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..heads.errors import UserError
-from ..heads.exports import eagle_obstacle
+from ..heads.exports import block_obstacle, eagle_obstacle
 from .decode import Generation, Request, generate
+from .dflash import DFlashProposer
 from .draft_lm import DraftLM
 from .eagle import EagleProposer
 from .medusa import MedusaProposer
@@ -57,7 +58,7 @@ class Engine:
 
         Standard rejection of a drawn chain is recursive rejection with one child a node.
         """
-        if self.settings.get("draws") == "probabilistic" and issubclass(kind, EagleProposer | DraftLM):
+        if self.settings.get("draws") == "probabilistic" and issubclass(kind, EagleProposer | DFlashProposer | DraftLM):
             return "rejection" if self.settings["verify"] == "block" else "recursive"
         return "match"
 
@@ -72,6 +73,10 @@ class Engine:
                 reason = "it knows EAGLE-3 only"
             if reason is not None:
                 raise UserError(f"{self.name} cannot serve this drafter: {reason}")
+        if isinstance(proposer, DFlashProposer):
+            if (reason := block_obstacle(self.name, proposer.drafter, family)) is not None:
+                raise UserError(f"{self.name} cannot serve this drafter: {reason}")
+            return self._block(proposer)
         if self.name == "sglang":
             return self._sglang(proposer)
         drafts = self.settings["drafts"]
@@ -82,6 +87,18 @@ class Engine:
         if isinstance(proposer, MedusaProposer) and self.name == "vllm":  # taken out in 0.33
             return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
         raise UserError(f"{self.name} takes no such drafter, or drafts with one of its own that is not imitated here")
+
+    def _block(self, proposer: DFlashProposer) -> dict[str, Any]:
+        """A chain of as many drafts as are asked for, from a block that is no longer than they need: all of it in SGLang."""
+        asked = self.settings.get("drafts", proposer.longest)
+        if self.name == "sglang":
+            for key in ("steps", "topk"):
+                if self.settings[key] is not None:
+                    raise UserError(f"sglang drafts a block in one step, as a chain; leave out {key}, tokens says how many")
+            if (tokens := self.settings["tokens"]) is not None:
+                asked = tokens - 1
+        drafts = min(asked, proposer.longest)
+        return {"length": drafts, "width": 1, "slots": drafts + proposer.first_slot}
 
     def _sglang(self, proposer: Proposer) -> dict[str, Any]:
         """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where topk is 1."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from draftsmith.heads import dflash, dspark
+from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.inference.dflash import DFlashProposer
 from draftsmith.inference.dspark import DSparkProposer
 from draftsmith.inference.target import Target
+
+from tests.eagles import committed
 
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 5},
@@ -40,3 +45,21 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
 def proposer_of(drafter: Any, **settings: Any) -> DFlashProposer:
     """The drafter at work."""
     return (DSparkProposer if drafter.method == "dspark" else DFlashProposer)(drafter, **settings)
+
+
+def changed_block(target: Target, kind: str, change: Callable[[Any], Any] = lambda drafter: None, **shape: Any) -> Artifact:
+    """The committed drafter of this kind with another shape; what it has no weights for is made up, and small."""
+    before = committed(kind, target)
+    torch.manual_seed(1)
+    drafter = type(before.drafter)(replace(before.drafter.shape, **shape), target.ends)
+    for name, parameter in drafter.named_parameters():
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+    drafter.load_state_dict(before.drafter.state_dict(), strict=False)
+    change(drafter)
+    return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
+
+
+def share_key_norms(drafter: Any) -> None:
+    """Every layer's norm of the keys is the first one's: the only one that a vLLM for CPUs applies to the context."""
+    for layer in drafter.layers:
+        layer.k_norm.weight.data.copy_(drafter.layers[0].k_norm.weight)

@@ -17,7 +17,7 @@ VERBS = {
     "data extract": ("train.extract", "store the target's features, so that training needs no target"),
     "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
     "export": ("train.exporting", "a drafter as a serving engine loads it, with the command that serves it"),
-    "import": ("train.importing", "a public Medusa, EAGLE-1/2 or EAGLE-3 checkpoint becomes a drafter"),
+    "import": ("train.importing", "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter"),
     "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
     "compare": ("inference.compare", "tau before and after by category, from reports of one drafter's lineage"),
     "report": ("inference.report", "evaluations and training runs as one HTML page, or as Markdown tables"),

@@ -15,7 +15,7 @@ from ..heads.artifact import Artifact
 from ..heads.card import Measured
 from ..heads.errors import UserError
 from ..heads.exporter import export, load_alone, with_vocabulary
-from ..heads.exports import DRAFTS, EngineName, Order
+from ..heads.exports import BLOCKS, DRAFTS, EngineName, Order
 from ..heads.files import checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
@@ -44,7 +44,7 @@ class Options:
     serve_as: str | None = None
     """What the serve command and the config call the target: a folder or a name on the hub; as in training if not given."""
     drafts: int | None = None
-    """Drafts a round in the serve command: a Medusa drafter's heads, else 3."""
+    """Drafts a round in the serve command: if not given all of a Medusa drafter's heads or of a block, else 3."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the stored weights; auto: as the drafter has it."""
     report: list[str] = field(default_factory=list)
@@ -95,13 +95,17 @@ def run(options: Options) -> None:
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:
-    """Drafts a round. Raises `UserError` for more than there are heads."""
-    if artifact.method != "medusa":
+    """Drafts a round. Raises `UserError` for more than there are heads, or drafts of a block."""
+    drafter = artifact.drafter
+    if artifact.method == "medusa":
+        most, what = drafter.config.num_heads, "heads that there are"
+    elif artifact.method in BLOCKS:
+        most, what = drafter.drafts, "drafts of a block"
+    else:
         return asked or DRAFTS
-    heads = artifact.drafter.config.num_heads
-    if asked is not None and asked > heads:
-        raise UserError(f"--drafts {asked} is more than the {heads} heads that there are")
-    return asked or heads
+    if asked is not None and asked > most:
+        raise UserError(f"--drafts {asked} is more than the {most} {what}")
+    return asked or most
 
 
 def stored_dtype(artifact: Artifact) -> torch.dtype:

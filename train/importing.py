@@ -1,4 +1,4 @@
-"""`draftsmith import`: a public Medusa, EAGLE-1/2 or EAGLE-3 checkpoint, or one of our own exports, becomes a drafter of ours."""
+"""`draftsmith import`: a public Medusa, EAGLE, DFlash or DSpark checkpoint, or an export of ours, becomes a drafter of ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, draf
 from ..heads.errors import UserError
 from ..heads.files import checksum, read_json
 from ..heads.fingerprint import Fingerprint
-from ..heads.public import Answers, Public, TargetSide, read_public
+from ..heads.foreign import Answers, Public, TargetSide
+from ..heads.public import read_public
 from ..heads.stored_tensors import StoredTensors
 from ..inference.stored import StoredTarget
 from .inputs import ends_in

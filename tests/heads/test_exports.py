@@ -18,17 +18,24 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exporter import export, load_alone, with_vocabulary
 from draftsmith.heads.exports import ENGINES, RECIPES, EngineName, Order, files_for, kind_of, recipe_for, sglang_taps, vllm_guess
 from draftsmith.heads.fingerprint import Fingerprint
-from draftsmith.heads.public import Answers, TargetSide, read_public
+from draftsmith.heads.foreign import Answers, TargetSide
+from draftsmith.heads.public import read_public
 from draftsmith.inference.target import Target
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.blocks import random_block
 from tests.conftest import QUICKSTART, ROOT, random_heads, tiny_target
 from tests.eagles import KINDS, random_eagle
 
 TARGET = tiny_target(num_hidden_layers=8)
 TAPS = [2, 4, 5]
 PLAIN: dict[str, Any] = {"taps": TAPS}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
 def side(target: Target) -> TargetSide:
@@ -57,6 +64,18 @@ def heads(**config: Any) -> Artifact:
     return Artifact(drafter.eval().requires_grad_(False), TARGET.fingerprint())
 
 
+def block(kind: str = "dflash", **shape: Any) -> Artifact:
+    """The same of a block drafter."""
+    drafter = random_block(TARGET, kind, taps=TAPS)
+    if shape:
+        torch.manual_seed(3)
+        drafter = type(drafter)(replace(drafter.shape, **shape), TARGET.ends)
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        drafter.eval().requires_grad_(False)
+    return Artifact(drafter, TARGET.fingerprint())
+
+
 def order(engine: EngineName, out: Path, dtype: torch.dtype = torch.float32, drafts: int = 3) -> Order:
     return Order(engine, str(out), "the/target", drafts, dtype)
 
@@ -73,6 +92,10 @@ EXPRESSIBLE: list[tuple[EngineName, Callable[[], Artifact]]] = [
     *[(engine, lambda: eagle(attention_bias=True)) for engine in ("vllm", "speculators")],
     *[(engine, lambda: eagle("eagle3 two layers, q/k norms")) for engine in ("vllm", "speculators")],
     ("vllm", lambda: eagle("eagle3 of another width")),
+    *[(engine, block) for engine in ("vllm", "speculators", "sglang", "trtllm", "llamacpp")],
+    *[(engine, lambda: block("dspark")) for engine in ("vllm", "speculators", "sglang", "trtllm", "llamacpp")],
+    *[(engine, lambda: block(attention_bias=True)) for engine in ("vllm", "speculators", "sglang")],
+    *[(engine, lambda: block("dspark", rope=PARTIAL)) for engine in ("vllm", "speculators")],
     ("vllm", heads),
     ("tgi", heads),
     ("vllm", lambda: heads(shared_head=True)),
@@ -98,7 +121,11 @@ def test_what_is_exported_reads_back_bit_for_bit(
 
 
 REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
-    ("trtllm", lambda: eagle("eagle1"), "takes EAGLE-3 or a draft model, not EAGLE-1; EAGLE-1 can be exported to vllm, sglang"),
+    (
+        "trtllm",
+        lambda: eagle("eagle1"),
+        "DFlash, DSpark or a draft model, not EAGLE-1; EAGLE-1 can be exported to vllm, sglang",
+    ),
     ("vllm", lambda: eagle("eagle1", fc_bias=True), "fc has a bias, which engines drop without a word, or do not load"),
     ("sglang", heads, "not Medusa heads; Medusa heads can be exported to vllm, tgi"),
     ("sglang", lambda: eagle(norm_before_residual=True), "norm_before_residual is not known there"),
@@ -109,6 +136,13 @@ REFUSED: list[tuple[EngineName, Callable[[], Artifact], str]] = [
     ("llamacpp", lambda: eagle("eagle3", attention_bias=True), "bias on queries and keys"),
     ("vllm", lambda: eagle(activation="gelu"), "activation gelu, engines have silu"),
     ("tgi", lambda: heads(shared_head=True, num_layers=2), "one layer each only"),
+    ("tgi", block, "takes Medusa heads, not DFlash; DFlash can be exported to vllm, speculators, sglang, trtllm, llamacpp"),
+    ("vllm", lambda: block(activation="gelu"), "activation gelu, engines have silu"),
+    ("llamacpp", lambda: block(attention_bias=True), "bias on queries and keys"),
+    ("trtllm", lambda: block("dspark", attention_bias=True), "bias on queries and keys"),
+    ("sglang", lambda: block(rope=PARTIAL), "a part of each head only"),
+    ("llamacpp", lambda: block("dspark", rope=LLAMA3), "positions are of type llama3, which the engine drops"),
+    ("llamacpp", lambda: block(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}), "dynamic rope"),
 ]
 
 
@@ -205,7 +239,7 @@ def test_a_writer_that_garbles_the_config_is_caught(
     [
         ("my-eagle-3-head", "eagle3", "eagle"), ("My-EAGLE3", "eagle1", "eagle3"), ("eagle3-llama", "eagle3", None),
         ("heads", "eagle3", None), ("dflash-like", "medusa", "dflash"), ("eagle-1-llama", "eagle1", None),
-        ("eagle3-draft", "draft_lm", "eagle3"),
+        ("eagle3-draft", "draft_lm", "eagle3"), ("dspark-qwen", "dflash", "dspark"), ("dflash-qwen", "dflash", None),
     ],
 )  # fmt: skip
 def test_folder_names_from_which_vllm_takes_another_method(name: str, kind: str, guess: str | None) -> None:
@@ -248,7 +282,9 @@ def test_every_engine_has_its_command(tmp_path: Path) -> None:
     """What is printed stands in the folder's README and in draftsmith.json too."""
     for engine in ENGINES:
         for kind in RECIPES[engine]:
-            artifact = {"eagle1": lambda: eagle("eagle1"), "eagle3": eagle, "medusa": heads}.get(kind, lambda: None)()
+            artifact = {"eagle1": lambda: eagle("eagle1"), "eagle3": eagle, "medusa": heads, "dflash": block}.get(
+                kind, lambda: None
+            )()
             if artifact is None:
                 continue
             out = tmp_path / f"{engine}-{kind.replace('_', '-')}"

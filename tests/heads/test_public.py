@@ -13,7 +13,8 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.public import Answers, Public, read_public
+from draftsmith.heads.foreign import Answers, Public
+from draftsmith.heads.public import read_public
 from draftsmith.heads.stored_tensors import StoredTensors
 from safetensors.torch import save_file
 from torch import Tensor
@@ -212,7 +213,7 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--target-embedding"),
     (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
-    (lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"), "no Medusa, EAGLE or speculators"),
+    (lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"), "no Medusa, EAGLE, DFlash, DSpark or"),
 ]  # fmt: skip
 
 

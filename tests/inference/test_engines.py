@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.engines import AsIn, Engine
@@ -12,6 +16,7 @@ from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import Target
 
+from tests.blocks import proposer_of, random_block
 from tests.conftest import QUICKSTART
 from tests.trained import chat_prompts
 
@@ -83,6 +88,92 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
             expected = mean([r.expected for r in rounds])
     assert tau["match"] < tau["coupled"]
     assert expected == pytest.approx(tau["match"], rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def blocks(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Random drafters: DFlash with 5 slots, DSpark with 4, so 4 drafts of both; and one that no engine can express."""
+    folder = tmp_path_factory.mktemp("blocks")
+    made = {kind: random_block(quickstart, kind, taps=[2, 4]) for kind in ("dflash", "dspark")}
+    made["gelu"] = random_block(quickstart, "dflash", taps=[2, 4], activation="gelu")
+    for name, drafter in made.items():
+        Artifact(drafter, quickstart.fingerprint()).save(folder / name)
+    return {name: str(folder / name) for name in made}
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "setting"),
+    [
+        ("vllm", "dflash", {"length": 3, "width": 1, "slots": 4}),
+        ("vllm:drafts=9", "dflash", {"length": 4, "width": 1, "slots": 5}),
+        ("llamacpp", "dspark", {"length": 3, "width": 1, "slots": 3}),
+        ("llamacpp:drafts=4", "dspark", {"length": 4, "width": 1, "slots": 4}),
+        ("sglang", "dflash", {"length": 4, "width": 1, "slots": 5}),
+        ("sglang:tokens=3", "dspark", {"length": 2, "width": 1, "slots": 2}),
+    ],
+)
+def test_blocks_are_as_long_as_their_drafts(
+    quickstart: Target, blocks: dict[str, str], engine: str, kind: str, setting: dict[str, object]
+) -> None:
+    """The anchor's slot drafts in DSpark only; SGLang's draft tokens count it for both."""
+    assert AsIn(Engine(engine), blocks[kind], quickstart, print).setting == setting
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "why"),
+    [
+        ("sglang:topk=2", "dflash", "a block in one step, as a chain; leave out topk, tokens says how many"),
+        ("sglang:steps=2", "dspark", "leave out steps"),
+        ("llamacpp", "gelu", "llamacpp cannot serve this drafter: its layers have activation gelu"),
+    ],
+)
+def test_what_is_no_block_there(quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        AsIn(Engine(engine), blocks[kind], quickstart, print)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(quickstart: Target, blocks: dict[str, str], kind: str) -> None:
+    """And drafts otherwise than the beginning of a whole one: slots see those after them."""
+    artifact = Artifact.load(blocks[kind], quickstart.fingerprint(), quickstart.ends)
+    first = artifact.drafter.first_slot
+    request = [Request([5, 6, 7, 8], 0)]
+    seen = {}
+    for name, shape in (("short", replace(artifact.drafter.shape, block_size=2 + first)), ("whole", artifact.drafter.shape)):
+        drafter = type(artifact.drafter)(shape, quickstart.ends)
+        drafter.load_state_dict(artifact.drafter.state_dict())
+        seen[name] = drafts_of(proposer_of(drafter.eval(), length=2), quickstart, request)
+    seen["cut"] = drafts_of(load_proposer(f"{blocks[kind]}:slots={2 + first},width=1", quickstart, print), quickstart, request)
+    assert seen["cut"] == seen["short"] != seen["whole"]
+    for wrong, says in ((first, f"at least {first + 1}"), (9, "slots, not 9; give a smaller number")):
+        with pytest.raises(UserError, match=says):
+            load_proposer(f"{blocks[kind]}:slots={wrong}", quickstart, print)
+
+
+def drafts_of(proposer: Any, target: Target, requests: list[Request]) -> list[list[int]]:
+    """The tokens of every round's drafts."""
+    found, propose = [], proposer.propose
+
+    def watched(*given: Any) -> Any:
+        tree = propose(*given)
+        found.append(tree.tokens[0].tolist())
+        return tree
+
+    proposer.propose = watched
+    generate(target, proposer, requests, 5, Sampling())
+    return found
+
+
+def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str, str]) -> None:
+    """As standard rejection of one child a node, or of whole chains; greedy ones elsewhere."""
+    for kind in ("dflash", "dspark"):
+        proposer = type(load_proposer(blocks[kind], quickstart, print))
+        rules = [Engine(spec).rule(proposer) for spec in ("vllm", "vllm:draws=probabilistic", "sglang", "llamacpp")]
+        assert rules == ["match", "recursive", "match", "match"]
+        assert Engine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
+        way = AsIn(Engine("vllm:draws=probabilistic"), blocks[kind], quickstart, print)
+        (found,) = way.generate([Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
+        assert {r.rule for r in found.rounds} == {"rrs"} and max(r.drafted or 0 for r in found.rounds) == 3
 
 
 @pytest.mark.parametrize(

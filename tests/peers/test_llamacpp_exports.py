@@ -25,13 +25,16 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exporter import export
 from draftsmith.heads.exports import Order
 from draftsmith.inference.decode import generate_one
+from draftsmith.inference.dflash import DFlashProposer
+from draftsmith.inference.engines import Engine
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.target import Target
 
+from tests.blocks import changed_block
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import all_tokens, changed, committed, random_eagle, vary, widened
-from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like, unseen_functions
+from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, selected, unseen_functions
 
 pytestmark = [
     pytest.mark.peers,
@@ -50,6 +53,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 PLAIN_EAGLE3 = "EAGLE-3, 1,024 of 2,048 tokens"
+SHORTENED = "DFlash, 3 drafts of a block"
 
 CASES: dict[str, Callable[[Target], Artifact | None]] = {
     PLAIN_EAGLE3: lambda target: committed("eagle3_plain", target),
@@ -58,6 +62,10 @@ CASES: dict[str, Callable[[Target], Artifact | None]] = {
     "EAGLE-3, norm_before_fc": lambda target: changed(target, vary("fused_tap_norm"), norm_fused_taps=True),
     "EAGLE-3, wider than the target": lambda target: widened(target, 256),
     "EAGLE-3, llama3 rope": lambda target: changed(target, lambda drafter: None, rope=LLAMA3),
+    "DFlash": lambda target: committed("dflash", target),
+    SHORTENED: lambda target: committed("dflash", target),
+    "DSpark": lambda target: committed("dspark", target),
+    "DSpark, 3 drafts of a block": lambda target: committed("dspark", target),
     "distilled model": lambda target: committed("distill", target),
     "small model, as it is": lambda target: None,
 }
@@ -80,6 +88,11 @@ REFUSED: dict[str, tuple[Callable[[Target], Artifact], str, str]] = {
         "reads exactly three",
         "EAGLE3 requires exactly 3 entries",
     ),
+    "biases of DFlash": (
+        lambda target: changed_block(target, "dflash", attention_bias=True),
+        "a bias on queries and keys",
+        "wrong number of tensors",
+    ),
 }
 """Each with what export says, and what llama.cpp says of the files that export would have written."""
 
@@ -94,23 +107,36 @@ def prompts(quickstart: Target, prompts_file: Path) -> list[list[int]]:
     return [prompt.token_ids for prompt in read_prompts(prompts_file, quickstart.tokenizer, quickstart.name)]
 
 
-def exported(artifact: Artifact | None, out: Path) -> tuple[Path, str]:
+def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tuple[Path, str]:
     """The folder that llama.cpp is to read, and the commands with which. A small model is served as it is."""
     folder = out if artifact is not None else DRAFT_LM
-    order = Order("llamacpp", str(folder), str(QUICKSTART), DRAFTS, torch.float32)
+    order = Order("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
     if artifact is None:
         return folder, layouts.RECIPES["llamacpp"]["draft_lm"].serve(order, None)
     return folder, export(artifact, order).serve(order, artifact.drafter)
 
 
 @pytest.fixture(scope="module")
-def exports(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+def exports(
+    quickstart: Target, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, tuple[Path, str]]:
     """Every case, in a folder of its own."""
     folder = tmp_path_factory.mktemp("exports")
-    return {name: exported(make(quickstart), folder / f"drafter-{i}") for i, (name, make) in enumerate(CASES.items())}
+    found, wanted = {}, selected(request) | {PLAIN_EAGLE3, "DFlash"}
+    for i, (name, make) in enumerate(CASES.items()):
+        if name not in wanted:
+            continue
+        artifact = make(quickstart)
+        found[name] = exported(artifact, folder / f"drafter-{i}", DRAFTS if "3 drafts" in name else drafts_of(artifact))
+    return found
 
 
-def expected(rounds: list[list[int]]) -> Counts:
+def number_of(commands: str) -> int:
+    """Drafts a round."""
+    return int(commands.split()[-1])
+
+
+def expected(rounds: list[list[int]], most: int) -> Counts:
     """What llama.cpp counts of a reply of which our loop says (drafted, accepted, kept) of each round.
 
     It drafts no more than can be kept before the limit, one token being the target's own; ours always drafts a whole chain.
@@ -118,12 +144,12 @@ def expected(rounds: list[list[int]]) -> Counts:
     """
     kept, drafted, accepted_of = 1, 0, []
     for _, accepted, tokens in rounds:
-        drafts = min(DRAFTS, REPLY - kept - 1)
+        drafts = min(most, REPLY - kept - 1)
         kept += tokens
         if drafts > 0:
             drafted += drafts
             accepted_of.append(min(accepted, drafts))
-    places = [sum(accepted >= depth for accepted in accepted_of) for depth in range(1, DRAFTS + 1)]
+    places = [sum(accepted >= depth for accepted in accepted_of) for depth in range(1, most + 1)]
     return {"drafts": len(accepted_of), "drafted": drafted, "accepted": sum(accepted_of), "by_position": places}
 
 
@@ -131,12 +157,13 @@ def expected(rounds: list[list[int]]) -> Counts:
 def ours(
     exports: dict[str, tuple[Path, str]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Counts]]:
-    """What `evaluate --like llamacpp:drafts=3` counts of each prompt, as llama.cpp counts it."""
-    drafters = [str(folder) for folder, _ in exports.values()]
-    like = counts_like("llamacpp", drafters, prompts_file, tmp_path_factory.mktemp("ours"))
-    assert all(found["equal_to_ar"] == PROMPTS for found in like)
-    counts = [[expected(request["rounds"]) for request in found["per_request"]] for found in like]
-    return dict(zip(exports, counts, strict=True))
+    """What `evaluate --like llamacpp:drafts=N` counts of each prompt, as llama.cpp counts it."""
+    drafters = {name: (str(folder), number_of(commands)) for name, (folder, commands) in exports.items()}
+    like = counts_like_each("llamacpp", drafters, prompts_file, tmp_path_factory.mktemp("ours"))
+    assert all(found["equal_to_ar"] == PROMPTS for found in like.values())
+    return {
+        name: [expected(request["rounds"], drafters[name][1]) for request in found["per_request"]] for name, found in like.items()
+    }
 
 
 def tool(script: str, *arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -153,11 +180,11 @@ def count(folder: Path, prompts: list[list[int]], options: list[str], texts: lis
     return tool("counts.py", "job.json", "result.json", folder=folder)
 
 
-def result_of(folder: Path, done: subprocess.CompletedProcess[str]) -> Counts:
+def result_of(folder: Path, done: subprocess.CompletedProcess[str], drafts: int = DRAFTS) -> Counts:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((folder / "result.json").read_text())
     for counts in found["counts"]:
-        counts["by_position"] += [0] * (DRAFTS - len(counts["by_position"]))
+        counts["by_position"] += [0] * (drafts - len(counts["by_position"]))
     return found
 
 
@@ -206,18 +233,28 @@ def alike(quickstart: Target, prompts: list[list[int]], plain: Counts) -> list[i
     return same
 
 
-def tied(target: Target, folder: Path, prompts: list[list[int]]) -> list[int]:
-    """Prompts in which our EAGLE drafter's two likeliest tokens are once so near to each other that rounding may choose."""
-    proposer: Any = load_proposer(f"{folder}:length={DRAFTS},width=1", target, pytest.fail)
-    logits_of, found = proposer._logits, []
+def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) -> list[int]:
+    """Prompts in which our drafter's two likeliest tokens are once so near to each other that rounding may choose."""
+    setting = Engine(f"llamacpp:drafts={drafts}").shape(load_proposer(folder, target, pytest.fail))
+    proposer: Any = load_proposer(folder, target, pytest.fail, setting)
+    found = []
 
-    def watched(output: torch.Tensor) -> torch.Tensor:
-        logits = logits_of(output)
+    def watch(logits: torch.Tensor) -> torch.Tensor:
         best = logits.topk(2, dim=-1).values
         gaps.append(float((best[..., 0] - best[..., 1]).min()))
         return logits
 
-    proposer._logits = watched
+    if isinstance(proposer, DFlashProposer):
+        laws_of = proposer._laws
+
+        def watched(outputs: torch.Tensor, root: torch.Tensor) -> Any:
+            first, go_on = laws_of(outputs, root)
+            return watch(first), lambda level: watch(go_on(level))
+
+        proposer._laws = watched  # type: ignore[method-assign]
+    else:
+        logits_of = proposer._logits
+        proposer._logits = lambda output: watch(logits_of(output))
     for place, ids in enumerate(prompts):
         gaps: list[float] = []
         generate_one(target, proposer, ids, REPLY)
@@ -227,7 +264,7 @@ def tied(target: Target, folder: Path, prompts: list[list[int]]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    rows = ["| drafter | rounds | accepted at least 1, 2, 3 | tau | the same in our loop |", "|---|---|---|---|---|"]
+    rows = ["| drafter | rounds | accepted at least 1, 2, .. | tau | the same in our loop |", "|---|---|---|---|---|"]
     yield rows
     print("\n" + "\n".join(rows))
     if (path := os.environ.get("DRAFTSMITH_TABLE")) is not None:
@@ -243,11 +280,13 @@ def test_llamacpp_accepts_what_we_count(
     name: str, quickstart: Target, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts,
     alike: list[int], prompts: list[list[int]], target_gguf: Path, table: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    theirs = result_of(tmp_path, follow(exports[name][1], tmp_path, prompts, target_gguf))
+    folder, commands = exports[name]
+    drafts = number_of(commands)
+    theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts)
     rounds, accepted = (sum(counts[key] for counts in theirs["counts"]) for key in ("drafts", "accepted"))
-    places = [sum(counts["by_position"][i] for counts in theirs["counts"]) for i in range(DRAFTS)]
+    places = [sum(counts["by_position"][i] for counts in theirs["counts"]) for i in range(drafts)]
     different = [i for i in alike if theirs["counts"][i] != ours[name][i]]
-    near = tied(quickstart, exports[name][0], prompts) if different and "EAGLE" in name else []
+    near = tied(quickstart, folder, drafts, prompts) if different and "model" not in name else []
     verdict = f"equal for {len(alike) - len(different)} of {len(alike)} prompts"
     verdict += f"; {len(different)} with drafts tied to {DRAFT_TIE:g}" if different else ""
     table.append(f"| {name} | {rounds} | {' '.join(map(str, places))} | {1 + accepted / rounds:.2f} | {verdict} |")
@@ -266,25 +305,48 @@ def test_what_export_refuses_llamacpp_cannot_load(
     with pytest.raises(UserError, match=f"llamacpp cannot serve this drafter.*{why}"):
         exported(artifact, tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
-    monkeypatch.setattr(layouts, "eagle_obstacle", lambda *given: None)
+    for obstacle in ("eagle_obstacle", "block_obstacle"):
+        monkeypatch.setattr(layouts, obstacle, lambda *given: None)
     _, commands = exported(artifact, tmp_path / "drafter")
     done = follow(commands, tmp_path, prompts[:1], target_gguf)
     assert done.returncode != 0 and theirs in done.stderr, done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("name", [PLAIN_EAGLE3, "DFlash"])
 def test_a_tap_too_low_changes_the_counts_only(
-    exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    name: str, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
     prompts: list[list[int]], target_gguf: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """The config counts states, the embeddings' being 0; as SGLang counts layers, all taps would be one lower."""
-    folder, commands = exports[PLAIN_EAGLE3]
+    """EAGLE's config counts states, the embeddings' being 0; as SGLang counts layers, all taps would be one lower."""
+    folder, commands = exports[name]
     wrong = Path(shutil.copytree(folder, tmp_path / "wrong"))
     config = json.loads((wrong / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    if name == PLAIN_EAGLE3:
+        config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    else:
+        inner = config["dflash_config"]
+        inner["target_layer_ids"] = [layer - 1 for layer in inner["target_layer_ids"]]
     (wrong / "config.json").write_text(json.dumps(config))
-    theirs = result_of(tmp_path, follow(commands.replace(str(folder), str(wrong)), tmp_path, prompts, target_gguf))
+    theirs = result_of(
+        tmp_path, follow(commands.replace(str(folder), str(wrong)), tmp_path, prompts, target_gguf), number_of(commands)
+    )
     assert theirs["tokens"] == plain["tokens"]
-    assert sum(theirs["counts"][i] != ours[PLAIN_EAGLE3][i] for i in alike) > len(alike) / 2
+    assert sum(theirs["counts"][i] != ours[name][i] for i in alike) > len(alike) / 4
+
+
+def test_llama3_rope_of_a_block_is_not_refused_by_llamacpp_but_ignored(
+    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int], prompts: list[list[int]],
+    target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The counts are those of the drafter without it."""
+    artifact = changed_block(quickstart, "dflash", rope=LLAMA3)
+    with pytest.raises(UserError, match="of type llama3, which the engine drops"):
+        exported(artifact, tmp_path / "drafter", drafts_of(artifact))
+    monkeypatch.setattr(layouts, "block_obstacle", lambda *given: None)
+    _, commands = exported(artifact, tmp_path / "drafter", drafts_of(artifact))
+    theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts_of(artifact))
+    assert theirs["tokens"] == plain["tokens"]
+    assert sum(theirs["counts"][i] != ours["DFlash"][i] for i in alike) <= 3, "but for drafts that are tied"
 
 
 def test_norm_output_is_not_refused_by_llamacpp_but_ignored(

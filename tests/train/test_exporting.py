@@ -26,6 +26,7 @@ from draftsmith.train import exporting, importing
 from draftsmith.train.cli import _main
 from safetensors.torch import load_file, save_file
 
+from tests.blocks import random_block
 from tests.conftest import QUICKSTART, ROOT, random_heads
 from tests.eagles import random_eagle
 from tests.train.test_loop import make_config, train
@@ -387,3 +388,26 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
     if method == "eagle":
         config = json.loads((tmp_path / "run" / "best" / "config.json").read_text())
         assert config["norm_before_residual"] and config["norm_before_fc"]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_block_is_drafted_whole_there_and_back(
+    kind: str, quickstart: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many drafts as it has where none are asked for, and never more."""
+    before = Artifact(
+        random_block(quickstart, kind, taps=[2, 4]), quickstart.fingerprint(), {"tree_nodes": 8}, {"command": ["x"]}
+    )
+    before.save(tmp_path / "drafter")
+    with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts of a block"):
+        exporting.run(exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5))
+    for engine, layout in (("vllm", kind), ("speculators", f"speculators {kind}")):
+        exporting.run(exporting.Options(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
+        if engine == "vllm":
+            assert '"num_speculative_tokens": 4' in capsys.readouterr().out
+        back = imported(tmp_path / engine, tmp_path / f"{engine}-back")
+        assert f"as {layout};" in capsys.readouterr().out
+        after = Artifact.load(back, quickstart.fingerprint(), quickstart.ends, pytest.fail)
+        ours, theirs = before.drafter.state_dict(), after.drafter.state_dict()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert (after.calibration, after.provenance) == (before.calibration, before.provenance)

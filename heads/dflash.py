@@ -142,7 +142,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         Left to chance, attention starts out even over hundreds of rows. Queries all begin as one direction of a head; keys as its
         multiple by how much a row is wanted, a linear function fitted to the sample. Which of the wanted rows is nearest, rotary
         positions tell: the context's direction lies in the fast turning half of the head, the anchor's in the slow one. With it
-        the first draft of the quickstart target is right 25% of the time after 300 steps, without it 17% (EXPERIMENTS.md).
+        the first draft of the quickstart target is right 20% of the time after 200 steps, without it 9% (EXPERIMENTS.md).
         """
         context = functional.rms_norm(self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape)
         embedded = functional.rms_norm(self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape)

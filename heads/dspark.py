@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import dflash
 from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
 from .ends import TargetEnds
 from .errors import UserError
@@ -117,6 +118,11 @@ class DSparkDrafter(DFlashDrafter):
 def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape:
     """The drafter that `config` asks for. Raises `UserError`."""
     return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
+
+
+def config_of(shape: DSparkShape) -> dict[str, Any]:
+    """The part of a shape that a user chose, by the names of `DSparkConfig`."""
+    return dflash.config_of(shape) | {"markov_rank": shape.markov_rank}
 
 
 Drafter = DSparkDrafter

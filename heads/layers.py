@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
         turning, values = parts.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = turning.split([self.heads, self.kv_heads], dim=2)
-            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2)
+            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2).to(values.dtype)  # autocast norms in fp32
         queries, keys = rotate(turning, rotary).split([self.heads, self.kv_heads], dim=2)
         middle = residual + self.output(attend(index, queries, keys, values))
         gate, up = self.gate_up(self.post_attention_norm(middle)).chunk(2, dim=-1)
@@ -88,7 +88,7 @@ class DecoderLayer(nn.Module):
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         parts = functional.linear(states, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.size))
         keys, values = parts.chunk(2, dim=2)
-        return rotate(keys if self.k_norm is None else self.k_norm(keys), rotary), values
+        return rotate(keys if self.k_norm is None else self.k_norm(keys).to(values.dtype), rotary), values
 
     def matrices(self) -> dict[str, Tensor]:
         """Views of the weights under their names on disk."""

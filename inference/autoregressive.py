@@ -43,6 +43,8 @@ class TreePlan:
         heat: float = 1.0,
         shape: Sequence[Ranks] | None = None,
     ) -> None:
+        self.whole = False
+        """Give all candidates, of which trees can be cut: for those who compare trees."""
         self.fixed = ranks_of(shape) if shape is not None else None
         if self.fixed is not None:
             length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
@@ -78,7 +80,7 @@ class TreePlan:
         if self.fixed is not None or draws.sampling.draws_from_law:
             return grow_fixed(first, root, draws, go_on, self.shape)
         if isinstance(go_on, Slots):
-            return go_on.tree(root, draws, self.width, self.nodes, self.heat), first.new_zeros(0)
+            return go_on.tree(root, draws, self.width, self.nodes, self.heat, self.whole), first.new_zeros(0)
         return grow_dynamic(first, root, draws, go_on, self.length, self.width, self.nodes, self.heat)
 
 

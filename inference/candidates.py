@@ -165,7 +165,9 @@ class _Pools:
         if (width, heat) not in self._found:
             self._tick(f"trees {width} wide, score temperature {heat:g}")
             target, proposer, texts, sampling = self._about
-            proposer.replan(TreePlan(self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat))
+            plan = TreePlan(self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat)
+            plan.whole = True
+            proposer.replan(plan)
             self._found[width, heat] = _needs(target, proposer, texts, sampling)
         return self._found[width, heat]
 

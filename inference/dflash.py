@@ -21,12 +21,12 @@ from ..heads.errors import UserError
 from .autoregressive import Planned, TreePlan, depth_row
 from .cache import TreeCache, visible_slots
 from .device import send
-from .growth import Continue, Ranks, Slots
+from .growth import Continue, Ranks, Slots, grow_chain
 from .proposer import Accepted, Prompts, positive
 from .replay import rank_accuracy
 from .sampling import Draws
 from .target import PREFILL_CHUNK
-from .tree import DraftTree
+from .tree import NO_NODE, DraftTree, TreeShape
 
 DEFAULT_NODES = 16
 RANKS = 10  # places among the best that `calibrate` counts
@@ -80,7 +80,18 @@ class DFlashProposer(Planned):
 
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
         first, go_on = self._laws(outputs, root)
-        return self.plan.draft(first, root, draws, go_on)[0]
+        if not self.plan.threshold:
+            return self.plan.draft(first, root, draws, go_on)[0]
+        tree = grow_chain(first, root, draws, go_on, self.plan.length)
+        return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
+
+    def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
+        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, told by the drafts before it alone: that every
+        acceptance rule stays lossless where chains are cut rests on it (verification-and-trees 1, non-anticipation). Of the first
+        one it is sure; of a later one as its law was of the draft before."""
+        law = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
+        said = law.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
+        return functional.pad(said, (1, 0), value=1.0)
 
     def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
         """Logits `[B, V]` after the root, and those after any node, from the drafting slots' `outputs` `[B, D, H]`."""
@@ -142,6 +153,20 @@ class DFlashProposer(Planned):
         self._cache, self._new = TreeCache(0, 0), None
 
 
+def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once false stays false.
+
+    As long as the longest row: one synchronisation. The node before a cut has no children, so no law is compared there.
+    """
+    longest = int(kept.sum(-1).max())
+    kept = kept[:, :longest]
+    tokens = torch.cat([tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1)
+    laws = None
+    if tree.laws is not None:
+        laws = tree.laws[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
+    return DraftTree(tokens, TreeShape.chain(longest), laws=laws)
+
+
 def make_proposer(
     artifact: Artifact,
     name: str | None = None,
@@ -178,8 +203,12 @@ def tree_of(
     """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated in training."""
     known, drafts = artifact.calibration, slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
     longest: int = min(known.get("length", drafts), drafts) if length is None else length
+    if threshold and (nodes is not None or width not in (None, 1)):
+        raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
     if width == 1 or (width is None and threshold):
         return longest, 1, nodes
+    if length is None and nodes is not None:
+        longest = min(longest, positive("nodes", nodes))
     if nodes is None:
         nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", longest)))
     return longest, nodes if width is None else width, nodes

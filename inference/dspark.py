@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..heads.artifact import Artifact
 from ..heads.dspark import DSparkDrafter
 from . import dflash
 from .dflash import DFlashProposer, tree_of
-from .growth import Continue, Level, Ranks, grow_chain
-from .sampling import Draws
-from .tree import NO_NODE, DraftTree, TreeShape
+from .growth import Continue, Level, Ranks
 
 DEFAULT_WIDTH = 8
 BINS = 15
@@ -50,29 +47,10 @@ class DSparkProposer(DFlashProposer):
 
         return base[:, 0] + drafter.transition(root), go_on
 
-    def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
-        threshold = getattr(self.plan, "threshold", 0.0)
-        if not threshold:
-            return super()._draft(outputs, root, draws)
-        first, go_on = self._laws(outputs, root)
-        tree = grow_chain(first, root, draws, go_on, self.plan.length)
-        state = self._drafter.state(outputs, tree.tokens[:, :-1].clamp(min=0))
-        sure = (self._drafter.confidence(state).float() / self._temperatures[: self.plan.length]).sigmoid().cumprod(-1)
-        return cut(tree, sure >= threshold)
-
-
-def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
-    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once false stays false.
-
-    As long as the longest row: one synchronisation. The node before a cut has no children, so no law is compared there.
-    """
-    longest = int(kept.sum(-1).max())
-    kept = kept[:, :longest]
-    tokens = torch.cat([tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1)
-    laws = None
-    if tree.laws is not None:
-        laws = tree.laws[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
-    return DraftTree(tokens, TreeShape.chain(longest), laws=laws)
+    def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
+        """The confidence head's word on every draft, before it is chosen."""
+        said = self._drafter.confidence(self._drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
+        return (said.float() / self._temperatures[: said.shape[1]]).sigmoid()
 
 
 def make_proposer(

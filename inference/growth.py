@@ -66,15 +66,16 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
     return chosen
 
 
-def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int) -> DraftTree:
+def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False) -> DraftTree:
     """The `nodes` likeliest paths through per-depth candidates that do not depend on their parent (DDTree, arXiv 2604.12989).
 
     `tokens`, `scores` `[B, D, K]`: candidates of each depth, best first, and their log-probabilities; a path's value is the sum.
     Level by level, without a heap and without leaving the device: each of the best `nodes` paths lies within the best `nodes` of
-    its own level, so keeping that many a level is exact.
+    its own level, so keeping that many a level is exact. `whole`: give the best `nodes` of every level, of which any smaller or
+    shallower tree is a part.
     """
     batch, levels, width = scores.shape
-    level = _Pool(root, nodes)
+    level = _Pool(root, nodes * levels if whole else nodes)
     kept = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
     for depth in range(levels):
@@ -154,10 +155,11 @@ class Slots:
     def __call__(self, level: Level) -> Tensor:
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
-    def tree(self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float) -> DraftTree:
-        """The `nodes` likeliest paths, with `width` candidates at each depth."""
+    def tree(self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float, whole: bool = False) -> DraftTree:
+        """The `nodes` likeliest paths, with `width` candidates at each depth; `whole` as in `best_first`."""
         levels = self.logits.shape[1]
-        return best_first(*independent(lambda depth: self.logits[:, depth], levels, root, draws, width, heat), root, nodes)
+        tokens, scores = independent(lambda depth: self.logits[:, depth], levels, root, draws, width, heat)
+        return best_first(tokens, scores, root, nodes, whole)
 
 
 def independent(

@@ -225,6 +225,7 @@ class Draws:
             scores = scores + self._position_noise(depth, 1, scores)
         if not self.sampling.greedy:
             scores = scores * self.sampling.temperature
+        scores = scores if scores.dtype == torch.float64 else scores.float()  # sums along a path would be rounded to bf16
         best = (scores / heat if heat != 1 else scores).log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 

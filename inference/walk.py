@@ -159,7 +159,7 @@ class KnownPath:
     """
 
     def __init__(self, length: int) -> None:
-        self.length, self.width, self.nodes, self.walked = length, 1, length, length
+        self.length, self.width, self.nodes, self.walked, self.threshold = length, 1, length, length, 0.0
         self.ranks: Tensor
         """[B, length]: place of the true token among the `BEST` likeliest; `BEST` where it is not among them."""
         self.coming: Tensor

@@ -188,10 +188,15 @@ class Batches:
         places = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64)) for i in places]
 
-    def first_tokens(self, count: int = 256) -> list[int]:
-        """Tokens of texts from all over the data, at most `count`, in a row."""
-        ids = [token for text in self.sample(16) for token in text[: count // 4].tolist()]
-        return ids[:count]
+    def sample_ids(self, longest: int, texts: int = 8, piece: int = 32) -> list[int]:
+        """Pieces of texts from all over the data, from where their replies begin, in a row of at most `longest` tokens."""
+        places = np.unique(np.linspace(0, len(self._documents) - 1, texts).astype(int))
+        found: list[int] = []
+        for place in places:
+            ids, written, *_ = self.table.document(self._documents[place])
+            start = max(int(written.argmax()) - piece // 2, 0)
+            found += ids[start : start + piece].tolist()
+        return found[:longest]
 
     def token_counts(self, vocab_size: int) -> Tensor:
         """How often each token `[V]` is written by the target in an epoch."""

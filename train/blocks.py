@@ -66,14 +66,14 @@ def runs_at(batch: Batch, places: Tensor, drafts: int) -> Tensor:
 class BlockAttention:
     """Attention of the blocks' rows over the context before their anchors and over their own block, for one batch.
 
-    sdpa (auto): groups of neighbouring blocks through torch's own attention with a dense mask, over the context up to the last
-    anchor of the group. flex: FlexAttention with a block mask; compiled on a GPU, no gradients on a CPU. plain: one block after
-    another, which the others are tested against.
+    sdpa (auto on a CPU): groups of neighbouring blocks through torch's own attention with a dense mask, over the context up to
+    the last anchor of the group, of which each keeps a copy. flex (auto on a GPU): FlexAttention with a block mask; no gradients
+    on a CPU. plain: one block after another, which the others are tested against.
     """
 
     def __init__(self, batch: Batch, places: Tensor, size: int, device: torch.device, backend: Backend = "auto") -> None:
         """`places` `[B, A]` on the CPU, `size` slots a block."""
-        self.backend = "sdpa" if backend == "auto" else backend
+        self.backend = ("flex" if device.type == "cuda" else "sdpa") if backend == "auto" else backend
         self._places, self._size, self._device = places, size, device
         self._first = places - batch.positions.gather(1, places)  # where each anchor's document begins
         self._groups: list[_Group] | None = None

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ..heads import dflash
 from ..heads.artifact import Artifact
-from ..heads.dflash import DFlashConfig, DFlashDrafter, config_of, shape_for
+from ..heads.dflash import DFlashConfig, DFlashDrafter, shape_for
 from ..heads.errors import UserError
 from ..inference.dflash import RANKS, calibrate
 from ..inference.target import Hidden, Target
@@ -42,6 +43,7 @@ __all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "featu
 EXAMPLE = "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
 PLACES = 32  # anchors that `teacher_forced` runs at one time
+SMALLEST_ROW = 0.1  # of the usual size of an embedding's rows
 
 
 @dataclass
@@ -73,6 +75,10 @@ class BlockLoss(Memory):
             raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
         if not 0 <= self.smoothing <= 1 or (self.gamma is not None and self.gamma <= 0):
             raise UserError("objective.smoothing must lie in [0, 1], objective.gamma be above 0")
+        if self.gamma is not None and self.weighting != "decay":
+            raise UserError(f"objective.gamma is of weighting decay, not {self.weighting}; leave it out")
+        if self.weighting == "d-pace" and self.loss != "ce":
+            raise UserError(f"d-pace weighs ce, not {self.loss}; give objective.weighting decay or survival with it")
         if min(self.token_weight, self.feature_weight) < 0:
             raise UserError("objective.token_weight and feature_weight must not be negative")
         super().__post_init__()
@@ -110,7 +116,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
     A warm start keeps its shape, and says so; asking for another than the default one is an error.
     """
     if before is not None:
-        return DFlashDrafter(shape_before(run, before, config_of), target.ends)
+        return DFlashDrafter(shape_before(run, target, batches, before, dflash), target.ends)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     drafter = DFlashDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
     start(drafter, target, batches)
@@ -122,38 +128,47 @@ def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
     norm = target.final_norm_weight()
     drafter.start_from(norm.float().cpu() if norm is not None else None)
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
-    ids = batches.first_tokens()
+    ids = batches.sample_ids(target.max_positions - 1)
     drafter.attend_nearby(tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps)), torch.tensor(ids))
 
 
-def shape_before(run: Any, before: Artifact, chosen_of: Callable[[Any], dict[str, Any]]) -> Any:
-    """The shape of the drafter that the run starts from. Raises `UserError` if the run asks for another."""
+def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, method: Any) -> Any:
+    """The shape of the drafter that the run starts from; what its target has otherwise is told. Raises `UserError` if the run
+    asks for another. `method`: its file in heads/."""
     shape = before.drafter.shape
-    asked, default, has = asdict(run.heads), asdict(type(run.heads)()), chosen_of(shape)
+    asked, default, has = asdict(run.heads), asdict(type(run.heads)()), method.config_of(shape)
     for name, value in asked.items():
         if value not in (default[name], has[name]):
             raise UserError(f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; leave it out")
+    mask_token_for(shape.mask_token, target, batches)
     log.info("going on from %s: %s", run.init_from, ", ".join(f"{name} {value}" for name, value in has.items()))
+    now = asdict(method.shape_for(type(run.heads)(**has), target.config, shape.mask_token))
+    for name, value in asdict(shape).items():
+        if now[name] != value:
+            log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
     return shape
 
 
 def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
-    """A token that no text holds and whose embedding is no row of zeros, of which all queries would be zero too: the one asked
-    for, or the first of `unused` that is fit. Raises `UserError`."""
+    """A token that no reply holds and that has an embedding: the one asked for, or the first of `unused` that is fit.
+
+    Norms make a little row large only down to their epsilon: of a row near zero all queries would be near zero too. Raises
+    `UserError`.
+    """
     if asked is not None and not 0 <= asked < target.vocab_size:
         raise UserError(f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0")
-    candidates = [token for token in unused(target) if token not in target.eos_ids] if asked is None else [asked]
-    sizes = {token: float(target.ends.rows(torch.tensor([token], device=target.device)).float().norm()) for token in candidates}
-    found = next((token for token in candidates if sizes[token] > 0), None)
-    if asked is not None and found is None:
-        raise UserError(f"heads.mask_token {asked} has an embedding of zeros, from which nothing is drafted; name another token")
-    if found is None:
-        raise UserError("no unused token is known to mask drafts with; name one that texts never hold with heads.mask_token")
-    if count := int(batches.token_counts(target.vocab_size)[found]):
-        raise UserError(
-            f"heads.mask_token {found} stands {count} times in the training replies; name a token that texts never hold"
-        )
-    return found
+    size = lambda ids: target.ends.rows(ids.to(target.device)).float().norm(dim=-1)  # noqa: E731
+    usual = float(size(torch.linspace(0, target.vocab_size - 1, 256).long()).median())
+    held = batches.token_counts(target.vocab_size)
+    for token in unused(target) if asked is None else [asked]:
+        small = float(size(torch.tensor([token]))) < SMALLEST_ROW * usual
+        if not small and not held[token] and token not in target.eos_ids:
+            return token
+        if asked is not None:
+            reason = "ends replies" if token in target.eos_ids else f"stands {int(held[token])} times in the training replies"
+            reason = "has next to no embedding, from which nothing is drafted" if small else reason
+            raise UserError(f"heads.mask_token {token} {reason}; name a token that texts never hold")
+    raise UserError("no unused token is known to mask drafts with; name one that texts never hold with heads.mask_token")
 
 
 def unused(target: Target) -> list[int]:
@@ -171,7 +186,9 @@ def unused(target: Target) -> list[int]:
 
 def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:
     ready(run.objective, target, drafter)
-    return BlockObjective(run.objective, drafter, target.head, run.seed)
+    objective = BlockObjective(run.objective, drafter, target.head, run.seed)
+    objective.steps = outline_of(run, drafter).passes
+    return objective
 
 
 def ready(config: BlockLoss, target: Target, drafter: DFlashDrafter) -> None:
@@ -183,7 +200,8 @@ def ready(config: BlockLoss, target: Target, drafter: DFlashDrafter) -> None:
             "block drafters learn through the target's head, and float16 loses their gradients; give --target.dtype bfloat16 or "
             "float32"
         )
-    drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
+    if bool((drafter.tap_scales == 1).all()):
+        drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
 
 
 def writers(run: Run, target: Target, drafter: DFlashDrafter) -> list[tuple[str, Rollouts, Writer]]:
@@ -195,6 +213,8 @@ class BlockObjective:
     """Random blocks, their drafts weighed within each block."""
 
     all_last = False
+    steps = 1.0
+    """Passes over a position, for the estimate of what a step computes."""
 
     def __init__(self, config: BlockLoss, drafter: DFlashDrafter, target_head: Callable[[Tensor], Tensor], seed: int = 0) -> None:
         self.config, self.taps, self._target_head, self._seed = config, drafter.taps, target_head, seed

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..distill.divergences import Divergence
+from ..heads import dspark
 from ..heads.artifact import Artifact
-from ..heads.dflash import config_of
 from ..heads.dspark import DSparkConfig, DSparkDrafter, shape_for
 from ..heads.errors import UserError
 from ..inference.dspark import calibrate
@@ -81,8 +81,7 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DSparkDrafter:
     """As `dflash.make_drafter`."""
     if before is not None:
-        kept = shape_before(run, before, lambda shape: config_of(shape) | {"markov_rank": shape.markov_rank})
-        return DSparkDrafter(kept, target.ends)
+        return DSparkDrafter(shape_before(run, target, batches, before, dspark), target.ends)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     drafter = DSparkDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
     start(drafter, target, batches)
@@ -91,7 +90,9 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
 
 def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkObjective:
     ready(run.objective, target, drafter)
-    return DSparkObjective(run.objective, drafter, target.head, run.seed)
+    objective = DSparkObjective(run.objective, drafter, target.head, run.seed)
+    objective.steps = outline_of(run, drafter).passes
+    return objective
 
 
 class DSparkObjective(BlockObjective):

@@ -47,7 +47,7 @@ class Estimate:
     tau: float
     """Its drafting along the texts, as `rounds_on_text` walks them."""
     tau_training: float
-    """The same for what the training pass itself says of every row: for EAGLE a chain, for Medusa the tree."""
+    """The same for what the training pass itself says of every row: for Medusa the tree, for the others a chain."""
     tau_walked: float
     """What drafting gives for exactly that: equal in fp32, or training and drafting disagree."""
     tau_rows: float

@@ -91,7 +91,7 @@ def run(options: Options) -> None:
     on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
     tables = data_module.load(store / "data")
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
-    held_out = partial(judge_texts, config, target, layout, tables, batches.first_tokens())
+    held_out = partial(judge_texts, config, target, layout, tables, batches.sample_ids(target.max_positions - 1))
     if target.together and not on_main(accelerator, (store / MANIFEST).is_file):
         found = held_out()  # by all ranks, which then are the first one's to write down
         held_out = lambda: found  # noqa: E731
@@ -115,7 +115,7 @@ def judge_texts(config: RunConfig, target: Target, layout: Layout, tables: data_
     else:
         progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
         texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
-    sample = dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True))
+    sample = dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True)) if layout.taps else {}
     sample = {"ids": torch.tensor(ids)} | {tap: states.cpu().contiguous() for tap, states in sample.items()}
     return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)), sample
 

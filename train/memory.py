@@ -25,8 +25,8 @@ class Memory:
     """Part of an objective's config."""
 
     recompute: bool = False
-    """Keep only the states between EAGLE's unrolled steps, or a student's layers, and compute the rest again in the backward
-    pass: less memory, up to a third more time."""
+    """Keep only the states between EAGLE's unrolled steps, or the layers of a student or block drafter, and compute the rest
+    again in the backward pass: less memory, up to a third more time."""
     offload: bool = False
     """With recompute: what is kept waits in host memory."""
 

@@ -80,6 +80,8 @@ def gather(trained: nn.Module, twin: nn.Module) -> None:
         return
     for mine, whole in zip(trained.parameters(), twin.parameters(), strict=True):
         whole.copy_(_whole(mine))
+    for mine, whole in zip(trained.buffers(), twin.buffers(), strict=True):  # engines share parameters out only
+        whole.copy_(mine)
 
 
 def _whole(parameter: Tensor) -> Tensor:

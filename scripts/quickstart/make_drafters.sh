@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # How scripts/quickstart/drafters were made: two sampled replies of the quickstart target to each of 2,846 functions, then the same
-# two epochs for Medusa, EAGLE-1, EAGLE-3 and a one-layer draft model, stored in bf16. About 50 minutes on two CPU cores.
+# two epochs for Medusa, EAGLE-1, EAGLE-3, a one-layer draft model, DFlash and DSpark, stored in bf16. About 80 minutes on two CPU
+# cores.
 #     ./scripts/quickstart/make_drafters.sh
 # More options go to all trainings; SKIP_DATA=1 keeps the replies that are there.
 set -euo pipefail
@@ -43,6 +44,12 @@ train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --he
     --objective.steps 5 --objective.decay 0.6 --objective.single-step-share 0.6 --objective.feature-weight 1 \
     --objective.token-weight 0.2 --objective.freeze-head --optim.schedule wsd --optim.decay-share 0.3 "$@"
 train distill distill --optim.lr 2e-3 --student.layers 1 "$@"
+blocks() { # method, options
+    train "$1" "$1" --optim.lr 2e-3 --heads.taps '[2,4,7]' --heads.num-layers 2 --objective.anchors 160 --optim.schedule wsd \
+        --optim.decay-share 0.3 "${@:2}"
+}
+blocks dflash --heads.block-size 6 "$@"
+blocks dspark --heads.block-size 5 --heads.markov-rank 64 --objective.loss lk-hybrid "$@"
 # eagle3_plain, for llama.cpp, which knows no EAGLE-3.1, and with half the vocabulary: on the replies of ./scripts/quickstart.sh
 #     python -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --output runs/plain --heads.norm-taps false \
 #         --heads.norm-output false --heads.draft-vocab-size 1024 --epochs 5
@@ -52,7 +59,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.inference.target import TargetConfig, load_target
 
 target = load_target(TargetConfig("$target"))
-for name in ("medusa", "eagle1", "eagle3", "distill"):
+for name in ("medusa", "eagle1", "eagle3", "distill", "dflash", "dspark"):
     artifact = Artifact.load(f"$run/{name}/best", target.fingerprint(), target.ends)
     artifact.save(f"scripts/quickstart/drafters/{name}", torch.bfloat16)
 END

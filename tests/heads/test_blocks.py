@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from tests.architectures import architecture
-from tests.blocks import KINDS, proposer_of, random_block
+from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
 
 
@@ -191,4 +191,3 @@ def test_embeddings_come_unscaled_as_engines_hand_them_over() -> None:
     assert not torch.allclose(target.ends.embed(ids), rows)
     plain = TargetEnds(lambda ids: rows[ids], lambda last: last)
     assert torch.equal(plain.rows(ids), rows)
-    assert proposer_of(random_block(tiny_target())).drafter_shape.mask_token

@@ -12,7 +12,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference import dflash, dspark
 from draftsmith.inference.candidates import candidates
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.dspark import calibration_error, cut, scale_sequentially
+from draftsmith.inference.dflash import cut
+from draftsmith.inference.dspark import calibration_error, scale_sequentially
 from draftsmith.inference.growth import Level, Slots
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.sampling import GREEDY, Draws, Sampling
@@ -124,6 +125,22 @@ def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_
         assert proposer._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist() == whole[: kept + 1]
 
 
+def test_a_dflash_chain_ends_where_its_drafts_so_far_are_unlikely_in_each_row() -> None:
+    """By the drafts before alone: the first one is always made."""
+    target = tiny_target(num_hidden_layers=3, dtype=torch.float64)
+    drafter = random_block(target, "dflash")
+    outputs = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    root = torch.tensor([9, 8, 7])
+    whole = proposer_of(drafter)._draft(outputs, root, draws_on(3)).tokens
+    laws = drafter.base_logits(outputs).softmax(-1)
+    chances = laws.gather(-1, whole[:, 1:, None])[..., 0].cumprod(-1)
+    for threshold in (0.5, 0.1, 0.02, 1e-4):
+        found = proposer_of(drafter, threshold=threshold)._draft(outputs, root, draws_on(3)).tokens
+        for row in range(3):
+            kept = 1 + sum(1 for c in chances[row, :-1] if c >= threshold)
+            assert [t for t in found[row].tolist() if t >= 0] == whole[row, : kept + 1].tolist()
+
+
 def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
     """Chains whose drafts survive less often than the raw confidences say: error by depth before and after."""
     generator = torch.Generator().manual_seed(0)
@@ -162,6 +179,7 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
         (): (3, 8 if kind == "dspark" else 12, 12),
         (("width", 1),): (3, 1, 3),
         (("nodes", 5),): (3, 5, 5),
+        (("nodes", 2),): (2, 2, 2),
         (("threshold", 0.3),): (3, 1, 3),
         (("length", 2), ("width", 2)): (2, 2, 6),  # two levels of two children have no more
     }
@@ -172,17 +190,24 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
         {"length": 9},
         {"width": 0},
         {"threshold": 2.0},
-        {"nodes": 1},
-        {"shape": [[0], [0, 0], [0, 0, 0], [0] * 4, [0] * 5]},
+        {"nodes": 0},
+        {"nodes": 2, "length": 3},
+        {"threshold": 0.5, "nodes": 8},
+        {"slots": 9},
+        {"shape": [[0] * depth for depth in range(1, 6)]},
     ):
         with pytest.raises(UserError):
             make(artifact, **wrong)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_accepts(kind: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("kind", "size", "loud"), [("dflash", 5, 1.0), ("dspark", 4, 1.0), ("dflash", 10, 6.0)])
+def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_accepts(
+    kind: str, size: int, loud: float, tmp_path: Any
+) -> None:
+    """Loud drafters are sure of deep paths, beside which little trees must not be forgotten."""
     target = tiny_target(num_hidden_layers=3)
-    drafter = random_block(target, kind)
+    drafter = random_block(target, kind, block_size=size)
+    drafter.norm.weight.mul_(loud)
     artifact = Artifact(drafter, target.fingerprint(), {"length": 3, "tree_nodes": 6})
     artifact.save(tmp_path / "d")
     prompts = [[5, 6, 7], [30, 31]]

@@ -246,7 +246,7 @@ def test_a_batch_without_roots_touches_every_parameter_and_teaches_nothing(kind:
         {"weighting": "decay", "gamma": 2.0},
         {"weighting": "d-pace", "loss": "ce"},
         {"weighting": "survival", "loss": "lk-alpha"},
-        {"loss": "kl", "feature_weight": 0.5, "token_weight": 2.0},
+        {"weighting": "decay", "loss": "kl", "feature_weight": 0.5, "token_weight": 2.0},
     ],
 )
 def test_chunks_and_recomputing_change_nothing_and_the_loss_is_what_the_formulas_say(kind: str, config: dict[str, Any]) -> None:
@@ -377,12 +377,14 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     find = lambda asked, *held: dflash.mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type] # noqa: E731
     with pytest.raises(UserError, match="no unused token is known"):
         find(None)
-    with pytest.raises(UserError, match="mask_token 0 has an embedding of zeros"):
-        find(0)
-    with pytest.raises(UserError, match="mask_token 9999 is no token: the target has 291"):
-        find(9999)
-    with pytest.raises(UserError, match="mask_token 7 stands 2 times in the training replies"):
-        find(7, 7, 8, 7)
+    for asked, message in (
+        (0, "mask_token 0 has next to no embedding"),
+        (1, "mask_token 1 ends replies"),
+        (7, "mask_token 7 stands 2 times in the training replies"),
+        (9999, "mask_token 9999 is no token: the target has 291"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find(asked, 7, 8, 7)
     assert find(2, 7, 8) == 2
     target.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<mask>"]})
     assert dflash.unused(target) == [0], "tokens that the model has no row for are none"
@@ -390,3 +392,18 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     assert dflash.unused(wider) == [291, 0] and dflash.mask_token_for(None, wider, Counted()) == 291  # type: ignore[arg-type]
     wider.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<unused0>"]})
     assert dflash.unused(wider) == [293, 291, 292, 0]
+    assert dflash.mask_token_for(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
+
+
+def test_options_that_would_change_nothing_are_refused() -> None:
+    for config, message in (
+        ({"gamma": 3.0}, "gamma is of weighting decay, not d-pace"),
+        ({"loss": "kl"}, "d-pace weighs ce, not kl"),
+        ({"anchors": 0}, "anchors and objective.rows_per_chunk must be at least 1"),
+        ({"smoothing": 2.0}, "smoothing must lie in"),
+        ({"offload": True}, "set that too"),
+    ):
+        with pytest.raises(UserError, match=message):
+            BlockLoss(**config)
+    with pytest.raises(UserError, match="confidence_weight must not be negative"):
+        DSparkLoss(confidence_weight=-1.0)

@@ -10,6 +10,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference import dflash, dspark
+from draftsmith.inference.accept import match
 from draftsmith.inference.candidates import candidates
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.dflash import cut
@@ -18,7 +19,7 @@ from draftsmith.inference.growth import Level, Slots
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.sampling import GREEDY, Draws, Sampling
 from draftsmith.inference.tree import DraftTree, TreeShape
-from draftsmith.inference.walk import Text
+from draftsmith.inference.walk import Text, nodes_needed
 from torch import Tensor
 
 from tests.blocks import proposer_of, random_block
@@ -226,3 +227,21 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
                 foretold.append(min(accepted[root] + 1, len(accepted) - root))
                 root += accepted[root] + 1
             assert kept_per_round(again) == foretold, candidate.label
+
+
+def test_every_smaller_and_shallower_tree_is_part_of_the_whole_pool() -> None:
+    """What `tune` counts of one pool against trees drafted one by one, where the drafter is sure: deep paths then outscore the
+    second-best tokens of the first level."""
+    torch.manual_seed(0)
+    logits = 8 * torch.randn(40, 9, 12, dtype=torch.float64)
+    root = torch.zeros(40, dtype=torch.long)
+    coming = logits.topk(3).indices[
+        torch.arange(40)[:, None], torch.arange(9), torch.randint(0, 3, (40, 9)) * (torch.rand(40, 9) < 0.3)
+    ]
+    pool = Slots(logits).tree(root, draws_on(40), 4, 64, 1.0, whole=True)
+    needed = nodes_needed(pool, coming)
+    for levels, nodes in ((1, 4), (2, 8), (3, 16), (5, 12), (9, 64)):
+        tree = Slots(logits[:, :levels]).tree(root, draws_on(40), 4, nodes, 1.0)
+        choices = coming[:, :levels].gather(1, tree.tables.depths.expand_as(tree.tokens).clamp(max=levels - 1))
+        accepted = tree.tables.depths.expand_as(tree.tokens).gather(1, match(tree, choices)[:, None])[:, 0]
+        assert torch.equal(accepted, (needed[levels - 1] <= nodes).sum(-1)), (levels, nodes)

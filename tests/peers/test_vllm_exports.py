@@ -149,7 +149,7 @@ def held_against(name: str, theirs: Counts, plain: Counts, ours: Counts, table: 
     verdict = "equal" if same else f"{by_position} in {len(rounds)}"
     table.append(f"| {name} | {theirs['drafts']} | {' '.join(map(str, theirs['by_position']))} | {tau:.2f} | {verdict} |")
     assert theirs["tokens"] == plain["tokens"], "speculation changed the text"
-    assert theirs["by_position"][0] > 0.1 * theirs["drafts"], "next to nothing was accepted, so equality says nothing"
+    assert theirs["by_position"][0] > 0.05 * theirs["drafts"], "next to nothing was accepted, so equality says nothing"
     assert (theirs["by_position"], theirs["drafts"]) == (by_position, len(rounds))
     assert ours["equal_to_ar"] == PROMPTS
 

@@ -396,13 +396,14 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
 
 
 def test_options_that_would_change_nothing_are_refused() -> None:
-    for config, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"gamma": 3.0}, "gamma is of weighting decay, not d-pace"),
         ({"loss": "kl"}, "d-pace weighs ce, not kl"),
         ({"anchors": 0}, "anchors and objective.rows_per_chunk must be at least 1"),
         ({"smoothing": 2.0}, "smoothing must lie in"),
         ({"offload": True}, "set that too"),
-    ):
+    ]
+    for config, message in cases:
         with pytest.raises(UserError, match=message):
             BlockLoss(**config)
     with pytest.raises(UserError, match="confidence_weight must not be negative"):

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 SAMPLES_PER_TENSOR = 32
+LARGEST_EXACT = 1 << 24  # float32 counts no further without gaps
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,26 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
         for plain in [] if tensor is None else _plain(tensor):
             if plain.numel():
                 flat = plain.detach().reshape(-1)
-                index = torch.linspace(0, flat.numel() - 1, min(SAMPLES_PER_TENSOR, flat.numel()), device=flat.device).long()
+                index = torch.tensor(sampled_places(flat.numel()), device=flat.device)
                 some = flat[index].to("cpu", torch.bfloat16).view(torch.int16) if flat.is_floating_point() else flat[index].cpu()
                 digest.update(name.encode())
                 digest.update(some.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def sampled_places(size: int) -> list[int]:
+    """Indices of the elements that stand for a tensor of `size` elements: at most `SAMPLES_PER_TENSOR`, ascending, evenly spread.
+
+    Beyond 2^24 elements they are exact integers. Up to there they are what float32 arithmetic gives (each element's index computed
+    from the nearer end and rounded once), because every fingerprint stored so far was made so. The arithmetic is written out here,
+    in doubles, since `torch.linspace` gives other numbers on other processors, and leaves the tensor beyond 2^24.
+    """
+    count, last = min(SAMPLES_PER_TENSOR, size), size - 1
+    if size > LARGEST_EXACT:
+        return [i * last // (count - 1) for i in range(count)]
+    step = float(np.float32(last) / np.float32(max(count - 1, 1)))
+    places = [step * i if i < count // 2 else last - step * (count - 1 - i) for i in range(count)]
+    return [int(np.float32(place)) for place in places]
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -31,6 +31,11 @@ def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
     return rank.sort(descending=True, stable=True).indices[:size].sort().values
 
 
+def spread_ids(vocab_size: int, count: int) -> Tensor:
+    """`count` token ids, int64, evenly spread from the first of a vocabulary to its last: a sample to judge the others by."""
+    return torch.arange(count) * (vocab_size - 1) // max(count - 1, 1)
+
+
 def offsets(ids: Tensor) -> Tensor:
     """`d2t` `[N]` of ascending ids `[N]`."""
     return ids - torch.arange(len(ids), device=ids.device)

@@ -21,6 +21,7 @@ from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
+from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
 from .spread import load_spread
 from .tree import TreeShape
@@ -205,7 +206,7 @@ class Target:
         """Root mean square of each tap, the median over positions: a first token's may be ten times the others'."""
         if not taps:
             return ()
-        ids = torch.linspace(0, self.vocab_size - 1, min(128, self.max_positions), device=self.device).long()[None]
+        ids = spread_ids(self.vocab_size, min(128, self.max_positions)).to(self.device)[None]
         return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in self.forward(ids, taps=taps).taps)
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:

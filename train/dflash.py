@@ -23,6 +23,7 @@ from ..heads import dflash
 from ..heads.artifact import Artifact
 from ..heads.dflash import DFlashConfig, DFlashDrafter, shape_for
 from ..heads.errors import UserError
+from ..heads.vocabulary import spread_ids
 from ..inference.dflash import RANKS, calibrate
 from ..inference.target import Hidden, Target
 from .batches import Batch, Batches
@@ -158,7 +159,7 @@ def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
     if asked is not None and not 0 <= asked < target.vocab_size:
         raise UserError(f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0")
     size = lambda ids: target.ends.rows(ids.to(target.device)).float().norm(dim=-1)  # noqa: E731
-    usual = float(size(torch.linspace(0, target.vocab_size - 1, 256).long()).median())
+    usual = float(size(spread_ids(target.vocab_size, 256)).median())
     held = batches.token_counts(target.vocab_size)
     for token in unused(target) if asked is None else [asked]:
         small = float(size(torch.tensor([token]))) < SMALLEST_ROW * usual
@@ -230,7 +231,7 @@ class BlockObjective:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {"drafts": float((self.anchors(batch).weights * self._decay).sum())}
+        return {"drafts": float((self.anchors(batch).weights * self._decay).sum(dtype=torch.float64))}
 
     def forward(self, drafter: Any, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, device, config = features.batch, features.last.device, self.config

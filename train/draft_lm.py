@@ -172,7 +172,7 @@ class DistillObjective(nn.Module):
         return batch.reply_run(1, 1) * batch.row_weights(self._accepted_weight)
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {"rows": float(self.row_weights(batch).sum())}
+        return {"rows": float(self.row_weights(batch).sum(dtype=torch.float64))}
 
     def forward(self, drafter: DraftModel, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, device = features.batch, features.last.device

@@ -226,7 +226,7 @@ class EagleObjective:
         return runs * functional.pad(batch.draft_weights(self.steps, self._accepted_weight)[:, 1:], (0, 0, 0, 1))
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {f"step{k}": total for k, total in enumerate(self.row_weights(batch).sum((0, 1)).tolist())}
+        return {f"step{k}": total for k, total in enumerate(self.row_weights(batch).sum((0, 1), dtype=torch.float64).tolist())}
 
     def forward(self, drafter: EagleDrafter, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, last = features.batch, features.last

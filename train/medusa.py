@@ -110,7 +110,7 @@ class MedusaObjective:
     def begin(self, progress: float) -> None: ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {f"head{i}": float(batch.reply_run(1, 2 + i).sum()) for i in range(self._num_heads)}
+        return {f"head{i}": float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64)) for i in range(self._num_heads)}
 
     def forward(self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         batch, last = features.batch, features.last.flatten(0, 1)

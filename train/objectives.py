@@ -108,8 +108,8 @@ def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -
     for d in range(right.shape[1]):
         here = valid[:, d]
         for name, values in (("loss", losses), ("top1", right), ("alpha", alpha), ("surv", survived), ("reach", reach)):
-            sums[f"{name}@{d + 1}"] = ((values[:, d] * here).sum().float(), counts[d])
-        sums[f"cond@{d + 1}"] = ((survived[:, d] & before[:, d]).sum().float(), before[:, d].sum())
+            sums[f"{name}@{d + 1}"] = ((values[:, d] * here).sum().double(), counts[d])
+        sums[f"cond@{d + 1}"] = ((survived[:, d] & before[:, d]).sum().double(), before[:, d].sum())
     return sums
 
 

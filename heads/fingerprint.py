@@ -95,11 +95,12 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
 
 
 def sampled_places(size: int) -> list[int]:
-    """Indices of the elements that stand for a tensor of `size` elements: at most `SAMPLES_PER_TENSOR`, ascending, evenly spread.
+    """Indices of the elements that stand for a tensor of `size`: at most `SAMPLES_PER_TENSOR`, ascending, evenly spread.
 
-    Beyond 2^24 elements they are exact integers. Up to there they are what float32 arithmetic gives (each element's index computed
-    from the nearer end and rounded once), because every fingerprint stored so far was made so. The arithmetic is written out here,
-    in doubles, since `torch.linspace` gives other numbers on other processors, and leaves the tensor beyond 2^24.
+    Beyond 2^24 elements they are exact integers. Up to there they are what float32 arithmetic gives (each
+    index computed from the nearer end and rounded once), because every fingerprint stored so far was made so.
+    The arithmetic is written out here, in doubles: `torch.linspace` gives other numbers on other processors,
+    and leaves the tensor beyond 2^24.
     """
     count, last = min(SAMPLES_PER_TENSOR, size), size - 1
     if size > LARGEST_EXACT:

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.heads.files import whole_directory
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
-
-from draftsmith.heads.files import whole_directory
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,8 +49,8 @@ def main() -> None:
         print(f"{options.out}: {HUB_NAME} as published")
     else:
         print(
-            f"{options.out}: SmolLM2-135M-Instruct in bfloat16, made of a 4-bit file: the rounding to 4 bits is in the weights, so "
-            "replies differ from those of the published model"
+            f"{options.out}: SmolLM2-135M-Instruct in bfloat16, made of a 4-bit file: the rounding to 4 bits is "
+            "in the weights, so replies differ from those of the published model"
         )
 
 
@@ -60,7 +59,7 @@ def fetch(folder: Path) -> None:
 
     try:
         snapshot_download(HUB_NAME, local_dir=folder, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-    except Exception as error:  # the hub's client has dozens of errors for a hub that cannot be reached
+    except (OSError, ValueError, RuntimeError) as error:  # the hub's client and httpx have many kinds of these
         fail(f"the hub cannot give {HUB_NAME} ({first_line(error)}); without one, leave out --hub")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from draftsmith.heads.fingerprint import LARGEST_EXACT, hash_of, sampled_places
 from draftsmith.inference.target import TargetConfig, load_target
+from hypothesis import given
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2_EMBEDDING = 49152 * 576

@@ -54,6 +54,19 @@ class RMSNorm(nn.Module):
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+@torch.no_grad()
+def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
+    """Scale an untrained drafter's final norm down, if need be, until its `logits` `[..., V]` have a
+    standard deviation of `spread`.
+
+    The target's norm belongs to states that the target made. Behind it the first states of a drafter make
+    logits as large as the target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the
+    first hundred steps had to unlearn that.
+    """
+    size = logits.float().std(-1).square().mean().sqrt()
+    norm.weight.mul_((spread / size).clamp(max=1.0).to(norm.weight))
+
+
 class DecoderLayer(nn.Module):
     """A Llama layer without its first norm and projection. Matrices that share an input are kept as one."""
 

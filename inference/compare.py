@@ -80,6 +80,9 @@ def load_measured(path: str) -> dict[str, Any]:
 
 def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None:
     """Demand that nothing but the drafter differs. Raises `UserError`."""
+    for report, path in zip(reports, paths, strict=True):
+        if report.get("partial"):
+            raise UserError(f"{path} holds only {report['partial']}; let its command finish (it goes on where it stopped)")
     facts = {
         "prompts": lambda r: (r["prompt_set"]["sha256"], r["prompt_set"]["prompts"]),
         "targets": lambda r: (r.get("target") or {}).get("weights_hash"),

@@ -81,13 +81,19 @@ def between(points: dict[Any, float], at: float) -> float:
 
 
 def verification(
-    target: Target, batches: Sequence[int], contexts: Sequence[int], text: Sequence[int], tick: Callable[[str], None]
+    target: Target,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    text: Sequence[int],
+    tick: Callable[[str], None],
+    samples: int = SAMPLES,
 ) -> VerifyCosts:
     """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes take turns, round by round.
+    `samples`: rounds behind every median, fewer where positions are few.
 
     Contexts are rounded to what fits; each row of the table names the context that its rounds had on average.
     """
-    samples = min(SAMPLES, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
+    samples = min(samples, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
     if samples < FEWEST:
         raise UserError(
             f"{target.name} has {target.max_positions} positions, too few to time verification of {max(NODES)} drafts"
@@ -166,6 +172,7 @@ def drafting(
     verify: VerifyCosts,
     sampling: Sampling,
     tick: Callable[[str], None],
+    samples: int = SAMPLES,
 ) -> tuple[DraftCosts, DraftCosts]:
     """Time rounds of some candidates and of plain decoding, all taking turns, and fit what all other candidates would take.
 
@@ -176,11 +183,11 @@ def drafting(
     errors: list[float] = []
     for batch in batches:
         tick(f"drafting, batch {batch}")
-        longest = SETTLE + SAMPLES // SWEEPS + 1
+        longest = SETTLE + samples // SWEEPS + 1
         room = target.max_positions - longest * (1 + max(len(probe.draft) + 1 for probe in probes)) - max(NODES)
         together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
-        context = statistics.mean(map(len, together)) + SAMPLES
-        records = _sweeps(target, probes, together, sampling)
+        context = statistics.mean(map(len, together)) + samples
+        records = _sweeps(target, probes, together, sampling, samples)
         rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
         slower = [  # than in the table
             [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found] for found in records
@@ -195,13 +202,14 @@ def drafting(
 
 
 def _sweeps(
-    target: Target, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], sampling: Sampling
+    target: Target, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int
 ) -> list[list[Round]]:
     """Rounds of plain decoding and of each probe, taking turns; every sweep's times are scaled to make plain rounds alike."""
     records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
     paces = []
     for _ in range(SWEEPS):
-        found = [run(target, p.make(), prompts, SETTLE + SAMPLES // SWEEPS, sampling)[SETTLE:] for p in (PLAIN, *probes)]
+        rounds = SETTLE + samples // SWEEPS
+        found = [run(target, p.make(), prompts, rounds, sampling)[SETTLE:] for p in (PLAIN, *probes)]
         found = [[r for r in own if r.t_verify_s] for own in found]  # a device may not have told of the last rounds
         if not all(found):
             raise UserError(f"{target.name} has {target.max_positions} positions, too few to time rounds of {max(NODES)} drafts")

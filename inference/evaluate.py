@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json as json_module
+import os
 import resource
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +29,8 @@ from . import live_report, replayed
 from .assisted import Assisted
 from .draft_lm import DraftLM
 from .engines import AsIn, Engine
-from .measure import DEFINITIONS, Results, Setting, Way, compare, distinct_names, measured, model_batches
+from .journal import Journal
+from .measure import DEFINITIONS, SAMPLES, Results, Setting, Way, compare, distinct_names, measured, model_batches
 from .metrics import kept_per_round
 from .prompts import Prompt, check_room, read_prompts
 from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
@@ -40,6 +43,7 @@ EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prom
 SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
 CONCURRENCY = (1, 8, 32, 64)
+PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
 BASELINES = ("ngram", "lookahead", "early-exit")
 
 
@@ -94,6 +98,13 @@ class Options:
     """Write the replies to this folder, a file for each drafter, in Spec-Bench's form (the first setting's)."""
 
 
+def if_interrupted(options: Options) -> str:
+    """What is left of an evaluation that was stopped."""
+    if options.json is None or options.features is not None:
+        return "nothing was written; with --json FILE the same command goes on where it stopped"
+    return f"{options.json} holds what was measured so far, if anything was; the same command goes on where it stopped"
+
+
 def run(options: Options) -> None:
     settings = check(options)
     if options.features is not None:
@@ -105,15 +116,18 @@ def run(options: Options) -> None:
         served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
     if served is not None and not options.drafter:
         nothing = {"left_out": {}, "drafter_bytes": {}, "settings": []}
-        report = {**facts_of(None, served.tokenizer, served.prompts, options, started), **nothing}
+        report = {**facts_of(None, served.tokenizer, served.prompts, options, started), **nothing, "server": served.report}
+        write(report, options)
     else:
         report = decoded(options, settings, started, served)
-    if served is not None:
-        report["server"] = served.report
+    show(report)
+
+
+def write(report: dict[str, Any], options: Options) -> None:
+    """Put the report into the file that the user named, if any."""
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
-    show(report)
 
 
 def decoded(options: Options, settings: list[Setting], started: str, served: live_report.Measured | None) -> dict[str, Any]:
@@ -128,27 +142,77 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     if theirs and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
     others = tuned_and_served(options, target, left_out)
-    ways = lambda setting: [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]  # noqa: E731
-    results, found = [], []
-    for setting in settings:
-        decoding = ways(setting)
-        names = zip(distinct_names(decoding), decoding, strict=True)
-        others_of = {name: way for name, way in names if isinstance(way, Tuned | AsIn)}
-        results.append(compare(target, decoding, prompts, setting))
-        found.append(measured(target, results[-1], setting, {name: way.setting for name, way in others_of.items()}))
-        for name, way in others_of.items():
-            found[-1]["drafters"][name]["spec"] = way.spec
-    model_batches(found)
+    # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file to be written.
     sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
+    own = dict(zip(sizes, map(origin, loaded), strict=True))
+    report = facts_of(target, target.tokenizer, prompts, options, started)
+    report |= {"left_out": left_out, "drafters": own, "drafter_bytes": sizes, "settings": []}
+    if served is not None:
+        report["server"] = served.report
+    journal = Journal(options.json, identity(report, options), "an evaluation")
+    results = []
+    for number, setting in enumerate(settings):
+        decoding = [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]
+        partial = Partial(report, options, setting, number, len(settings), len(prompts), target, decoding)
+        results.append(compare(target, decoding, prompts, setting, journal=journal, each=partial))
+        report["settings"].append(figures(target, results[-1], setting, decoding))
+        if number + 1 < len(settings):
+            write({**report, "partial": f"{number + 1} of {len(settings)} settings"}, options)
+    model_batches(report["settings"])
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
             if setting.sampling.greedy:
                 live_report.compare_replies(served, target, result, setting.sampling)
     if options.spec_bench is not None:
         write_spec_bench(Path(options.spec_bench), results[0], target)
-    facts = facts_of(target, target.tokenizer, prompts, options, started)
-    own = dict(zip(sizes, map(origin, loaded), strict=True))
-    return {**facts, "left_out": left_out, "drafters": own, "drafter_bytes": sizes, "settings": found}
+    report["peak_memory_bytes"] = peak_memory(target)
+    write(report, options)
+    journal.finish()
+    return report
+
+
+def figures(target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES) -> dict[str, Any]:
+    """What is reported of one setting."""
+    named = zip(distinct_names(ways), ways, strict=True)
+    others = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
+    found = measured(target, results, setting, {name: way.setting for name, way in others.items()}, samples)
+    for name, way in others.items():
+        found["drafters"][name]["spec"] = way.spec
+    return found
+
+
+@dataclass
+class Partial:
+    """Called after every batch: writes the report of what there is, at most twice a minute."""
+
+    report: dict[str, Any]
+    options: Options
+    setting: Setting
+    number: int
+    """Of the setting, from 0."""
+    settings: int
+    prompts: int
+    target: Target
+    ways: Sequence[Way]
+    written: float = field(default_factory=time.monotonic)
+
+    def __call__(self, results: Results) -> None:
+        if self.options.json is None or time.monotonic() - self.written < PARTIAL_EVERY_S:
+            return
+        done = len({turn.prompt.place for turn in next(iter(results.values()))})
+        so_far = figures(self.target, results, self.setting, self.ways, samples=0)
+        where = f"{done} of {self.prompts} prompts in setting {self.number + 1} of {self.settings}"
+        write({**self.report, "settings": [*self.report["settings"], so_far], "partial": where}, self.options)
+        self.written = time.monotonic()
+
+
+def identity(report: dict[str, Any], options: Options) -> dict[str, Any]:
+    """What must be the same for a stopped evaluation to go on: all that the figures depend on."""
+    facts = {key: report[key] for key in ("target", "dtype", "device", "threads", "machine", "versions", "drafters")}
+    asked = {key: value for key, value in asdict(options).items() if key not in ("json", "spec_bench")}
+    profile = checksum(Path(options.profile)) if options.profile is not None else None
+    found = {**facts, "prompts": report["prompt_set"]["sha256"], "options": asked, "profile": profile}
+    return json_module.loads(json_module.dumps(found, default=str))
 
 
 def assisted(options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]) -> list[Assisted]:
@@ -207,8 +271,7 @@ def check(options: Options) -> list[Setting]:
         source_files(options.prompts)
     for spec in options.drafter:
         check_spec(spec)
-    if options.json is not None and Path(options.json).is_dir():
-        raise UserError(f"cannot write {options.json}: it is a folder; name a file")
+    check_output(options.json)
     if options.spec_bench is not None and Path(options.spec_bench).exists():
         raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
     sizes = numbers(options.batch_sizes, "--batch-sizes", int) or [options.batch_size]
@@ -217,6 +280,17 @@ def check(options: Options) -> list[Setting]:
     temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
     laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     return [Setting(law, size, options.max_new_tokens, options.repeats) for law in laws for size in sizes]
+
+
+def check_output(path: str | None) -> None:
+    """Demand that a file can be written, before anything that takes long. Raises `UserError`."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise UserError(f"cannot write {path}: it is a folder; name a file")
+    folder = next(parent for parent in Path(path).resolve().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write {path}: {folder} is not a folder that may be written to; name another file")
 
 
 def check_server(options: Options) -> None:
@@ -268,9 +342,7 @@ def origin(spec: str) -> dict[str, str | None]:
 def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
     """What the numbers were measured on; without a `target` here, only its name and tokenizer are known."""
     assert options.prompts is not None
-    cuda = target is not None and target.device.type == "cuda"
     known = {"name": options.target.path, "tokenizer_hash": tokenizer_hash(tokenizer)}
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "schema_version": SCHEMA,
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
@@ -289,9 +361,16 @@ def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], o
             "prompts": len(prompts),
             "categories": dict(Counter(prompt.category for prompt in prompts)),
         },
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": peak_memory(target),
         "definitions": DEFINITIONS,
     }
+
+
+def peak_memory(target: Target | None) -> int:
+    """Most bytes that this process has held so far: of the GPU's memory if the target lies there, else of the machine's."""
+    if target is not None and target.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_spec_bench(folder: Path, results: Results, target: Target) -> None:

@@ -7,7 +7,7 @@ of median decode time is kept; tokens and rounds are the same in all of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from .decode import Generation, Request, generate
+from .journal import Journal, as_json, from_json
 from .metrics import (
     alpha,
     batch_seconds,
@@ -58,6 +59,7 @@ class Turn:
 Results = dict[str, list[Turn]]
 FEWEST = 5  # prompts, or batches, of which an interval means something
 SAMPLES = 3  # replies of each drafter that are kept token by token
+WARM_UP = 8  # tokens of a first run that is not counted
 
 
 @runtime_checkable
@@ -75,27 +77,33 @@ Way = Proposer | Loop
 
 
 def compare(
-    target: Target, ways: Sequence[Way], prompts: Sequence[Prompt], setting: Setting, progress_bar: bool = True
+    target: Target,
+    ways: Sequence[Way],
+    prompts: Sequence[Prompt],
+    setting: Setting,
+    progress_bar: bool = True,
+    journal: Journal | None = None,
+    each: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Decode every prompt in every way, the first of which is plain decoding.
 
-    Later turns of a conversation follow on what plain decoding answered, so that all drafters go on from the same text.
+    Later turns of a conversation follow on what plain decoding answered, so that all drafters go on from the same text. Batches
+    that `journal` holds are not decoded again. `each` is called with what there is after every batch.
     """
     names = distinct_names(ways)
-    for way in ways:  # warm up
-        _decode(target, way, [Request(prompts[0].token_ids, 0)], min(setting.max_new_tokens, 8), setting.sampling)
     results: Results = {name: [] for name in names}
     waiting, number = list(prompts), 0
     about = target.tokenizer, target.name, target.eos_ids, target.max_positions - setting.max_new_tokens
     progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None if progress_bar else True, leave=False)
     while waiting:
         answered: list[Turn] = []
-        for batch, found in _in_turns(target, dict(zip(names, ways, strict=True)), waiting, number, setting):
+        for batch, found in _in_turns(target, dict(zip(names, ways, strict=True)), waiting, number, setting, journal):
             for name, generations in found.items():
                 turns = [Turn(p, number, g) for p, g in zip(batch, generations, strict=True)]
                 results[name] += turns
                 answered += turns if name == names[0] else []
             progress.update(len(batch) if number == 0 else 0)
+            each(results)
         number += 1
         waiting = [
             following for turn in answered if (following := next_turn(turn.prompt, turn.generation.token_ids, *about)) is not None
@@ -105,17 +113,29 @@ def compare(
 
 
 def _in_turns(
-    target: Target, ways: dict[str, Way], prompts: Sequence[Prompt], number: int, setting: Setting
+    target: Target, ways: dict[str, Way], prompts: Sequence[Prompt], number: int, setting: Setting, journal: Journal | None
 ) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]]]]:
     """Each batch of prompts with every way's replies, those of the run of median time."""
+    warm = False
     for start in range(0, len(prompts), setting.batch):
         batch = prompts[start : start + setting.batch]
+        key = f"T {setting.sampling.temperature:g}, batch {setting.batch}, turn {number}, prompt {start}"
+        if journal is not None and (stored := journal.get(key)) is not None:
+            yield batch, from_json(stored)
+            continue
+        if not warm and number == 0:
+            for way in ways.values():
+                _decode(target, way, [Request(batch[0].token_ids, 0)], min(setting.max_new_tokens, WARM_UP), setting.sampling)
+        warm = True
         requests = [Request(prompt.token_ids, start + i, number) for i, prompt in enumerate(batch)]
         runs: dict[str, list[list[Generation]]] = {name: [] for name in ways}
         for _ in range(setting.repeats):
             for name, way in ways.items():
                 runs[name].append(_decode(target, way, requests, setting.max_new_tokens, setting.sampling))
-        yield batch, {name: sorted(found, key=batch_seconds)[setting.repeats // 2] for name, found in runs.items()}
+        chosen = {name: sorted(found, key=batch_seconds)[setting.repeats // 2] for name, found in runs.items()}
+        if journal is not None:
+            journal.put(key, as_json(chosen))
+        yield batch, chosen
 
 
 def _decode(target: Target, way: Way, requests: list[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
@@ -170,9 +190,14 @@ def request_record(target: Target, turn: Turn, plain: Generation, sampling: Samp
 
 
 def measured(
-    target: Target, results: Results, setting: Setting, settings_of: Mapping[str, dict[str, Any]] | None = None
+    target: Target,
+    results: Results,
+    setting: Setting,
+    settings_of: Mapping[str, dict[str, Any]] | None = None,
+    samples: int = SAMPLES,
 ) -> dict[str, Any]:
-    """The numbers of every drafter in one setting; `settings_of`: what was chosen for a drafter, by its name, if anything was."""
+    """The numbers of every drafter in one setting; `settings_of`: what was chosen for a drafter, by its name, if anything was;
+    `samples`: replies of each that are shown token by token."""
     settings_of = settings_of or {}
     first = next(iter(results))
     plain = [turn.generation for turn in results[first]]
@@ -195,7 +220,7 @@ def measured(
         summary["per_request"] = [request_record(target, turn, a, sampling) for turn, a in zip(turns, plain, strict=True)]
         if (chosen := settings_of.get(name)) is not None:
             summary["setting"] = chosen
-        summary["samples"] = [token_view(target, turn, sampling) for turn in turns[:SAMPLES]]
+        summary["samples"] = [token_view(target, turn, sampling) for turn in turns[:samples]]
         summary["accepted_hist"] = _histogram([r.accepted for g in generations for r in g.rounds])
         drafters[name] = summary
     for summary in drafters.values():

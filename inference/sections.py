@@ -60,6 +60,7 @@ def facts(report: Report, path: str) -> str:
         "replies": f"at most {options['max_new_tokens']} tokens, timed runs of each: {options.get('repeats', 1)}"
         if "max_new_tokens" in options
         else None,
+        "partial": f"only {report['partial']} so far" if report.get("partial") else None,
         **{f"without {name}": why for name, why in report.get("left_out", {}).items()},
     }
     body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)

@@ -23,6 +23,7 @@ from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
 from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
+from .footprint import check_fits
 from .spread import load_spread
 from .tree import TreeShape
 
@@ -416,6 +417,8 @@ def load_target(config: TargetConfig) -> Target:
         options["attn_implementation"] = config.attention
     if adapter is not None and config.spread != "whole":
         raise UserError("an adapter is merged into a whole model; merge and save it first, or leave out target.spread")
+    if config.spread == "whole":
+        check_fits(path, dtype, device)
     digest = None
     try:
         if config.spread == "whole":

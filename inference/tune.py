@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -18,9 +19,10 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .candidates import Candidate, candidates, check_tunable
-from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
+from .costs import PLAIN, SAMPLES, SWEEPS, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
-from .evaluate import numbers
+from .evaluate import check_output, numbers, origin
+from .journal import Journal
 from .measure import Setting, compare, measured
 from .prompts import Prompt, check_room, read_prompts
 from .proposer import PlainDecoding, check_spec, load_proposer
@@ -64,6 +66,8 @@ class Options:
     """Predictions that are measured, beside the default."""
     repeats: int = 3
     """Timed runs of every request."""
+    samples: int = SAMPLES
+    """Rounds behind every timing; fewer are quicker and less exact."""
     sampling: Sampling = field(default_factory=Sampling)
     """Other sampling settings."""
 
@@ -73,8 +77,15 @@ class Options:
         for name in ("limit", "max_new_tokens", "finalists", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if self.samples < SWEEPS:
+            raise UserError(f"--samples must be at least {SWEEPS}, not {self.samples}")
         if self.sampling.rule not in ("auto", "coupled"):
             raise UserError(f"tune works with greedy and coupled decoding, not with rule {self.sampling.rule}; leave it out")
+
+
+def if_interrupted(options: Options) -> str:
+    """What is left of a tuning that was stopped."""
+    return f"{options.out} holds what was tuned so far, if anything was; the same command goes on where it stopped"
 
 
 def run(options: Options) -> None:
@@ -85,31 +96,51 @@ def run(options: Options) -> None:
     check_room(prompts, target.max_positions)
     for spec in options.drafter:
         check_tunable(load_proposer(spec, target, lambda message: print(f"warning: {message}", file=sys.stderr)), spec)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
+    profile = {
+        "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": target.fingerprint().as_dict(),
+        "machine": machine_of(target),
+        "prompts": {"path": options.prompts, "count": len(prompts), "max_new_tokens": options.max_new_tokens},
+        "drafters": drafters,
+    }
+    journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     with tqdm(desc="tuning", unit=" steps", disable=None, leave=False) as progress:
 
         def tick(what: str) -> None:
             progress.set_postfix_str(what)
             progress.update()
 
-        bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick)
-        drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
-        for law in laws:
-            for spec in options.drafter:
-                drafters[key_of(spec)] += bench.tune(spec, law, batches)
-    profile = {
-        "schema_version": SCHEMA,
-        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
-        "started_at": started,
-        "target": target.fingerprint().as_dict(),
-        "machine": machine_of(target),
-        "prompts": {"path": options.prompts, "count": len(prompts), "max_new_tokens": options.max_new_tokens},
-        "verification_s": bench.verify.table,
-        "drafters": drafters,
-    }
+        bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick, journal)
+        profile["verification_s"] = bench.verify.table
+        parts = [(law, spec) for law in laws for spec in options.drafter]
+        for number, (law, spec) in enumerate(parts):
+            key = f"{key_of(spec)}, T {law.temperature:g}"
+            if (rows := journal.get(key)) is None:
+                rows = bench.tune(spec, law, batches)
+                journal.put(key, rows)
+            drafters[key_of(spec)] += rows
+            if number + 1 < len(parts):
+                write({**profile, "partial": f"{number + 1} of {len(parts)} drafters and temperatures"}, options)
+    write(profile, options)
+    journal.finish()
+    show(profile, Console())
+
+
+def write(profile: dict[str, Any], options: Options) -> None:
     with whole_file(options.out) as aside:
         write_json(aside, profile)
-    show(profile, Console())
+
+
+def identity(profile: dict[str, Any], prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
+    """What must be the same for a stopped tuning to go on: all that the figures depend on."""
+    texts = hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
+    asked = {key: value for key, value in asdict(options).items() if key != "out"}
+    weights = [origin(spec) for spec in options.drafter]
+    found = {"target": profile["target"], "machine": profile["machine"], "prompts": texts, "options": asked, "drafters": weights}
+    return json.loads(json.dumps(found, default=str))
 
 
 def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
@@ -120,8 +151,7 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
     if len(set(keys)) < len(keys):
         raise UserError("a drafter is named twice; its trees are what tune looks for, so name it once")
     source_files(options.prompts)
-    if Path(options.out).is_dir():
-        raise UserError(f"cannot write {options.out}: it is a folder; name a file")
+    check_output(options.out)
     batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int)))
     contexts = sorted(set(numbers(options.contexts, "--contexts", int)))
     if min(batches) < 1 or min(contexts) < 1:
@@ -141,10 +171,14 @@ class Bench:
         batches: Sequence[int],
         contexts: Sequence[int],
         tick: Any,
+        journal: Journal,
     ) -> None:
         self.target, self.prompts, self.options, self.batches, self.tick = target, prompts, options, batches, tick
         words = [token for prompt in prompts for token in prompt.token_ids]
-        self.verify = verification(target, batches, contexts, words, tick)
+        self.verify = stored_costs(journal.get("verification"))
+        if not self.verify.table:
+            self.verify = verification(target, batches, contexts, words, tick, options.samples)
+            journal.put("verification", self.verify.table)
 
     def tune(self, spec: str, law: Sampling, batches: Sequence[int]) -> list[dict[str, Any]]:
         """A row of the profile for each batch size.
@@ -162,7 +196,9 @@ class Bench:
             raise UserError("the target answers every prompt with one token, so there is nothing to draft; give other prompts")
         found, about = candidates(target, spec, texts, law, self.tick)
         prompts = [prompt.token_ids for prompt in self.prompts]
-        costs, plain_costs = drafting(target, probes_of(found), prompts, self.batches, self.verify, law, self.tick)
+        costs, plain_costs = drafting(
+            target, probes_of(found), prompts, self.batches, self.verify, law, self.tick, options.samples
+        )
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
         rows = []
         for batch in batches:
@@ -193,6 +229,13 @@ class Bench:
         results = compare(self.target, ways, self.prompts, setting, progress_bar=False)
         found = measured(self.target, results, setting)["drafters"].values()
         return [{"tau": s["tau_incl_bonus"], "tokens_s": s["tokens_s"], "speedup": s["speedup"]} for s in found]
+
+
+def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
+    """`VerifyCosts` from its table as JSON gives it back, with texts for numbers; empty for None."""
+    by_batch = (table or {}).items()
+    number = lambda sizes: {int(nodes): seconds for nodes, seconds in sizes.items()}  # noqa: E731
+    return VerifyCosts({int(b): {float(c): number(sizes) for c, sizes in contexts.items()} for b, contexts in by_batch})
 
 
 class _Ready:

@@ -198,12 +198,12 @@ class Batches:
             found += ids[start : start + piece].tolist()
         return found[:longest]
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """How often each token `[V]` is written by the target in an epoch."""
+    def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
+        """How often each token `[V]` is written by the target in an epoch; with `prompts`, how often it stands anywhere."""
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
         for place, document in enumerate(self._documents, 1):
             ids, written = self.table.document(document)
-            waiting.append(ids[written])
+            waiting.append(ids if prompts else ids[written])
             size += len(waiting[-1])
             if size > 1 << 20 or place == len(self._documents):  # a count is as long as the vocabulary, a document is short
                 counts += np.bincount(np.concatenate(waiting), minlength=vocab_size)

@@ -67,7 +67,8 @@ def _main(argv: list[str]) -> None:
         fail(f"unknown command {verb!r}; there are: {', '.join(VERBS)}")
     module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
     options, _ = parse(module.Options, argv[words:], f"draftsmith {verb}", module.EXAMPLE)
-    resumable = "the same command goes on where it stopped" if words == 2 else "nothing was written"
+    of_module = getattr(module, "if_interrupted", lambda options: "nothing was written")
+    resumable = "the same command goes on where it stopped" if words == 2 else of_module(options)
     guarded(lambda: module.run(options), resumable)
 
 

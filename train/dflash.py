@@ -23,13 +23,14 @@ from ..heads import dflash
 from ..heads.artifact import Artifact
 from ..heads.dflash import DFlashConfig, DFlashDrafter, shape_for
 from ..heads.errors import UserError
-from ..heads.vocabulary import spread_ids
+from ..heads.layers import begin_unsure
 from ..inference.dflash import RANKS, calibrate
 from ..inference.target import Hidden, Target
 from .batches import Batch, Batches
 from .blocks import Anchors, contexts, run_blocks
 from .config import RunConfig
 from .features import Features
+from .mask_token import mask_token_for
 from .memory import Memory
 from .objectives import Sums, depth_metrics, smoothed, survival_weights
 from .outline import ConfigOnly, Outline
@@ -43,8 +44,8 @@ __all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "featu
 
 EXAMPLE = "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
+SPREAD = 0.25  # of the first logits: states made of a mask token's embedding hold the tokens of texts for unlikely
 PLACES = 32  # anchors that `teacher_forced` runs at one time
-SMALLEST_ROW = 0.1  # of the usual size of an embedding's rows
 
 
 @dataclass
@@ -130,7 +131,11 @@ def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
     drafter.start_from(norm.float().cpu() if norm is not None else None)
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
     ids = batches.sample_ids(target.max_positions - 1)
-    drafter.attend_nearby(tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps)), torch.tensor(ids))
+    taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
+    drafter.attend_nearby(taps, torch.tensor(ids))
+    _, outputs, _, _ = next(forced_blocks(drafter, Hidden(taps[0], taps), torch.tensor(ids)))
+    logits = target.ends.head(drafter.norm(outputs).to(target.device, target.dtype)).cpu()
+    begin_unsure(drafter.norm, logits, SPREAD)
 
 
 def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, method: Any) -> Any:
@@ -148,41 +153,6 @@ def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, m
         if now[name] != value:
             log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
     return shape
-
-
-def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
-    """A token that no reply holds and that has an embedding: the one asked for, or the first of `unused` that is fit.
-
-    Norms make a little row large only down to their epsilon: of a row near zero all queries would be near zero too. Raises
-    `UserError`.
-    """
-    if asked is not None and not 0 <= asked < target.vocab_size:
-        raise UserError(f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0")
-    size = lambda ids: target.ends.rows(ids.to(target.device)).float().norm(dim=-1)  # noqa: E731
-    usual = float(size(spread_ids(target.vocab_size, 256)).median())
-    held = batches.token_counts(target.vocab_size)
-    for token in unused(target) if asked is None else [asked]:
-        small = float(size(torch.tensor([token]))) < SMALLEST_ROW * usual
-        if not small and not held[token] and token not in target.eos_ids:
-            return token
-        if asked is not None:
-            reason = "ends replies" if token in target.eos_ids else f"stands {int(held[token])} times in the training replies"
-            reason = "has next to no embedding, from which nothing is drafted" if small else reason
-            raise UserError(f"heads.mask_token {token} {reason}; name a token that texts never hold")
-    raise UserError("no unused token is known to mask drafts with; name one that texts never hold with heads.mask_token")
-
-
-def unused(target: Target) -> list[int]:
-    """Tokens that texts can be trusted not to hold, best first: the first row of the embedding past the tokenizer's own tokens,
-    its mask token, those that their names call mask, reserved or unused, its padding."""
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        return []
-    names = {token: str(name).lower() for token, name in tokenizer.added_tokens_decoder.items()}
-    named = sorted(token for token, name in names.items() if any(part in name for part in ("mask", "reserved", "unused")))
-    past = [len(tokenizer)] if len(tokenizer) < target.vocab_size else []
-    known = (tokenizer.mask_token_id, *named, tokenizer.pad_token_id)
-    return [*past, *(token for token in known if token is not None and token < target.vocab_size)]
 
 
 def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import psutil
@@ -15,22 +15,24 @@ from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
+from ..inference.footprint import footprint, gigabytes, too_large
 from ..inference.rows import Conversation, RowError
 from ..inference.sources import rows_of, source_files
-from ..inference.target import Target, TargetConfig, load_target
+from ..inference.target import Target, TargetConfig, load_target, resolve_device, resolve_dtype
 from .features import LiveTarget
 from .provenance import versions
 from .templates import encode
 
 EXAMPLE = "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"
 GIB = 2**30
+SNUG = 0.6  # share of the free memory that weights may take before the rest is tight
 
 
 @dataclass
 class Options:
     """Check this machine, and a target and a training config if given. Exits with 2 if something would not run."""
 
-    target: str | None = None
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target to load and check."""
     run: str | None = None
     """Training config to check; its target is checked too."""
@@ -51,13 +53,13 @@ class Finding:
 
 def run(options: Options) -> None:
     findings = [*machine()]
-    target_config = TargetConfig(options.target) if options.target is not None else None
+    target = options.target
     if options.run is not None:
         found, config_target = check_run(options.run, options.method)
         findings += found
-        target_config = target_config or config_target
-    if target_config is not None:
-        findings += check_target(target_config)
+        target = target if target.path or config_target is None else config_target
+    if target.path:
+        findings += check_target(target)
     if options.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
@@ -127,6 +129,11 @@ def check_run(path: str, method_name: str) -> tuple[list[Finding], TargetConfig 
 def check_target(config: TargetConfig) -> Iterator[Finding]:
     """Does the target load, is its head understood, do packed documents stay apart, what does its template mark?"""
     try:
+        fits = check_memory(config)
+        if fits is not None:
+            yield fits
+            if fits.status == "error":
+                return
         target = load_target(config)
     except UserError as error:
         yield Finding("target", "error", str(error))
@@ -148,6 +155,28 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
     if not target.eos_ids:
         yield Finding("end token", "warning", "none; generation only ends at its limit; set eos_token_id")
     yield check_template(target)
+
+
+def check_memory(config: TargetConfig) -> Finding | None:
+    """Will the target's weights fit? Known for a folder with safetensors files, before they are loaded."""
+    found = footprint(config.path)
+    if found is None or config.spread != "whole":
+        return None
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
+    needed = found.loaded_bytes(dtype) if isinstance(dtype, torch.dtype) else found.stored_bytes
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "the type it is stored in"
+    if needed > free:
+        kind = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        return Finding("target memory", "error", f"the weights need {too_large(found, kind, needed, free)}")
+    text = f"{gigabytes(needed)} of weights in {name} ({gigabytes(found.stored_bytes)} stored), {gigabytes(free)} free"
+    if needed > SNUG * free:
+        return Finding("target memory", "warning", f"{text}: little is left for training beside it")
+    if not cuda and config.dtype == "auto" and needed > found.stored_bytes:
+        text += "; --target.dtype bfloat16 keeps them as stored"
+    return Finding("target memory", "ok", text)
 
 
 def check_template(target: Target) -> Finding:

@@ -27,7 +27,6 @@ from .dflash import (
     BlockLoss,
     BlockObjective,
     forced_blocks,
-    mask_token_for,
     outline_of,
     ranks_among_best,
     ready,
@@ -35,6 +34,7 @@ from .dflash import (
     start,
     writers,
 )
+from .mask_token import mask_token_for
 from .objectives import Sums
 from .outline import ConfigOnly, Outline
 

@@ -22,6 +22,7 @@ from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law,
 from ..heads.artifact import Artifact
 from ..heads.eagle import EagleConfig, EagleDrafter, EagleShape, config_of, shape_for
 from ..heads.errors import UserError
+from ..heads.layers import begin_unsure
 from ..heads.vocabulary import most_frequent
 from ..inference.eagle import RANKS, calibrate
 from ..inference.target import Hidden, Target
@@ -53,6 +54,7 @@ __all__ = [
 EXAMPLE = "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
 NOISE_LENGTH = 512
+STATES = 64  # of random direction, as an untrained layer's are, by which the size of its logits is judged
 
 
 @dataclass
@@ -151,6 +153,10 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
     norm = target.final_norm_weight()
     weight = norm.float().cpu() if norm is not None else None
     drafter.start_from(target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps))
+    loss = run.objective.resolved(shape.version)
+    if shape.version == 3 and not loss.feature_weight and not loss.freeze_head:  # these compare states in the target's own scale
+        states = torch.randn(STATES, shape.hidden_size, generator=torch.Generator().manual_seed(run.seed))
+        begin_unsure(drafter.norm, drafter.logits(states))
     return drafter
 
 

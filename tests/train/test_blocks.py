@@ -15,6 +15,7 @@ from draftsmith.train.blocks import Anchors, BlockAttention, contexts, run_block
 from draftsmith.train.dflash import BlockLoss, BlockObjective
 from draftsmith.train.dspark import DSparkLoss, DSparkObjective
 from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.mask_token import mask_token_for, spare, unused
 from draftsmith.train.memory import Memory
 from draftsmith.train.unroll import Backend
 from hypothesis import given, settings
@@ -367,15 +368,15 @@ class Counted:
     def __init__(self, *held: int) -> None:
         self.held = held
 
-    def token_counts(self, vocab_size: int) -> torch.Tensor:
+    def token_counts(self, vocab_size: int, prompts: bool = False) -> torch.Tensor:
         return torch.bincount(torch.tensor(self.held), minlength=vocab_size) if self.held else torch.zeros(vocab_size)
 
 
 def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> None:
     """The tiny target's padding has a row of zeros, as torch makes them: queries of such masks are zero, and learn nothing."""
     target = tiny_target()
-    find = lambda asked, *held: dflash.mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type] # noqa: E731
-    with pytest.raises(UserError, match="no unused token is known"):
+    find = lambda asked, *held: mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type] # noqa: E731
+    with pytest.raises(UserError, match=r"no unused token is known .* no training text holds 290 \('.+'\), 289 .*, 288"):
         find(None)
     for asked, message in (
         (0, "mask_token 0 has next to no embedding"),
@@ -387,12 +388,24 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
             find(asked, 7, 8, 7)
     assert find(2, 7, 8) == 2
     target.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<mask>"]})
-    assert dflash.unused(target) == [0], "tokens that the model has no row for are none"
+    assert unused(target) == [0], "tokens that the model has no row for are none"
     wider = tiny_target(vocab_size=310)
-    assert dflash.unused(wider) == [291, 0] and dflash.mask_token_for(None, wider, Counted()) == 291  # type: ignore[arg-type]
+    assert unused(wider) == [291, 0] and mask_token_for(None, wider, Counted()) == 291  # type: ignore[arg-type]
     wider.tokenizer.add_special_tokens({"extra_special_tokens": ["<reserved_5>", "<unused0>"]})
-    assert dflash.unused(wider) == [293, 291, 292, 0]
-    assert dflash.mask_token_for(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
+    assert unused(wider) == [293, 291, 292, 0]
+    assert mask_token_for(None, wider, Counted(293)) == 291  # type: ignore[arg-type]
+
+
+def test_a_special_token_without_a_part_in_conversations_is_taken() -> None:
+    """As SmolLM2 has them, which has no reserved token, no row past its tokenizer's, and pads with the end of turn."""
+    target = tiny_target(vocab_size=293)
+    target.tokenizer.add_special_tokens({"extra_special_tokens": ["<file>", "<issue>"]})
+    assert len(target.tokenizer) == target.vocab_size and unused(target) == [0]
+    assert spare(target) == [292, 291], "not those of the chat template, nor the end and padding"
+    assert mask_token_for(None, target, Counted()) == 292  # type: ignore[arg-type]
+    assert mask_token_for(None, target, Counted(292)) == 291  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no unused token is known"):
+        mask_token_for(None, target, Counted(292, 291))  # type: ignore[arg-type]
 
 
 def test_options_that_would_change_nothing_are_refused() -> None:

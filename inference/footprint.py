@@ -1,0 +1,90 @@
+"""How much memory a target's weights will take, known from its files before any of them is loaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import psutil
+import torch
+
+from ..heads.errors import UserError
+
+FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+"""Bytes of an element of the types that loading converts, by the names of safetensors."""
+LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What the weights in a folder's safetensors files take."""
+
+    floats: int
+    """Elements that loading converts to the type asked for."""
+    stored_bytes: int
+    """Bytes of all tensors as they are stored."""
+    other_bytes: int
+    """Bytes of those that loading leaves as they are, such as quantised ones."""
+
+    def loaded_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the weights in memory, in `dtype`."""
+        return self.floats * dtype.itemsize + self.other_bytes
+
+
+def footprint(folder: str | Path) -> Footprint | None:
+    """Of the model in a folder; None where there are no safetensors files to tell it, such as a name on the hub.
+
+    Raises `UserError` for a file whose header cannot be read.
+    """
+    floats = stored = other = 0
+    files = sorted(Path(folder).glob("*.safetensors"))
+    for file in files:
+        for name, tensor in header(file).items():
+            if name == "__metadata__":
+                continue
+            start, end = tensor["data_offsets"]
+            stored += end - start
+            if tensor["dtype"] in FLOATS:
+                floats += prod(tensor["shape"])
+            else:
+                other += end - start
+    return Footprint(floats, stored, other) if files else None
+
+
+def header(file: Path) -> dict[str, dict]:
+    """The header of a safetensors file: type, shape and place of every tensor. Raises `UserError`."""
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > LONGEST_HEADER:
+                raise ValueError(f"its header claims {length} bytes")
+            return json.loads(opened.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise UserError(f"{file} is not a safetensors file ({error}); download or save the model again") from error
+
+
+def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:
+    """Raise `UserError` for a target on a CPU whose weights are larger than all of this machine's memory: loading it would end
+    in a process that the system kills without a word."""
+    found = footprint(path)
+    if found is None or device.type != "cpu" or not isinstance(dtype, torch.dtype):
+        return
+    needed, there = found.loaded_bytes(dtype), psutil.virtual_memory().total
+    if needed > there:
+        raise UserError(f"target {path} needs {too_large(found, dtype, needed, there)}")
+
+
+def too_large(found: Footprint, dtype: torch.dtype, needed: int, there: int) -> str:
+    """How much is missing, and what to do about it."""
+    remedy = "use a machine with more memory, or share it between ranks with target.spread=fsdp"
+    if dtype.itemsize > 2 and found.loaded_bytes(torch.bfloat16) < there:
+        remedy = f"give --target.dtype bfloat16, which needs {gigabytes(found.loaded_bytes(torch.bfloat16))}"
+    name = str(dtype).removeprefix("torch.")
+    return f"{gigabytes(needed)} in {name}, of {gigabytes(there)} that there are; {remedy}"
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,105 @@
+"""Does every drafter write what the target alone writes? Greedy and coupled texts against plain decoding, token for token, and
+greedy ones against transformers' own `generate`.
+
+    python scripts/check_target/exactness.py --target TARGET --prompts FILE [--drafter FOLDER ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.decode import Generation, Request, generate
+from draftsmith.inference.measure import divergence
+from draftsmith.inference.prompts import Prompt, read_prompts
+from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.target import Target, TargetConfig, load_target
+
+BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
+NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""Logits that are closer than this may change places when a tree is verified in another batch shape."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--drafter", action="append", default=[])
+    parser.add_argument("--batch-sizes", default="1,4")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    options = parser.parse_args()
+    try:
+        wrong = check(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    raise SystemExit(1 if wrong else 0)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Print a line for each way to decode; the number of replies that differ where the target is sure."""
+    target = load_target(TargetConfig(options.target, dtype=options.dtype))
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name)
+    wrong = 0
+    for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
+        plain = decoded(target, "none", prompts, 1, sampling, options.max_new_tokens)
+        if sampling.greedy:
+            oracle = [by_transformers(target, prompt, options.max_new_tokens) for prompt in prompts]
+            wrong += told("target.generate", target, plain, oracle, sampling)
+        for spec in [*BASELINES, *options.drafter]:
+            for batch in map(int, options.batch_sizes.split(",")):
+                try:
+                    found = decoded(target, spec, prompts, batch, sampling, options.max_new_tokens)
+                except UserError as error:
+                    if spec not in BASELINES:
+                        raise
+                    print(f"{spec}: left out: {error}")
+                    break
+                label = f"{spec}, T = {sampling.temperature:g}, batch {batch}"
+                wrong += told(label, target, plain, [g.token_ids for g in found], sampling)
+    return wrong
+
+
+def decoded(
+    target: Target, spec: str, prompts: Sequence[Prompt], batch: int, sampling: Sampling, longest: int
+) -> list[Generation]:
+    """A reply to each prompt, `batch` of them at a time; the noise of a request is the same in every batch."""
+    proposer = load_proposer(spec, target, lambda message: None)
+    requests = [Request(prompt.token_ids, number) for number, prompt in enumerate(prompts)]
+    replies: list[Generation] = []
+    for start in range(0, len(requests), batch):
+        replies += generate(target, proposer, requests[start : start + batch], longest, sampling)
+    return replies
+
+
+@torch.inference_mode()
+def by_transformers(target: Target, prompt: Prompt, longest: int) -> list[int]:
+    """What `generate` writes greedily after one prompt."""
+    ids = torch.tensor([prompt.token_ids], device=target.device)
+    penalty = {"repetition_penalty": target.repetition_penalty}
+    found = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest, **penalty)
+    return found[0, ids.shape[1] :].tolist()
+
+
+def told(label: str, target: Target, plain: Sequence[Generation], others: Sequence[list[int]], sampling: Sampling) -> int:
+    """Print how many replies are equal, and return how many are not though the target's two best tokens are apart there."""
+    different = wrong = 0
+    for reply, other in zip(plain, others, strict=True):
+        if reply.token_ids == other:
+            continue
+        different += 1
+        place, gap = divergence(target, reply, Generation(reply.prompt_ids, other), sampling)
+        tie = gap is not None and gap < NEAR_TIE.get(target.dtype, 0.0)
+        wrong += not tie
+        print(f"{label}: differs at token {place}, " + (f"the target's two best are {gap:.2g} apart" if gap else "sampled"))
+    print(f"{label}: {len(plain) - different} of {len(plain)} equal")
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -24,6 +24,7 @@ from ..heads.fingerprint import Fingerprint
 from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
 from .footprint import check_fits
+from .masks import packed_mask
 from .spread import load_spread
 from .tree import TreeShape
 
@@ -109,6 +110,8 @@ class Target:
         self._sliding = "sliding_attention" in kinds or (not kinds and window)
         self._mixed = len(kinds) > 1
         self._compiled: Any = None
+        self.masks_packed_rows = False
+        """Whether packed rows get a mask of ours: some models, such as GPT-OSS, take no notice of positions that restart."""
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -238,6 +241,8 @@ class Target:
         """
         if cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
+        elif mask is None and positions is not None and self.masks_packed_rows:
+            mask = packed_mask(positions, self.dtype, self.config.sliding_window if self._sliding else None, self._mixed)
         run = (
             self._compiled
             if self._compiled is not None and cache is not None and cache.static and mask is not None

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "tests" / "targets"
 TOKENIZER = ROOT / "scripts" / "quickstart" / "target"
-SHARD_BYTES = 1_000_000_000
+SHARD_BYTES = 300_000_000
 UNWANTED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
 
 

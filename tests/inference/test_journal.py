@@ -99,7 +99,17 @@ def test_a_killed_evaluation_is_readable_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    shared = ["tune", "--target", str(QUICKSTART), "--drafter", "ngram", "--drafter", "suffix", "--prompts", prompts_in(tmp_path, 2)]
+    shared = [
+        "tune",
+        "--target",
+        str(QUICKSTART),
+        "--drafter",
+        "ngram",
+        "--drafter",
+        "suffix",
+        "--prompts",
+        prompts_in(tmp_path, 2),
+    ]
     small = ["--max-new-tokens", "16", "--repeats", "1", "--contexts", "64", "--finalists", "1", "--samples", "4"]
     journal = journal_path(str(out))
     killed_when(CLI, [*shared, *small, "--out", str(out)], journal, 1 + 1 + 1)  # the head, verification, one drafter

@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
 from ..inference.spread import decoder_layers
-from ..inference.target import Target, check_there
+from ..inference.target import Target
+from ..inference.target_files import check_there
 from .divergences import divergence, log_law
 
 Choice = Literal["even", "ends", "importance"]

@@ -15,6 +15,7 @@ from ..heads.errors import UserError
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element of the types that loading converts, by the names of safetensors."""
+LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 
 
@@ -58,12 +59,17 @@ def header(file: Path) -> dict[str, dict]:
     """The header of a safetensors file: type, shape and place of every tensor. Raises `UserError`."""
     try:
         with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > LONGEST_HEADER:
-                raise ValueError(f"its header claims {length} bytes")
+            start = opened.read(8)
+            if start == LFS_POINTER[:8]:
+                raise ValueError("a pointer of Git LFS stands in its place: run git lfs pull")
+            if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
+                raise ValueError("it has no header")
             return json.loads(opened.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"{file} is not a safetensors file ({error}); download or save the model again") from error
+    except (OSError, ValueError) as error:
+        reason = "its header cannot be read" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(
+            f"cannot load target: {file} is not a safetensors file ({reason}); download or save the model again"
+        ) from error
 
 
 def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:

@@ -29,7 +29,8 @@ from .measure import Results, divergence
 from .metrics import quantiles
 from .prompts import Prompt, next_turn, read_prompts
 from .sampling import Sampling
-from .target import Target, TargetConfig, check_there
+from .target import Target, TargetConfig
+from .target_files import check_there
 
 SHOWN = 3
 WARM_UP = 8  # tokens

@@ -9,13 +9,10 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
@@ -26,6 +23,7 @@ from .cache import TreeCache, visible_slots
 from .footprint import check_fits
 from .masks import packed_mask
 from .spread import load_spread
+from .target_files import check_config, check_there, clear_errors, merge_adapter, read_model, read_tokenizer
 from .tree import TreeShape
 
 log = logging.getLogger(__name__)
@@ -381,6 +379,11 @@ class Target:
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
         own = self.model(input_ids=ids, use_cache=False).logits.float()
         ours = self.head(self.forward(ids).last).float()
+        if not bool(own.isfinite().all()):
+            raise UserError(
+                f"target {self.name} gives logits that are not finite: its weights are damaged (download them again), or they "
+                f"overflow in {str(self.dtype).removeprefix('torch.')} (give --target.dtype float32 or bfloat16)"
+            )
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
         error = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-6)
         if not error <= tolerance:
@@ -424,16 +427,14 @@ def load_target(config: TargetConfig) -> Target:
         raise UserError("an adapter is merged into a whole model; merge and save it first, or leave out target.spread")
     if config.spread == "whole":
         check_fits(path, dtype, device)
+    check_config(path, config.trust_remote_code)
+    tokenizer = read_tokenizer(path, config.trust_remote_code)
     digest = None
-    try:
-        if config.spread == "whole":
-            model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
-        else:
+    if config.spread == "whole":
+        model: Any = read_model(path, options)
+    else:
+        with clear_errors(path):
             model, digest = load_spread(config.spread, path, device, options)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load target {path!r}: {first_line}") from error
     if adapter is not None:
         model = merge_adapter(model, adapter)
     if config.spread == "whole" and not getattr(model, "is_quantized", False):  # a quantised model is placed as it is loaded
@@ -442,38 +443,24 @@ def load_target(config: TargetConfig) -> Target:
     target.spread, target._digest = config.spread, digest
     target.check_head()
     target.check_tree()
+    for message in vocabulary_warnings(target):
+        log.warning("target %s: %s", config.path, message)
     if target.processors:
         asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
         log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, asked)
     return target
 
 
-def check_there(path: str) -> None:
-    """Demand a model folder, or a name that the hub or its local cache knows; the loaders would retry for a minute first."""
-    if not path:
-        raise UserError("name a target: --target FOLDER, or target.path in the config")
-    if Path(path).is_dir():
-        return
-    if Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
-        raise UserError(f"target folder {path} does not exist; check the path")
-    try:
-        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
-            HfApi().model_info(path, timeout=10)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"target {path!r} is no folder here, and the hub cannot give it ({reason}); check the path") from error
-
-
-def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
-    """`model` with the LoRA adapter in folder `adapter` merged into its weights."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise UserError("a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'") from error
-    try:
-        return cast(Any, PeftModel.from_pretrained(cast(Any, model), adapter)).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"cannot merge adapter {adapter!r}: {str(error).strip().splitlines()[0]}") from error
+def vocabulary_warnings(target: Target) -> list[str]:
+    """What of the tokenizer and the end tokens has no place in the model's vocabulary."""
+    found, rows = [], target.vocab_size
+    if (tokens := len(target.tokenizer)) > rows:
+        found.append(
+            f"its tokenizer has {tokens} tokens, its embedding {rows} rows; a text with one of the others cannot be read"
+        )
+    if outside := sorted(token for token in target.eos_ids if token >= rows):
+        found.append(f"its end token {outside[0]} is none of its {rows} tokens; mend eos_token_id in generation_config.json")
+    return found
 
 
 def resolve_device(name: str) -> torch.device:

@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint, hash_of
 from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
-from ..inference.target import Target, check_there, load_target, resolve_device, resolve_dtype
+from ..inference.target import Target, load_target, resolve_device, resolve_dtype
+from ..inference.target_files import check_there
 from . import data as data_module
 from .batches import Batches
 from .evaluation import held_out_prompts

@@ -26,7 +26,8 @@ from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..inference.sources import source_files
 from ..inference.stored import manifest_of
-from ..inference.target import check_there, resolve_device
+from ..inference.target import resolve_device
+from ..inference.target_files import check_there
 from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig

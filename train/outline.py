@@ -10,8 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.ends import TargetEnds
-from ..heads.errors import UserError
-from ..inference.target import check_there
+from ..inference.target_files import check_there, clear_errors
 
 
 @dataclass(frozen=True)
@@ -43,11 +42,8 @@ class ConfigOnly:
 def config_at(path: str, trust: bool = False) -> Any:
     """The config of a model on the hub or in a folder. Raises `UserError` where none is to be had."""
     check_there(path)
-    try:
+    with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot read the config of {path!r}: {reason}; a folder with its config.json is enough") from error
 
 
 def empty(config: Any) -> Any:

@@ -103,6 +103,8 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
         parts["heads"] = {"shared_head": True} if vocabulary * config.hidden_size > BIG_HEAD else {"num_heads": 2}
     if method in ("eagle", "dflash", "dspark") and layers < 8:  # too few for the default taps
         parts["heads"] = {"taps": [1] if layers < 4 else [1, layers // 2, layers - 1]}
+    if method == "eagle" and plan.quick:
+        parts["objective"] = {"steps": 2}
     if method in ("dflash", "dspark"):
         parts["heads"] = {"num_layers": 2, "block_size": 4, **parts.get("heads", {})}
         parts["objective"] = {"anchors": 16}

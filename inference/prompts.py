@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from .rows import Conversation, RowError, conversation_of, prompt_ids, turns_of
+from .rows import Conversation, RowError, conversation_of, prompt_ids, turns_of, warn_of_plain_text
 from .sources import rows_of
 
 
@@ -32,6 +32,7 @@ def read_prompts(
 ) -> list[Prompt]:
     """The prompts of whatever `sources.rows_of` reads; a malformed row is an error that names it."""
     prompts: list[Prompt] = []
+    plain = 0
     for name, row in rows_of(str(path), split):
         if limit is not None and len(prompts) == limit:
             break
@@ -42,6 +43,7 @@ def read_prompts(
             ids = prompt_ids(conversation, tokenizer, target_name)
         except RowError as error:
             raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
+        plain += conversation.messages is None and conversation.token_ids is None
         own_id = str(row.get("id", row.get("question_id", name)))
         prompt = Prompt(own_id, ids, str(row.get("category", "")), len(prompts))
         if turns := turns_of(row):
@@ -49,6 +51,7 @@ def read_prompts(
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"{path} holds no prompts; give at least one row")
+    warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
 
 

@@ -8,12 +8,15 @@ OpenAI-style request logs (`request` or `body`, with `response`); Spec-Bench `tu
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
+
+log = logging.getLogger(__name__)
 
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}
@@ -171,6 +174,17 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path.name}:{number}", json.loads(line)
             except json.JSONDecodeError as error:
                 yield f"{path.name}:{number}", RowError(f"not valid JSON: {error.msg}")
+
+
+def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
+    """Say so where `plain` rows of a file are given to a chat model without its template: it may answer them with nothing."""
+    if plain and getattr(tokenizer, "chat_template", None):
+        log.warning(
+            "%s: %d rows are plain text, which the target is given as it is, without its chat template; for questions to a chat "
+            'model write {"messages": [{"role": "user", "content": "..."}]}',
+            path,
+            plain,
+        )
 
 
 def template_of(tokenizer: Any, name: str) -> str:

@@ -61,7 +61,8 @@ def check_folder(folder: Path) -> None:
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     """The causal language model in a folder or of a name, with every weight from its files. Raises `UserError`."""
     with clear_errors(path):
-        model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    model, found = loaded
     for what, names in (("lack", found["missing_keys"]), ("have in another shape", found.get("mismatched_keys", ()))):
         if names:
             names = sorted(name if isinstance(name, str) else name[0] for name in names)

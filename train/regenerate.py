@@ -12,7 +12,7 @@ import logging
 import os
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from ..heads.errors import UserError
-from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids
+from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, TargetConfig, load_target
 
@@ -297,11 +297,13 @@ def _refuse_other(out: Path, written: dict[str, Any] | None, facts: dict[str, An
             raise UserError(f"{out} was written with {name} {written.get(name)}, now it is {value}; choose another --out")
 
 
-def regenerate_here(tasks: Iterable[Task], options: Options, sink: Sink) -> None:
+def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None:
     """Batched sampling with the target in this process. Batches hold prompts of similar length."""
     target = load_target(options.target)
     fingerprint = target.fingerprint()
     sink.add_provenance({"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash})
+    plain = sum(task.conversation.messages is None for task in tasks)
+    warn_of_plain_text(plain, target.tokenizer, options.data)
     room = target.max_positions - 1
     longest = min(options.max_prompt_tokens or room, room)
     waiting: list[tuple[list[int], Task]] = []

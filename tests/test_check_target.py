@@ -12,7 +12,13 @@ from draftsmith.heads.fingerprint import LARGEST_EXACT
 from tests.conftest import ROOT, tiny_target
 from tests.train.test_loop import environment
 
-SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3}
+SMOLLM2: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
 
 
 def test_every_command_works_on_a_real_vocabulary(tmp_path: Path) -> None:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.distill.students import StudentConfig, chosen_layers, layer_importance, layers_of, loudest, make_student, plan_of
+from draftsmith.distill.students import (
+    FACTORS,
+    StudentConfig,
+    chosen_layers,
+    layer_importance,
+    layers_of,
+    loudest,
+    make_student,
+    plan_of,
+    scale_norm,
+)
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_lm import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
@@ -19,6 +29,7 @@ from draftsmith.inference.sampling import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from tests.architectures import architecture
 from tests.conftest import make_tokenizer, tiny_target
@@ -87,7 +98,7 @@ def target_of(student: DraftModel) -> Target:
 
 @pytest.mark.parametrize("kind", FULL_WIDTH)
 def test_a_cut_has_the_targets_law_with_the_other_layers_gone(kind: str) -> None:
-    """All layers: the target itself. One of them: the target when its other layers are skipped."""
+    """All layers: the target itself. One of them: the target when its other layers are skipped, but for how sure it is."""
     target = architecture(kind, dtype=torch.float32)
     logits = lambda model: model.head(model.forward(IDS).last)  # noqa: E731
     whole = make_student(StudentConfig(layers=2), target, texts)
@@ -98,7 +109,29 @@ def test_a_cut_has_the_targets_law_with_the_other_layers_gone(kind: str) -> None
     skipped = copy.deepcopy(target)
     _, layers = layers_of(skipped)
     layers[0].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[method-assign]
-    torch.testing.assert_close(logits(student), logits(skipped))
+    ours, theirs = student.forward(IDS).last, skipped.forward(IDS).last
+    factor = float((ours * theirs).sum() / theirs.square().sum())
+    torch.testing.assert_close(ours, factor * theirs, rtol=1e-3, atol=1e-4)
+
+    def loss(known: float) -> float:
+        total = 0.0
+        for ids in TEXTS:
+            log_p = target.head(target.forward(ids[None]).last[0]).log_softmax(-1)
+            log_q = skipped.head(skipped.forward(ids[None]).last[0] * known).log_softmax(-1)
+            total += float((log_p.exp() * (log_p - log_q)).sum())
+        return total
+
+    assert factor == pytest.approx(min(FACTORS, key=loss), rel=1e-3), "as sure as it is right"
+
+
+@pytest.mark.parametrize("norm", [torch.nn.RMSNorm(16), torch.nn.LayerNorm(16), Gemma3RMSNorm(16)])
+def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(3, 16)
+    before = norm(x)
+    assert scale_norm(norm, 0.3, 16)
+    torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
 def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> None:

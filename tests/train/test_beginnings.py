@@ -1,0 +1,41 @@
+"""Untrained drafters begin unsure: no method starts far above log V, however large the target's logits are."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from draftsmith.heads.layers import RMSNorm, begin_unsure
+
+from tests.conftest import tiny_target
+from tests.train.test_loop import make_config, train
+
+
+def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
+    torch.manual_seed(0)
+    norm, head, states = RMSNorm(64, 1e-6), torch.randn(500, 64), torch.randn(32, 64)
+    begin_unsure(norm, norm(states) @ head.T)
+    assert float((norm(states) @ head.T).std(-1).mean()) == pytest.approx(1.0, rel=0.02)
+    before = norm.weight.detach().clone()
+    begin_unsure(norm, norm(states) @ head.T, spread=4.0)
+    assert torch.equal(norm.weight, before)
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "dspark", "distill"])
+def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) -> None:
+    """A target whose logits have a standard deviation of 8, of which a guess that is sure and wrong costs 15 and more."""
+    target = tiny_target(num_hidden_layers=4)
+    with torch.no_grad():
+        target.model.get_output_embeddings().weight.mul_(4.0)
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    logits = target.head(target.forward(torch.arange(4, 60)[None]).last[0])
+    assert float(logits.std(-1).mean()) > 6, "what is tried here has to be hard"
+    config = make_config(tmp_path, tmp_path / "target", method, max_steps=1)
+    train(config, method=method)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = next(row for row in rows if "loss@1" in row)
+    assert first["loss@1"] < math.log(target.vocab_size) + 1, first

@@ -20,6 +20,7 @@ from pathlib import Path
 from draftsmith.heads.errors import UserError
 from draftsmith.train import cli
 
+TABLE = "│┃└┘─━┏┓┡┩┴┳╇┼"  # what tables on a terminal are drawn with
 REFUSED = 2  # exit code of every command for what a user has to change
 
 
@@ -171,8 +172,8 @@ def last_line(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         text = file.read().decode(errors="replace").replace("\r", "\n")
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    lines = [line.strip(TABLE + " ") for line in text.splitlines() if line.strip(TABLE + " ")]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") or "│ error" in line]
     return (errors or lines or ["it said nothing"])[-1]
 
 

@@ -247,7 +247,8 @@ def measurements(plan: Plan) -> list[Step]:
         "--samples",
         "4",
     ]
-    exact = ["--target", plan.target, "--dtype", plan.dtype, *drafters, *prompts, *short]
+    # One by one they are held against plain decoding by evaluate; here in a batch, against requests that were alone.
+    exact = ["--target", plan.target, "--dtype", plan.dtype, *drafters, *prompts, *short, "--batch-sizes", "4"]
     return [
         Step("evaluate", [Command([*evaluate, *settings, "--json", report])], lambda _: identical(Path(report)), trained),
         Step("exactness", [Command(exact, [sys.executable, str(HERE / "exactness.py")])], exact_lines, trained),

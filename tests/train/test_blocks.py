@@ -244,7 +244,7 @@ def test_a_batch_without_roots_touches_every_parameter_and_teaches_nothing(kind:
 @pytest.mark.parametrize(
     "config",
     [
-        {"weighting": "decay", "gamma": 2.0},
+        {"weighting": "decay", "loss": "ce-l1", "gamma": 2.0},
         {"weighting": "d-pace", "loss": "ce"},
         {"weighting": "survival", "loss": "lk-alpha"},
         {"weighting": "decay", "loss": "kl", "feature_weight": 0.5, "token_weight": 2.0},
@@ -271,7 +271,7 @@ def dense(drafter: Any, target: Any, batch: Batch, features: Features, **config:
     """The objective, draft by draft, with nothing shared but the blocks' outputs."""
     spark = drafter.method == "dspark"
     weighting = config.get("weighting", "decay" if spark else "d-pace")
-    name = config.get("loss", "ce-l1" if spark else "ce")
+    name = config["loss"]
     gamma = config.get("gamma") or (drafter.shape.block_size + 1) // 2
     anchors = Anchors.drawn(batch, 9, drafter.drafts, 0)
     outputs = run_blocks(drafter, batch, anchors.places, contexts(drafter, batch, features.taps))

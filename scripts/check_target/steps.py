@@ -126,7 +126,8 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
         "max_steps": plan.steps,
         "log_every": 1,
         "evaluation": {"every": 1000, "prompts": 2, "max_new_tokens": plan.tokens, "tree_nodes": 8},
-        "checkpoints": {"every": 1},
+        # One is resumed from; of a large target each takes gigabytes.
+        "checkpoints": {"every": 1 if method == "eagle" else 1000, "keep": 1},
         **parts,
     }
     (plan.folder / f"{method}.yaml").write_text(yaml.safe_dump(run, sort_keys=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.inference.masks import packed_mask
 from draftsmith.train.features import check_packing
 
@@ -32,3 +33,13 @@ def test_every_architecture_can_be_trained_in_packed_rows(kind: str) -> None:
     target.masks_packed_rows = True
     by_mask = target.forward(ids, positions).last
     assert float((by_positions - by_mask).norm() / by_mask.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_documents_that_see_each_other_are_found_in_any_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = architecture("llama", dtype=dtype)
+    check_packing(target, "llama")
+    plain = target.forward
+    monkeypatch.setattr(target, "forward", lambda ids, positions=None, **options: plain(ids, **options))
+    with pytest.raises(UserError, match="lets packed documents see each other"):
+        check_packing(target, "llama")

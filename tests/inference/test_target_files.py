@@ -110,7 +110,9 @@ def test_the_footprint_is_that_of_the_tensors(tmp_path: Path) -> None:
     save_file({"c": torch.zeros(2)}, tmp_path / "2.safetensors")
     found = footprint(tmp_path)
     assert found == Footprint(floats=17, stored_bytes=30 + 7 + 8, other_bytes=7)
-    assert found.loaded_bytes(torch.float32) == 4 * 17 + 7 and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
+    assert (
+        found is not None and found.loaded_bytes(torch.float32) == 4 * 17 + 7 and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
+    )
     assert footprint(tmp_path / "none") is None
 
 

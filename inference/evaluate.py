@@ -99,7 +99,7 @@ class Options:
 
 
 def if_interrupted(options: Options) -> str:
-    """What is left of an evaluation that was stopped."""
+    """A line for a person who stopped an evaluation: which file holds what was measured, and how to go on."""
     if options.json is None or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
     return f"{options.json} holds what was measured so far, if anything was; the same command goes on where it stopped"
@@ -172,7 +172,7 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
 
 
 def figures(target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES) -> dict[str, Any]:
-    """What is reported of one setting."""
+    """The part of the report that is about one setting: every drafter's numbers, and the spec of tuned and engine-like ones."""
     named = zip(distinct_names(ways), ways, strict=True)
     others = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
     found = measured(target, results, setting, {name: way.setting for name, way in others.items()}, samples)
@@ -189,7 +189,7 @@ class Partial:
     options: Options
     setting: Setting
     number: int
-    """Of the setting, from 0."""
+    """The setting's place among all, from 0."""
     settings: int
     prompts: int
     target: Target
@@ -207,7 +207,7 @@ class Partial:
 
 
 def identity(report: dict[str, Any], options: Options) -> dict[str, Any]:
-    """What must be the same for a stopped evaluation to go on: all that the figures depend on."""
+    """All that the figures depend on, as JSON: a stopped evaluation goes on only where it is the same."""
     facts = {key: report[key] for key in ("target", "dtype", "device", "threads", "machine", "versions", "drafters")}
     asked = {key: value for key, value in asdict(options).items() if key not in ("json", "spec_bench")}
     profile = checksum(Path(options.profile)) if options.profile is not None else None

@@ -1,4 +1,4 @@
-"""How much memory a target's weights will take, known from its files before any of them is loaded."""
+"""The memory that a target's weights will take, read from the headers of its files before any of them is loaded."""
 
 from __future__ import annotations
 

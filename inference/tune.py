@@ -84,7 +84,7 @@ class Options:
 
 
 def if_interrupted(options: Options) -> str:
-    """What is left of a tuning that was stopped."""
+    """A line for a person who stopped a tuning: which file holds what was tuned, and how to go on."""
     return f"{options.out} holds what was tuned so far, if anything was; the same command goes on where it stopped"
 
 
@@ -135,7 +135,7 @@ def write(profile: dict[str, Any], options: Options) -> None:
 
 
 def identity(profile: dict[str, Any], prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
-    """What must be the same for a stopped tuning to go on: all that the figures depend on."""
+    """All that the figures depend on, as JSON: a stopped tuning goes on only where it is the same."""
     texts = hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
     asked = {key: value for key, value in asdict(options).items() if key != "out"}
     weights = [origin(spec) for spec in options.drafter]

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.errors import UserError
 from ..heads.fingerprint import weights_hash
+from .target_files import read_model
 
 
 def load_spread(kind: str, path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, str | None]:
@@ -67,7 +68,7 @@ def _sharded_by_layer(path: str, device: torch.device, options: dict[str, Any]) 
     from torch.distributed.fsdp import fully_shard
 
     first = torch.distributed.get_rank() == 0
-    source: Any = AutoModelForCausalLM.from_pretrained(path, **options) if first else None
+    source: Any = read_model(path, options) if first else None
     config, dtype, digest = _on_first(lambda: (source.config, source.dtype, weights_hash(source)))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -11,18 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .artifact import Artifact
+from .engine_names import ENGINES, EngineName
 from .errors import UserError
 from .fingerprint import Fingerprint
 from .layout import stored_as
 
-EngineName = Literal["vllm", "speculators", "sglang", "trtllm", "llamacpp", "tgi", "hf"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
 SPECULATORS_FORMAT = "0.9.0"  # of the layout that is written
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

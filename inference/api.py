@@ -16,8 +16,8 @@ from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
 from .proposer import Proposer, load_proposer
 from .rows import Conversation, RowError, prompt_ids
-from .sampling import Sampling
-from .target import Target, TargetConfig, load_target
+from .settings import Sampling, TargetConfig
+from .target import Target, load_target
 
 log = logging.getLogger(__name__)
 

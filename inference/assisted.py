@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..heads.errors import UserError
 from .decode import Generation, Request, Round
 from .draft_lm import DraftLM
-from .sampling import Sampling
+from .settings import Sampling
 from .target import Target
 
 

@@ -20,7 +20,7 @@ from .growth import Ranks, grow
 from .lookup import LookupProposer
 from .medusa import MedusaProposer
 from .proposer import MOST, Proposer, load_proposer
-from .sampling import Sampling
+from .settings import Sampling
 from .target import Target
 from .walk import BEST, KnownPath, Text, nodes_needed, walk
 

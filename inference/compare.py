@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,10 @@ from ..heads.files import whole_file, write_json
 from .evaluate import BASELINES
 from .measure import FEWEST
 from .metrics import bootstrap, pooled, tau
+from .options import CompareOptions as Options
 
-EXAMPLE = "draftsmith compare --report public.json --report tuned.json --fail-on-regression 2%"
 REGRESSED = 3  # exit code
 ALL = "all"
-
-
-@dataclass
-class Options:
-    """Tau before and after, by category, with intervals; regressions are flagged."""
-
-    report: list[str] = field(default_factory=list)
-    """JSON of draftsmith evaluate; the first is what the others are compared with."""
-    drafter: list[str] = field(default_factory=list)
-    """Name of the drafter in each report, in the same order; not needed where a report has one besides the baselines."""
-    fail_on_regression: str | None = None
-    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, and its interval lies below 0; of five
-    prompts at least."""
-    json: str | None = None
-    """Write the numbers to this file."""
 
 
 def run(options: Options) -> None:

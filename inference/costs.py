@@ -17,14 +17,15 @@ from torch import Tensor
 from ..heads.errors import UserError
 from .candidates import Candidate
 from .decode import Request, Round, decode
+from .options import SAMPLES, SWEEPS
 from .proposer import Accepted, PlainDecoding, Prompts, Proposer
-from .sampling import GREEDY, Draws, Sampling
+from .sampling import Draws
+from .settings import GREEDY, Sampling
 from .target import Target
 from .tree import NO_NODE, DraftTree, TreeShape
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-SAMPLES = 24  # rounds behind every median
-SWEEPS = 4
+
 FEWEST = 3  # samples that a median needs
 SHORTEST = 16  # prompts
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower

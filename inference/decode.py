@@ -24,7 +24,8 @@ from .clock import Clock
 from .device import send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
-from .sampling import GREEDY, Draws, Sampling
+from .sampling import Draws
+from .settings import GREEDY, Sampling
 from .target import Hidden, Target
 from .tree import DraftTree
 

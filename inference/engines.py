@@ -19,7 +19,7 @@ from .eagle import EagleProposer
 from .medusa import MedusaProposer
 from .ngram import NgramLookup
 from .proposer import Proposer, load_proposer, parse_spec, positive, without_tree
-from .sampling import Rule, Sampling
+from .settings import Rule, Sampling
 from .target import Target
 
 ENGINES: dict[str, dict[str, Any]] = {

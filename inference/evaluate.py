@@ -32,70 +32,18 @@ from .engines import AsIn, Engine
 from .journal import Journal
 from .measure import DEFINITIONS, SAMPLES, Results, Setting, Way, compare, distinct_names, measured, model_batches
 from .metrics import kept_per_round
+from .options import EvaluateOptions as Options
 from .prompts import Prompt, check_room, read_prompts
 from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
-from .sampling import Sampling
 from .sources import source_files
-from .target import Target, TargetConfig, load_target
+from .target import Target, load_target
 from .tuned import Profile, Tuned, key_of, machine_of
 
-EXAMPLE = "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl --json out.json"
 SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
 CONCURRENCY = (1, 8, 32, 64)
 PARTIAL_EVERY_S = 30.0  # between two reports of an evaluation that is under way
 BASELINES = ("ngram", "lookahead", "early-exit")
-
-
-@dataclass
-class Options:
-    """Acceptance and speed of drafters on held-out prompts, beside plain decoding in the same loop.
-
-    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
-    """
-
-    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
-    prompts: str | None = None
-    """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on the hub; Spec-Bench's and
-    MT-Bench's questions with all their turns."""
-    split: str = "train"
-    """Split to take of a hub data set."""
-    features: str | None = None
-    """Instead of a target and prompts: a feature store, on whose held-out texts drafters are replayed (greedy)."""
-    drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings follow a colon:
-    ngram:length=8. May be given several times. Plain decoding is always there."""
-    server: str | None = None
-    """Address of a running vLLM or SGLang: its acceptance and speed on the same prompts, and drafters here only if named."""
-    server_model: str | None = None
-    """Name of the model there, if it serves several."""
-    concurrency: str | None = None
-    """Requests in flight at the server, a row for each: 1,8,32,64 if not given."""
-    profile: str | None = None
-    """What draftsmith tune wrote: drafters that are in it are measured with its settings too."""
-    like: list[str] = field(default_factory=list)
-    """Decode as an engine would, its shape, drafts and rule: vllm, sglang or llamacpp; settings follow a colon:
-    vllm:drafts=5,draws=probabilistic. May be given several times."""
-    baselines: bool = True
-    """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a small model drafts."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Greedy if not given."""
-    temperatures: str | None = None
-    """Several, one table each: 0,1. In place of sampling.temperature."""
-    batch_sizes: str | None = None
-    """Several, one table each: 1,4,16. In place of batch_size."""
-    limit: int | None = None
-    """Use the first so many prompts."""
-    max_new_tokens: int = 128
-    """Longest reply."""
-    batch_size: int = 1
-    """Prompts decoded together."""
-    repeats: int = 3
-    """Timed runs of every request."""
-    json: str | None = None
-    """Write the numbers to this file."""
-    spec_bench: str | None = None
-    """Write the replies to this folder, a file for each drafter, in Spec-Bench's form (the first setting's)."""
 
 
 def if_interrupted(options: Options) -> str:

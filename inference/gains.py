@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # it takes seconds to import, and the table of GPUs needs none of it
+    import torch
 
 from ..heads.errors import UserError
 
@@ -65,6 +67,8 @@ def break_even(acceptances: Sequence[float], length: int) -> float:
 def simulated_tokens(target: torch.Tensor, drafter: torch.Tensor, length: int, rounds: int, seed: int = 0) -> float:
     """Mean tokens of `rounds` rounds of accept or reject, one by one: drafts from `drafter` `[V]`, kept with chance min(1, p / q)
     of `target` `[V]`, up to the first that is not. Both laws are the same at every position."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     drafts = torch.multinomial(drafter, rounds * length, replacement=True, generator=generator).view(rounds, length)
     chance = (target / drafter).clamp(max=1)[drafts]

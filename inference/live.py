@@ -18,7 +18,7 @@ import httpx
 from ..heads.errors import UserError
 from .counters import Counters, read_counters
 from .prompts import Prompt
-from .sampling import Sampling
+from .settings import Sampling
 
 SILENCE_S = 600.0  # a chunk that has not come by then does not come
 SETTLE_S = 3.0  # engines add up their counters a moment after the last chunk has left

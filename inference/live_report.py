@@ -28,8 +28,8 @@ from .live import Load, Server, check_tokenizer, client_of, connect, counters_of
 from .measure import Results, divergence
 from .metrics import quantiles
 from .prompts import Prompt, next_turn, read_prompts
-from .sampling import Sampling
-from .target import Target, TargetConfig
+from .settings import Sampling, TargetConfig
+from .target import Target
 from .target_files import check_there
 
 SHOWN = 3

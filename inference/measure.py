@@ -32,7 +32,7 @@ from .metrics import (
 )
 from .prompts import Prompt, next_turn
 from .proposer import Proposer
-from .sampling import Sampling
+from .settings import Sampling
 from .target import Target
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from .accept import match
 from .cache import TreeCache
 from .proposer import Accepted, Prompts, Proposer
-from .sampling import GREEDY, Draws
+from .sampling import Draws
+from .settings import GREEDY
 from .target import Hidden
 
 

@@ -5,36 +5,24 @@ from __future__ import annotations
 import json as json_module
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file
 from . import sections
 from .compare import load_report
 from .evaluate import BASELINES
+from .options import ReportOptions as Options
 from .page import folded, page
 from .tables import Report, Training, categories, served, summary, trainings
 
-EXAMPLE = "draftsmith report out.json runs/medusa --out report.html"
 METRICS_FILE = "metrics.jsonl"  # of a training run
 HTML_FILE = "report.html"
 OF_SETTING = ("temperature", "batch", "lossless", "drafters")
 OF_DRAFTER = ("requests", "tau_incl_bonus", "tau_ci95", "tokens_s", "mean_n_draft")
-
-
-@dataclass
-class Options:
-    """Acceptance, speed, replies token by token and training curves, as one HTML file that opens anywhere, or as Markdown."""
-
-    runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})
-    """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files or runs."""
-    out: str | None = None
-    """The file to write: report.html if not given; Markdown goes to the terminal if not given."""
-    format: Literal["html", "md"] = "html"
-    """A page, or its tables alone as Markdown."""
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TextIO
 
 from ..heads.errors import UserError
@@ -13,40 +12,13 @@ from .api import Decoder
 from .decode import Generation, Request, Round, decode
 from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
+from .options import GenerateOptions as Options
 from .proposer import check_spec, load_proposer
-from .sampling import GREEDY, Sampling
-from .target import TargetConfig, load_target
+from .settings import GREEDY, Sampling
+from .target import load_target
 from .tuned import Profile
 
-EXAMPLE = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
-
-
-@dataclass
-class Options:
-    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own tokens plain.
-
-    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
-    """
-
-    target: TargetConfig
-    prompt: str
-    """The user's words; `-` reads them from standard input."""
-    drafter: str = "none"
-    """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit; settings follow a colon:
-    ngram:length=8."""
-    profile: str | None = None
-    """What draftsmith tune wrote: draft with its settings."""
-    max_new_tokens: int = 256
-    """Longest reply."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Greedy if not given."""
-    stop: list[str] = field(default_factory=list)
-    """Text that ends the reply, as it is (a line break in bash: $'\\n'); may be given several times."""
-    color: bool | None = None
-    """Colour accepted drafts; only on a terminal if not given."""
-    raw: bool = False
-    """Give the prompt to the target as it is, without the chat template."""
 
 
 def run(options: Options) -> None:

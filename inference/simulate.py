@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,61 +30,11 @@ from .gains import (
     speedup,
     stretched,
 )
+from .options import SimulateOptions as Options
 
-EXAMPLE = "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 --params 8e9"
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 TRIALS = 200_000
-
-
-@dataclass
-class Options:
-    """Tokens a round, speed-up and the best draft length of a drafter whose acceptance is known or assumed."""
-
-    acceptance: str | None = None
-    """Chance that a draft is accepted given those before it: 0.8, or one for each position: 0.85,0.8,0.75."""
-    report: str | None = None
-    """Instead: the JSON of draftsmith evaluate, whose drafters' measured acceptances are used."""
-    draft_length: int = 5
-    """Drafts in a chain."""
-    draft_cost: float = 0.05
-    """Time of a draft step over that of a plain step of the target."""
-    longest: int = 32
-    """Longest chain that is tried."""
-    gpu: str | None = None
-    """With params: the roofline on this GPU, over batch sizes and contexts."""
-    params: float | None = None
-    """Parameters of the target, such as 8e9; without the experts, if it has any."""
-    weight_bytes: float = 2.0
-    """Bytes of a parameter."""
-    kv_bytes: float = 131072.0
-    """Bytes that keys and values of one position take, all layers together (131072: Llama-3.1-8B in bf16)."""
-    expert_params: float = 0.0
-    """Parameters of all experts together."""
-    experts: int = 0
-    """Experts of a layer."""
-    active: int = 0
-    """Experts that a token passes through."""
-    profile: str | None = None
-    """What draftsmith tune wrote: the same with the verifications that it timed on its machine."""
-    batch: str = "1,16,64,256"
-    """Batch sizes of the roofline."""
-    context: str = "1000,8000,32000"
-    """Positions that each request has behind it, of the roofline."""
-    json: str | None = None
-    """Write the numbers to this file."""
-
-    def __post_init__(self) -> None:
-        if (self.acceptance is None) == (self.report is None):
-            raise UserError("give either --acceptance or --report")
-        if self.draft_length < 1 or self.longest < self.draft_length or self.draft_cost < 0:
-            raise UserError("--draft-length must be at least 1 and at most --longest, --draft-cost at least 0")
-        if self.report is not None and any((self.profile, self.gpu, self.params)):
-            raise UserError("--profile, --gpu and --params go with --acceptance; a report has costs of its own")
-        if (self.gpu is None) != (self.params is None):
-            raise UserError("--gpu and --params go together")
-        if self.gpu is not None and self.gpu not in GPUS:
-            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
 
 
 def run(options: Options) -> None:

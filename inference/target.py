@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
 from .footprint import check_fits
 from .masks import packed_mask
+from .settings import TargetConfig
 from .spread import load_spread
 from .target_files import check_config, check_there, clear_errors, merge_adapter, read_model, read_tokenizer
 from .tree import TreeShape
@@ -45,27 +46,6 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
 }
-
-
-@dataclass
-class TargetConfig:
-    """Where the target is and how it is loaded."""
-
-    path: str
-    """Model folder, or its name on the hub. `--target X` is short for `--target.path X`."""
-    dtype: str = "auto"
-    """auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
-    device: str = "auto"
-    """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
-    adapter: str | None = None
-    """LoRA adapter folder, merged into the weights on load (needs peft)."""
-    attention: str | None = None
-    """Attention implementation to ask transformers for; its own choice if not given."""
-    spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
-    """whole: a copy on every rank; fsdp: each decoder layer shared by all ranks; tensor: every layer split between them
-    (tensor parallelism, where the model has a plan); devices: laid over this process's GPUs, for one process."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model. Only for sources that you trust."""
 
 
 @dataclass

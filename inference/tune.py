@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,68 +19,19 @@ from tqdm import tqdm
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .candidates import Candidate, candidates, check_tunable
-from .costs import PLAIN, SAMPLES, SWEEPS, DraftCosts, VerifyCosts, between, drafting, verification
+from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
 from .evaluate import check_output, numbers, origin
 from .journal import Journal
 from .measure import Setting, compare, measured
+from .options import TuneOptions as Options
 from .prompts import Prompt, check_room, read_prompts
 from .proposer import PlainDecoding, check_spec, load_proposer
-from .sampling import Sampling
+from .settings import Sampling
 from .sources import source_files
-from .target import Target, TargetConfig, load_target
+from .target import Target, load_target
 from .tuned import SCHEMA, key_of, machine_of
 from .walk import Text
-
-EXAMPLE = "draftsmith tune --target TARGET --drafter runs/eagle/best --prompts calibration.jsonl --out profile.json"
-
-
-@dataclass
-class Options:
-    """Find the chain or tree of most tokens a second for each drafter, temperature and batch size, on this machine.
-
-    What every chain, fixed shape and confidence-led tree would accept is counted on the target's own replies; what rounds cost is
-    timed; the best few of the predictions are then decoded, and the fastest goes into the profile.
-    """
-
-    target: TargetConfig
-    prompts: str
-    """Calibration prompts, as `draftsmith evaluate` takes them; not those that you evaluate on."""
-    out: str
-    """The profile to write; `evaluate` and `generate` take it as --profile."""
-    drafter: list[str] = field(default_factory=list)
-    """A trained drafter's folder, a small model's folder, ngram or suffix. May be given several times."""
-    split: str = "train"
-    """Split to take of a hub data set."""
-    limit: int = 24
-    """Use the first so many prompts."""
-    max_new_tokens: int = 96
-    """Longest reply."""
-    temperatures: str | None = None
-    """Tune for each of these: 0,0.7. In place of sampling.temperature."""
-    batch_sizes: str = "1"
-    """Tune for each of these: 1,4,16."""
-    contexts: str = "128,1024,4096"
-    """Contexts at which verification is timed; cut to what the target allows."""
-    finalists: int = 3
-    """Predictions that are measured, beside the default."""
-    repeats: int = 3
-    """Timed runs of every request."""
-    samples: int = SAMPLES
-    """Rounds behind every timing; fewer are quicker and less exact."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Other sampling settings."""
-
-    def __post_init__(self) -> None:
-        if not self.drafter:
-            raise UserError("name a drafter to tune: --drafter FOLDER")
-        for name in ("limit", "max_new_tokens", "finalists", "repeats"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
-        if self.samples < SWEEPS:
-            raise UserError(f"--samples must be at least {SWEEPS}, not {self.samples}")
-        if self.sampling.rule not in ("auto", "coupled"):
-            raise UserError(f"tune works with greedy and coupled decoding, not with rule {self.sampling.rule}; leave it out")
 
 
 def if_interrupted(options: Options) -> str:

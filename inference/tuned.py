@@ -13,7 +13,7 @@ import torch
 from ..heads.errors import UserError
 from .decode import Generation, Request, generate
 from .proposer import load_proposer, parse_spec, without_tree
-from .sampling import Sampling
+from .settings import Sampling
 from .target import Target
 
 SCHEMA = 1

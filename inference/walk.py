@@ -21,7 +21,8 @@ from .growth import Continue, Level
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .replay import UNKNOWN
-from .sampling import Draws, Sampling
+from .sampling import Draws
+from .settings import Sampling
 from .target import Hidden, Target
 from .tree import DraftTree, TreeShape
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from draftsmith.train.cli import METHODS
+from draftsmith.train.methods import METHODS
 from draftsmith.train.plan import Options, Shape, count, hours, planned, size
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def plans(folder: Path) -> Plans:
         changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
         if path := run.get("student", {}).get("path"):
             changes.append(f"student.path={config_folder(path, folder)}")
-        found[recipe] = planned(Options(recipe.parent.name, str(recipe), set=changes))  # type: ignore[arg-type]
+        found[recipe] = planned(Options(str(recipe), recipe.parent.name, set=changes))  # type: ignore[arg-type]
     return found
 
 

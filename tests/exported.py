@@ -13,7 +13,7 @@ import pytest
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exports import BLOCKS
 from draftsmith.inference.evaluate import Options, run
-from draftsmith.inference.target import TargetConfig
+from draftsmith.inference.settings import TargetConfig
 
 from tests.conftest import QUICKSTART, ROOT
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import subprocess
 import sys
 import zipfile
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from draftsmith.train.arguments import parse
-from draftsmith.train.cli import METHODS
+from draftsmith.train.cli import VERBS
+from draftsmith.train.methods import METHODS, method_module
 
 from tests.conftest import ROOT
 
@@ -80,17 +80,39 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_shipped_config_parses(path: Path) -> None:
-    method = importlib.import_module(f"draftsmith.train.{METHODS[path.parent.name]}")
-    run, dumped = parse(method.Run, ["--config", str(path)], "test", "")
+    method = method_module(path.parent.name)
+    run, dumped = parse(method.Run, ["--config", str(path)], "test")
     assert run.output and "target:" in dumped
 
 
-@pytest.mark.parametrize("name", METHODS.values())
+@pytest.mark.parametrize("name", METHODS)
 def test_every_field_of_a_config_is_explained(name: str) -> None:
     from draftsmith.train.arguments import build_parser
 
-    method = importlib.import_module(f"draftsmith.train.{name}")
-    text = " ".join(build_parser(method.Run, "x", "y").format_help().split())
+    text = " ".join(build_parser(method_module(name).Run, "x").format_help().split())
     assert "--optim.warmup-share" in text and "--optim.warmup_share" not in text
     assert "Share of the steps over which the rate rises from zero" in text
     assert "example:" in text
+
+
+ANSWERED_AT_ONCE = [
+    ("--version", 0, "draftsmith 0."),
+    ("evalute", 2, "did you mean 'evaluate'?"),
+    ("data plam", 2, "did you mean 'data plan'?"),
+    ("evaluate --drafters x", 2, "did you mean --drafter?"),
+    ("generate --temprature 1", 2, "did you mean --sampling.temperature?"),
+    ("data --help", 0, "data regenerate"),
+    *((f"{verb} --help", 0, "example:") for verb in VERBS),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), ANSWERED_AT_ONCE, ids=lambda value: str(value).replace(" ", "_"))
+def test_help_and_mistakes_are_answered_without_torch(words: str, code: int, said: str) -> None:
+    """Counted in imports, not in seconds: torch and transformers together take four."""
+    asked = "import sys; from draftsmith.train.cli import main\n"
+    asked += f"try: main({words.split()!r})\nexcept SystemExit as e: code = e.code\n"
+    asked += "else: code = 0\nheavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pandas', 'scipy'} & {*sys.modules}\n"
+    asked += "assert not heavy, heavy\nassert len(sys.modules) < 700, len(sys.modules)\nsys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert said in done.stdout + done.stderr

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
 
 from ..heads.errors import UserError
-from ..inference.target import TargetConfig
+from ..inference.settings import TargetConfig
 
 T = TypeVar("T")
 MAIN_SPEAKS_S = 5.0  # how long another rank waits for the first one to say what is wrong
@@ -76,13 +77,16 @@ def hyphenated(text: str) -> str:
     return OPTION.sub(lambda match: match.group().rstrip("_").replace("_", "-"), text)
 
 
-def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -> tuple[T, str]:
+def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str]:
     """An instance of the dataclass from `--config FILE` (YAML) and options, later ones winning, and the same resolved as YAML.
 
     Exits with 2 on a mistake.
     """
-    parser = build_parser(config_class, prog, example)
-    namespace = parser.parse_args(spelled(argv, field_types(config_class), next(iter(positional(config_class)), None)))
+    parser = build_parser(config_class, prog)
+    types = field_types(config_class)
+    arguments = spelled(argv, types, next(iter(positional(config_class)), None))
+    check_known(arguments, types, prog)
+    namespace = parser.parse_args(arguments)
     try:
         values = parser.instantiate(namespace)
         values.pop("config", None)
@@ -91,13 +95,13 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str, example: str) -
         fail(str(error))
 
 
-def build_parser(config_class: type, prog: str, example: str) -> Parser:
+def build_parser(config_class: Any, prog: str) -> Parser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     words = "".join(f"{word}... " for word in positional(config_class).values())
     parser = Parser(
         prog=prog,
         usage=f"%(prog)s {words}[--config FILE] [--option VALUE ...]",
-        description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {example}",
+        description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {config_class.example}",
         formatter_class=RawDescription,
         default_meta=False,
     )
@@ -108,6 +112,29 @@ def build_parser(config_class: type, prog: str, example: str) -> Parser:
 
 class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the line breaks of the description."""
+
+
+def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> None:
+    """Exit with 2 for an option that there is not, naming the ones that are spelled like it."""
+    groups = {name.rpartition(".")[0] for name in types}
+    for argument in arguments:
+        name = argument[2:].partition("=")[0].removesuffix("+")
+        if not argument.startswith("--") or name in {*types, *groups, "config", "help", "print_config"}:
+            continue
+        if any(name.startswith(f"{known}.") and not is_dataclass(kind) for known, kind in types.items()):
+            continue  # a key of a table, such as data.chat_template_kwargs.enable_thinking
+        fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with those of `known` that are spelled like `word`; empty if there are none."""
+    by_end: dict[str, list[str]] = {}
+    for name in known:
+        for form in (name, name.rpartition(".")[2]):
+            by_end.setdefault(form, []).append(name)
+    found = [name for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7) for name in by_end[form]]
+    options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(found)]
+    return f"; did you mean {' or '.join(options[:3])}?" if options else ""
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:

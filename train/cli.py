@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import Literal
+from importlib import metadata
 
 # Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
-VERBS = {
-    "data plan": ("train.plan", "what a training run will cost, before anything runs"),
-    "data extract": ("train.extract", "store the target's features, so that training needs no target"),
-    "data regenerate": ("train.regenerate", "let the target write the replies of a data set"),
-    "export": ("train.exporting", "a drafter as a serving engine loads it, with the command that serves it"),
-    "import": ("train.importing", "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter"),
-    "evaluate": ("inference.evaluate", "acceptance and speed of drafters on held-out prompts"),
-    "compare": ("inference.compare", "tau before and after by category, from reports of one drafter's lineage"),
-    "report": ("inference.report", "evaluations and training runs as one HTML page, or as Markdown tables"),
-    "simulate": ("inference.simulate", "what an acceptance is worth: tokens a round, speed-up, best draft length"),
-    "tune": ("inference.tune", "which tree pays on this machine: measures, searches, writes a profile"),
-    "generate": ("inference.show", "decode one prompt and show what was accepted"),
-    "doctor": ("train.doctor", "is this machine, target and data fit to run?"),
+VERBS = {  # the module of each command, the class of its options, and what it is for
+    "data plan": ("train.plan", "PlanOptions", "what a training run will cost, before anything runs"),
+    "data extract": ("train.extract", "ExtractOptions", "store the target's features, so that training needs no target"),
+    "data regenerate": ("train.regenerate", "RegenerateOptions", "let the target write the replies of a data set"),
+    "export": ("train.exporting", "ExportOptions", "a drafter as a serving engine loads it, with the command that serves it"),
+    "import": ("train.importing", "ImportOptions", "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter"),
+    "evaluate": ("inference.evaluate", "EvaluateOptions", "acceptance and speed of drafters on held-out prompts"),
+    "compare": ("inference.compare", "CompareOptions", "tau before and after by category, from reports of one drafter's lineage"),
+    "report": ("inference.report", "ReportOptions", "evaluations and training runs as one HTML page, or as Markdown tables"),
+    "simulate": ("inference.simulate", "SimulateOptions", "what an acceptance is worth: tokens a round, best draft length"),
+    "tune": ("inference.tune", "TuneOptions", "which tree pays on this machine: measures, searches, writes a profile"),
+    "generate": ("inference.show", "GenerateOptions", "decode one prompt and show what was accepted"),
+    "doctor": ("train.doctor", "DoctorOptions", "is this machine, target and data fit to run?"),
 }
-Method = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
-METHODS: dict[str, str] = {
-    "medusa": "medusa",
-    "eagle": "eagle",
-    "dflash": "dflash",
-    "dspark": "dspark",
-    "distill": "draft_lm",
-}  # and the file of that role
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,14 +52,24 @@ def _main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return
+    if argv[0] == "--version":
+        print(f"draftsmith {metadata.version('draftsmith')}")
+        return
     from .arguments import fail, parse
 
-    words = 2 if argv[0] == "data" and len(argv) > 1 else 1
+    words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
     verb = " ".join(argv[:words])
+    if verb == "data" and (len(argv) == 1 or argv[1] in ("-h", "--help")):
+        print(_usage("data "))
+        return
     if verb not in VERBS:
-        fail(f"unknown command {verb!r}; there are: {', '.join(VERBS)}")
-    module = importlib.import_module(f"..{VERBS[verb][0]}", __package__)
-    options, _ = parse(module.Options, argv[words:], f"draftsmith {verb}", module.EXAMPLE)
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        fail(f"unknown command {verb!r}; " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"))
+    name, options_name, _ = VERBS[verb]
+    # Options stand in a file that needs no torch: a help text or a mistyped option is answered without it.
+    options_module = importlib.import_module(f"..{name.partition('.')[0]}.options", __package__)
+    options, _ = parse(getattr(options_module, options_name), argv[words:], f"draftsmith {verb}")
+    module = importlib.import_module(f"..{name}", __package__)
     of_module = getattr(module, "if_interrupted", lambda options: "nothing was written")
     resumable = "the same command goes on where it stopped" if words == 2 else of_module(options)
     guarded(lambda: module.run(options), resumable)
@@ -75,6 +78,7 @@ def _main(argv: list[str]) -> None:
 def train_main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
     from .arguments import fail, is_main_rank, leave, parse
+    from .methods import METHODS, method_module
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:2] == ["data", "extract"]:  # the one other command that many processes share
@@ -85,8 +89,8 @@ def train_main(argv: list[str] | None = None) -> None:
             print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
             return
         fail(f"name a method to train: {', '.join(METHODS)} (or data extract)")
-    method = importlib.import_module(f".{METHODS[argv[0]]}", __package__)
-    run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}", method.EXAMPLE)
+    method = method_module(argv[0])
+    run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}")
 
     def start() -> None:
         from .loop import train
@@ -141,9 +145,12 @@ def lost_peer(error: RuntimeError) -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(word in str(error).lower() for word in words)
 
 
-def _usage() -> str:
+def _usage(of: str = "") -> str:
+    """What there is; `of`: only commands that begin so."""
+    from .methods import METHODS
+
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, (_, what) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, (*_, what) in VERBS.items() if verb.startswith(of))
     return (
         "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
         f"commands (each has --help):\n{verbs}\n\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..heads.errors import UserError
-from ..inference.target import TargetConfig
+from ..inference.settings import TargetConfig
 
 __all__ = ["Checkpoints", "Data", "Evaluation", "HeldOut", "Optim", "RunConfig", "Source", "TargetConfig"]
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -39,10 +39,9 @@ from .written import Rollouts, Writer
 
 log = logging.getLogger(__name__)
 
-__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
+__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
            "outline", "teacher_forced", "writers"]  # fmt: skip
 
-EXAMPLE = "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
 SPREAD = 0.25  # of the first logits: states made of a mask token's embedding hold the tokens of texts for unlikely
 PLACES = 32  # anchors that `teacher_forced` runs at one time
@@ -89,6 +88,10 @@ class BlockLoss(Memory):
 @dataclass
 class Run(RunConfig):
     """Train a DFlash drafter for a frozen target."""
+
+    example: ClassVar[str] = (
+        "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml --optim.lr 3e-4"
+    )
 
     heads: DFlashConfig = field(default_factory=DFlashConfig)
     objective: BlockLoss = field(default_factory=BlockLoss)

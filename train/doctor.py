@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import psutil
@@ -17,29 +17,18 @@ from rich.table import Table
 from ..heads.errors import UserError
 from ..inference.footprint import footprint, gigabytes, too_large
 from ..inference.rows import Conversation, RowError
+from ..inference.settings import TargetConfig
 from ..inference.sources import rows_of, source_files
-from ..inference.target import Target, TargetConfig, load_target, resolve_device, resolve_dtype
+from ..inference.target import Target, load_target, resolve_device, resolve_dtype
+from .arguments import parse
 from .features import LiveTarget
+from .methods import Method, method_for, method_module
+from .options import DoctorOptions as Options
 from .provenance import versions
 from .templates import encode
 
-EXAMPLE = "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"
 GIB = 2**30
 SNUG = 0.6  # share of the free memory that weights may take before the rest is tight
-
-
-@dataclass
-class Options:
-    """Check this machine, and a target and a training config if given. Exits with 2 if something would not run."""
-
-    target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
-    """Target to load and check."""
-    run: str | None = None
-    """Training config to check; its target is checked too."""
-    method: str = "medusa"
-    """Method that the config is for."""
-    json: bool = False
-    """Print JSON instead of a table."""
 
 
 @dataclass
@@ -99,18 +88,11 @@ def machine() -> Iterator[Finding]:
     yield Finding("disk", "warning" if low else "ok", text + ("; checkpoints need room" if low else ""))
 
 
-def check_run(path: str, method_name: str) -> tuple[list[Finding], TargetConfig | None]:
+def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetConfig | None]:
     """Does the config parse, and can its sources be read?"""
-    import importlib
-
-    from .arguments import parse
-    from .cli import METHODS
-
-    if method_name not in METHODS:
-        raise UserError(f"unknown method {method_name!r}; there are: {', '.join(METHODS)}")
-    method = importlib.import_module(f".{method_name}", __package__)
-    config, _ = parse(method.Run, ["--config", path], "draftsmith doctor", EXAMPLE)
-    findings = [Finding("config", "ok", f"{path} parses")]
+    method = method_for(path, given)
+    config, _ = parse(method_module(method).Run, ["--config", path], "draftsmith doctor --run")
+    findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         check = f"data {source.name or source.path}"
         try:

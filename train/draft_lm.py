@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -36,11 +36,10 @@ from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
+    "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
     "outline", "teacher_forced", "writers",
 ]  # fmt: skip
 
-EXAMPLE = "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
 REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default: a chain
 ROWS_AT_ONCE = 1024  # whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
@@ -73,6 +72,10 @@ class DistillLoss(Memory):
 @dataclass
 class Run(RunConfig):
     """Distil a small language model from a frozen target."""
+
+    example: ClassVar[str] = (
+        "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml --optim.lr 3e-4"
+    )
 
     student: StudentConfig = field(default_factory=StudentConfig)
     objective: DistillLoss = field(default_factory=DistillLoss)

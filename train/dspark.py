@@ -6,7 +6,7 @@ Shapes: B packed rows, S positions, R blocks with weight, D drafts of a block, H
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,10 +38,8 @@ from .mask_token import mask_token_for
 from .objectives import Sums
 from .outline import ConfigOnly, Outline
 
-__all__ = ["EXAMPLE", "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
+__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
            "outline", "teacher_forced", "writers"]  # fmt: skip
-
-EXAMPLE = "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml --optim.lr 3e-4"
 
 
 @dataclass
@@ -64,6 +62,10 @@ class DSparkLoss(BlockLoss):
 @dataclass
 class Run(RunConfig):
     """Train a DSpark drafter for a frozen target."""
+
+    example: ClassVar[str] = (
+        "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml --optim.lr 3e-4"
+    )
 
     heads: DSparkConfig = field(default_factory=DSparkConfig)
     objective: DSparkLoss = field(default_factory=DSparkLoss)

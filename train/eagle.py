@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from .written import Errors, Rollouts, Writer, decoded_rounds
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "EXAMPLE",
     "REPLAYED",
     "Run",
     "accepted_by_root",
@@ -51,7 +50,6 @@ __all__ = [
     "writers",
 ]
 
-EXAMPLE = "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --optim.lr 3e-4"
 REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
 NOISE_LENGTH = 512
 STATES = 64  # of random direction, as an untrained layer's are, by which the size of its logits is judged
@@ -117,6 +115,8 @@ class EagleLoss(Memory):
 @dataclass
 class Run(RunConfig):
     """Train an EAGLE drafter for a frozen target."""
+
+    example: ClassVar[str] = "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --optim.lr 3e-4"
 
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)

@@ -27,7 +27,7 @@ from ..inference.decode import generate_one
 from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau, tau_by_position
 from ..inference.proposer import PlainDecoding, load_proposer, method_module
 from ..inference.replay import replay, rounds_on_text
-from ..inference.sampling import Sampling
+from ..inference.settings import Sampling
 from ..inference.stored import HeldOutText
 from ..inference.target import Hidden, Target
 from .config import Evaluation

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -15,7 +13,7 @@ from ..heads.artifact import Artifact
 from ..heads.card import Measured
 from ..heads.errors import UserError
 from ..heads.exporter import export, load_alone, with_vocabulary
-from ..heads.exports import BLOCKS, DRAFTS, EngineName, Order
+from ..heads.exports import BLOCKS, DRAFTS, Order
 from ..heads.files import checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
@@ -25,50 +23,8 @@ from ..inference.sources import rows_of
 from ..inference.target import Target
 from .eagle import special_ids
 from .inputs import ends_in
+from .options import ExportOptions as Options
 from .templates import encode
-
-EXAMPLE = "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine --report out.json"
-LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
-
-
-@dataclass
-class Options:
-    """Write a drafter as a serving engine loads it, with the command that serves it and a model card."""
-
-    drafter: str
-    """The drafter's folder."""
-    to: EngineName
-    """Who is to serve it."""
-    out: str
-    """The folder to write."""
-    serve_as: str | None = None
-    """What the serve command and the config call the target: a folder or a name on the hub; as in training if not given."""
-    drafts: int | None = None
-    """Drafts a round in the serve command: if not given all of a Medusa drafter's heads or of a block, else 3."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the stored weights; auto: as the drafter has it."""
-    report: list[str] = field(default_factory=list)
-    """JSON of draftsmith evaluate, whose figures go into the card."""
-    license: str = "other"
-    """For the card, by the hub's name, such as apache-2.0."""
-    draft_vocab_size: int | None = None
-    """EAGLE-3: keep the so many most frequent tokens of `vocab_data`, special tokens always among them."""
-    vocab_data: list[str] = field(default_factory=list)
-    """Replies that the target wrote, in which tokens are counted."""
-    target: str | None = None
-    """The target, where its tokenizer or its output matrix is needed; that and its embedding are all that is loaded."""
-    push: str | None = None
-    """Put the folder on the hub under this name, such as me/eagle3-mine; private if it is new."""
-
-    def __post_init__(self) -> None:
-        if self.drafts is not None and self.drafts < 1:
-            raise UserError(f"drafts must be at least 1, not {self.drafts}")
-        if (self.draft_vocab_size is None) != (not self.vocab_data):
-            raise UserError("--draft-vocab-size and --vocab-data go together: tokens are kept by how often the target wrote them")
-        if self.draft_vocab_size is not None and self.target is None:
-            raise UserError("--draft-vocab-size needs --target, whose tokenizer counts the tokens")
-        if not LICENCE.fullmatch(self.license):
-            raise UserError(f"license {self.license!r} is no name that the hub knows, such as apache-2.0, mit or other")
 
 
 def run(options: Options) -> None:

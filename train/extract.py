@@ -6,11 +6,10 @@ Any number of workers: each writes its own shards, and a second call with the sa
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,51 +29,29 @@ from ..inference.target import Target, load_target
 from . import data as data_module
 from .arguments import parse
 from .batches import Batches, collate
-from .cli import METHODS, Method
 from .config import RunConfig
 from .evaluation import held_out_prompts, write_text
 from .features import FeatureSource, LiveTarget
 from .inputs import on_rank, served_target
 from .loop import check_before_loading
+from .methods import method_for, method_module
+from .options import ExtractOptions as Options
 from .parallel import load_models_whole, on_main
 from .provenance import provenance
 from .served import ServedFeatures, ServedTarget, served_texts
-from .store import Layout, ShardWriter, StoreType, shard_path, shards_to_write, tell, wanted
+from .store import Layout, ShardWriter, shard_path, shards_to_write, tell, wanted
 
 log = logging.getLogger(__name__)
 
-EXAMPLE = "draftsmith data extract --method eagle --run configs/eagle/quickstart.yaml --out runs/quickstart/store"
+
 SCHEMA = 1
 Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 
 
-@dataclass
-class Options:
-    """Store the target's features for a training run, so that it needs no target: only what its method reads.
-
-    With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE --out STORE
-    """
-
-    method: Method
-    run: str
-    """The run's config file; its target, data, heads, seed and evaluation are used."""
-    out: str
-    """Folder of the store."""
-    dtype: StoreType = "bfloat16"
-    """float32, bfloat16, or fp8 (e4m3 with a scale for each position: half of bfloat16)."""
-    rows_per_shard: int = 64
-    """Packed rows in a shard."""
-    ring: int | None = None
-    """Keep at most this many shards, those that the training which runs beside this needs next."""
-
-    def __post_init__(self) -> None:
-        if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):
-            raise UserError("rows_per_shard must be at least 1, ring at least 2: one shard is read while the next is written")
-
-
 def run(options: Options) -> None:
-    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
-    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run", EXAMPLE)
+    options = replace(options, method=method_for(options.run, options.method))
+    method = method_module(str(options.method))
+    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run")
     config.features.store = None  # to have one is what this is for; features.server is where they come from, if it says so
     check_before_loading(config)
     # Workers wait for the one that writes the held-out replies, and in the end for the slowest.

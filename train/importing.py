@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +18,10 @@ from ..heads.public import read_public
 from ..heads.stored_tensors import StoredTensors
 from ..inference.stored import StoredTarget
 from .inputs import ends_in
+from .options import ImportOptions as Options
 from .provenance import provenance
 
-EXAMPLE = (
-    "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3"
-)
 READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
-
-
-@dataclass
-class Options:
-    """Read a public drafter, or an export of ours, for the target that it was trained for."""
-
-    from_: str
-    """Its folder, or its name on the hub."""
-    target: str
-    """The target: a folder, or a name on the hub. Only its embedding, final norm and head are loaded."""
-    out: str
-    """The drafter's folder to write."""
-    taps: str | None = None
-    """Hidden states that it fuses, such as [2,16,29], where the checkpoint leaves them open."""
-    norm_output: bool | None = None
-    """Whether drafts recycle the normed state (EAGLE-3.1), where the checkpoint leaves it open."""
-    norm_before_residual: bool | None = None
-    """Whether the layer adds to the normed state, where the checkpoint leaves it open."""
-    target_embedding: bool = False
-    """Use the target's embedding although the checkpoint's differs."""
 
 
 def run(options: Options) -> None:

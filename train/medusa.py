@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from .outline import ConfigOnly, Outline
 from .written import Rollouts, Writer
 
 __all__ = [
-    "EXAMPLE",
     "REPLAYED",
     "Run",
     "accepted_by_root",
@@ -40,7 +40,6 @@ __all__ = [
     "writers",
 ]
 
-EXAMPLE = "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml --optim.lr 3e-4"
 SURENESS = 0.45
 """Heads begin with the target's output matrix times this. With the matrix as it is they are as sure as the
 target, and wrong: with SmolLM2 the divergences of three heads begin at 9.0, 11.1 and 11.4, times 0.45 at
@@ -68,6 +67,10 @@ class MedusaLoss:
 @dataclass
 class Run(RunConfig):
     """Train Medusa heads for a frozen target."""
+
+    example: ClassVar[str] = (
+        "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml --optim.lr 3e-4"
+    )
 
     heads: MedusaConfig = field(default_factory=MedusaConfig)
     objective: MedusaLoss = field(default_factory=MedusaLoss)

@@ -5,56 +5,23 @@ Everything is arithmetic on shapes: the target and the drafter are built without
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from ..inference.gains import GPUS
 from .arguments import parse
-from .cli import METHODS, Method
+from .methods import method_for, method_module
+from .options import PlanOptions as Options
 from .outline import ConfigOnly, Outline, config_at, empty
 
-EXAMPLE = "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 --gpu H100 --gpus 8"
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments
 DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
-
-
-@dataclass
-class Options:
-    """What a training run will cost: feature bytes, GPU-hours of each stage, memory of one GPU."""
-
-    method: Method
-    run: str
-    """The run's config file; its target, heads (or student), objective and batch are used."""
-    tokens: float = 1e9
-    """Tokens of data, prompts included."""
-    reply_share: float = 1.0
-    """Share of them that the target writes."""
-    gpu: str = "H100"
-    """GPU, as its data sheet names it."""
-    gpus: int = 8
-    """How many."""
-    mfu: float = 0.4
-    """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
-    json: str | None = None
-    """Write the numbers to this file."""
-    set: list[str] = field(default_factory=list)
-    """Keys of the run to change, as target.path=FOLDER (a folder that holds a config.json is enough); may be repeated."""
-
-    def __post_init__(self) -> None:
-        if wrong := [change for change in self.set if "=" not in change]:
-            raise UserError(f"--set {wrong[0]} sets nothing; write KEY=VALUE, such as batch_rows=4")
-        if self.gpu not in GPUS:
-            raise UserError(f"unknown GPU {self.gpu!r}; there are: {', '.join(GPUS)}")
-        if self.tokens <= 0 or self.gpus < 1 or not 0 < self.mfu <= 1 or not 0 < self.reply_share <= 1:
-            raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
 
 
 @dataclass(frozen=True)
@@ -86,9 +53,9 @@ def run(options: Options) -> None:
 
 def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
     """The run, the shape of its target and drafter, and what `plan_for` makes of them."""
-    method = importlib.import_module(f".{METHODS[options.method]}", __package__)
+    method = method_module(method_for(options.run, options.method))
     changes = [f"--{change}" for change in options.set]
-    config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run", EXAMPLE)
+    config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run")
     shape = shape_of(method, config)
     return config, shape, plan_for(shape, options, config)
 
@@ -128,13 +95,19 @@ def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
     states = positions * shape.passes * shape.layers
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
+    regenerate = 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE)
+    extract = 2 * shape.active_params * options.tokens / (hours * options.mfu)
+    train = per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu)
+    extractions = config.epochs if config.features.store is None else 1.0  # live, or through a ring: in each epoch anew
     return {
         "feature_bytes_per_token": per_token,
         "feature_bytes": per_token * options.tokens,
         "feature_bytes_fp8": per_token * options.tokens / 2,
-        "regenerate_gpu_hours": 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE),
-        "extract_gpu_hours": 2 * shape.active_params * options.tokens / (hours * options.mfu),
-        "train_gpu_hours": per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu),
+        "regenerate_gpu_hours": regenerate,
+        "extract_gpu_hours": extract,
+        "extractions": extractions,
+        "train_gpu_hours": train,
+        "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
         "activation_bytes": float(activations + 3 * chunk * shape.laws * shape.vocab * 4),
@@ -146,18 +119,20 @@ def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
     target, drafter = plan["target_bytes"], f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position"
     table = Table("what", "how much", "of it")
+    times = plan["extractions"]
+    once = f"forward at {options.mfu:.0%} of peak" + (f", live: in each of {times:g} epochs" if times != 1 else "")
     for what, amount, remark in (
         ("stored features", size(plan["feature_bytes"]), f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"),
         ("stored in fp8", size(plan["feature_bytes_fp8"]), ""),
         ("regenerate replies", hours(plan["regenerate_gpu_hours"]), f"decoding at {DECODE_SHARE:.0%} of peak"),
-        ("extract features", hours(plan["extract_gpu_hours"]), f"forward at {options.mfu:.0%} of peak; live or ring: each epoch"),
+        ("extract features", hours(plan["extract_gpu_hours"] * times), once),
         ("train the drafter", hours(plan["train_gpu_hours"]), drafter),
         ("GPU memory: target", size(target), f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU"),
         ("GPU memory: drafter", size(plan["drafter_bytes"]), "fp32 weights, gradients, AdamW's moments"),
         ("GPU memory: activations", size(plan["activation_bytes"]), "a rough upper bound for one forward pass of a rank"),
     ):
         table.add_row(what, amount, remark)
-    total = sum(plan[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train"))
+    total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
     console.print(

@@ -24,75 +24,11 @@ from transformers import GenerationConfig
 from ..heads.errors import UserError
 from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
-from ..inference.target import PROCESSORS, Target, TargetConfig, load_target
+from ..inference.target import PROCESSORS, Target, load_target
+from .options import RegenerateOptions as Options
+from .options import Sampling
 
 log = logging.getLogger(__name__)
-
-EXAMPLE = "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl --sampling.temperature 0.8"
-
-
-@dataclass
-class Sampling:
-    """How the target writes: use what will be used in serving."""
-
-    temperature: float = 0.7
-    """0 is greedy. Small targets loop under greedy decoding, so sample."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens up to this mass."""
-    top_k: int = 0
-    """Keep this many likeliest tokens; 0 keeps all."""
-    max_new_tokens: int = 1024
-    """Longest reply."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
-            raise UserError("sampling: temperature and top_k must be at least 0, top_p in (0, 1], max_new_tokens at least 1")
-
-
-@dataclass
-class Server:
-    """An OpenAI-compatible server that runs the target."""
-
-    url: str | None = None
-    """Base address, such as http://localhost:8000/v1; the target runs in this process if not given."""
-    model: str | None = None
-    """Model name to ask for; the target's path if not given."""
-    concurrency: int = 32
-    """Requests under way at one time."""
-    retries: int = 5
-    """Attempts after a failed one (429, 5xx, lost connection), with growing pauses."""
-    timeout_s: float = 600.0
-    """Longest wait for one reply."""
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
-            raise UserError("server: concurrency must be at least 1, retries at least 0, timeout_s above 0")
-
-
-@dataclass
-class Options:
-    """Let the target write the replies of a data set; prompts are kept, everything an assistant said is replaced."""
-
-    target: TargetConfig
-    data: str
-    """JSON, JSONL or parquet file, folder, or hub data set of conversations or prompts."""
-    out: str
-    """JSONL file to write, or to go on with."""
-    sampling: Sampling = field(default_factory=Sampling)
-    server: Server = field(default_factory=Server)
-    limit: int | None = None
-    """Take the first so many rows."""
-    batch_size: int = 32
-    """Prompts decoded together in this process."""
-    max_prompt_tokens: int | None = None
-    """Skip (and count) longer prompts; what fits the target's context if not given."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the chat template, such as enable_thinking."""
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
-            raise UserError("batch_size and limit must be at least 1")
 
 
 def run(options: Options) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,10 +31,10 @@ from ..inference.stored import manifest_of, verify
 from ..inference.target import Target
 from .batches import PADDING, Batch, Batches
 from .features import Features
+from .options import StoreType
 
 log = logging.getLogger(__name__)
 
-StoreType = Literal["float32", "bfloat16", "fp8"]
 FP8_LARGEST = 448.0  # of float8_e4m3fn
 WANTED = "wanted.json"
 PATIENCE_S = 30.0  # before somebody who waits says so

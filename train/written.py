@@ -23,7 +23,7 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.decode import Generation, Request, generate
 from ..inference.proposer import PlainDecoding, Proposer, method_module
-from ..inference.sampling import Sampling
+from ..inference.settings import Sampling
 from ..inference.target import Target
 from .batches import ANY, Batches, pack
 from .data import TokenTable

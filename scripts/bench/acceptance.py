@@ -24,8 +24,9 @@ from draftsmith.inference.draft_lm import load_draft_lm
 from draftsmith.inference.early_exit import first_layers
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.sampling import Draws, Sampling
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.verifiers import recursive
 from rich.console import Console

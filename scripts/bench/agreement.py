@@ -20,8 +20,8 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.draft_lm import load_draft_lm
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import load_target
 from rich.console import Console
 from rich.table import Table
 

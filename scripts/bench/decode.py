@@ -30,8 +30,8 @@ from draftsmith.inference.draft_lm import DraftLM
 from draftsmith.inference.metrics import kept_per_round, split, tau
 from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
-from draftsmith.inference.sampling import GREEDY
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import GREEDY, TargetConfig
+from draftsmith.inference.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console
 from rich.table import Table

@@ -16,8 +16,8 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.measure import divergence
 from draftsmith.inference.prompts import Prompt, read_prompts
 from draftsmith.inference.proposer import load_proposer
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import Target, load_target
 
 BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

@@ -25,7 +25,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
 from draftsmith.inference.draft_lm import make_proposer
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig

@@ -15,7 +15,7 @@ import torch
 from draftsmith.inference import noise
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposer import Proposer, load_proposer
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from transformers import (
     LogitsProcessor,

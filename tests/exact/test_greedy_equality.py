@@ -10,8 +10,8 @@ import torch
 from draftsmith.inference.decode import Generation, generate, generate_one
 from draftsmith.inference.medusa import make_proposer
 from draftsmith.inference.proposer import Proposer, load_proposer
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import Target, load_target
 
 from tests.architectures import ARCHITECTURES, NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
 from tests.conftest import ROOT, wrong_heads

@@ -14,7 +14,8 @@ from draftsmith.inference.eagle import EagleProposer
 from draftsmith.inference.medusa import MedusaProposer
 from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Proposer, load_proposer
-from draftsmith.inference.sampling import Draws, Sampling
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.verifiers import token_level

@@ -12,7 +12,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.replay import replay
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import DraftTree
 from draftsmith.inference.walk import BEST, NEVER, Text, nodes_needed

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from draftsmith.heads.fingerprint import LARGEST_EXACT, hash_of, sampled_places
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import load_target
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from draftsmith.inference.accept import Verdict, judge, match
 from draftsmith.inference.decode import decide
-from draftsmith.inference.sampling import Draws, Sampling
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -17,7 +17,8 @@ from draftsmith.inference.dflash import cut
 from draftsmith.inference.dspark import calibration_error, scale_sequentially
 from draftsmith.inference.growth import Level, Slots
 from draftsmith.inference.metrics import kept_per_round
-from draftsmith.inference.sampling import GREEDY, Draws, Sampling
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.walk import Text, nodes_needed
 from torch import Tensor

@@ -13,7 +13,7 @@ from draftsmith.inference.engines import AsIn, Engine
 from draftsmith.inference.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 
 from tests.blocks import proposer_of, random_block

@@ -12,7 +12,8 @@ from draftsmith.inference.evaluate import Options, check
 from draftsmith.inference.measure import model_batches
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.prompts import next_turn, read_prompts
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import load_target
 
 from tests.conftest import QUICKSTART
 from tests.inference.test_simulate import run_cli

@@ -23,8 +23,8 @@ from draftsmith.inference.evaluate import Options, run
 from draftsmith.inference.live import Load, Reply
 from draftsmith.inference.live_report import figures
 from draftsmith.inference.prompts import Prompt
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import load_target
 from transformers import AutoTokenizer
 
 from tests.inference.test_simulate import run_cli

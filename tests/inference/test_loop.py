@@ -15,7 +15,7 @@ from draftsmith.inference.draft_lm import DraftLM
 from draftsmith.inference.early_exit import EarlyExit
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import PlainDecoding, Proposer
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 
 from tests.architectures import FromTheFuture, near_copy, proposers

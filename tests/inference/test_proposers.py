@@ -14,7 +14,7 @@ from draftsmith.inference.early_exit import EarlyExit, first_layers
 from draftsmith.inference.lookahead import Lookahead
 from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Accepted, Prompts, load_proposer, parse_spec
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.suffix import SuffixAutomaton
 from draftsmith.inference.target import Target
 from hypothesis import given, settings

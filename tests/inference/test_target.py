@@ -11,8 +11,8 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.sampling import Sampling
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.target import Target, load_target
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, JambaConfig, MambaConfig, MptConfig, RwkvConfig
 

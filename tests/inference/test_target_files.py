@@ -12,7 +12,8 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.footprint import Footprint, footprint
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import load_target
 from draftsmith.train.doctor import check_memory
 from safetensors.torch import load_file, save_file
 

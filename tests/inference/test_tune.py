@@ -12,8 +12,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.candidates import Candidate
 from draftsmith.inference.costs import NODES, PLAIN, DraftCosts, Filler, VerifyCosts, _fit, between, features, run
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
-from draftsmith.inference.sampling import GREEDY, Sampling
-from draftsmith.inference.target import Target, TargetConfig
+from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
+from draftsmith.inference.target import Target
 from draftsmith.inference.tune import Options, check, predicted, probes_of
 from draftsmith.inference.tuned import Profile, Tuned, key_of
 from draftsmith.inference.walk import Text

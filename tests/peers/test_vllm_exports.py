@@ -22,7 +22,8 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exporter import export, load_alone
 from draftsmith.heads.exports import Order, kind_of
 from draftsmith.inference.prompts import read_prompts
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import Target, load_target
 
 from tests.blocks import changed_block, share_key_norms
 from tests.conftest import QUICKSTART, ROOT

@@ -18,7 +18,8 @@ import httpx
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import load_target
 from draftsmith.train.batches import PADDING, collate
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.features import LiveTarget

@@ -25,7 +25,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.counters import read_counters
 from draftsmith.inference.evaluate import Options, run
 from draftsmith.inference.prompts import read_prompts
-from draftsmith.inference.target import TargetConfig
+from draftsmith.inference.settings import TargetConfig
 from transformers import AutoTokenizer
 
 from tests.conftest import QUICKSTART

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 
@@ -12,17 +11,17 @@ from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
 from draftsmith.train.arguments import leave, parse
 from draftsmith.train.batches import Batch, Batches
-from draftsmith.train.cli import METHODS
 from draftsmith.train.data import build
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import Inputs
+from draftsmith.train.methods import method_module
 from draftsmith.train.trainer import Trainer
 from safetensors.torch import save_file
 
 
 def main() -> None:
     name, config, accumulation, out, *blank = sys.argv[1:]
-    method = importlib.import_module(f"draftsmith.train.{METHODS[name]}")
+    method = method_module(name)
     run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
     set_seed(run.seed)

@@ -14,7 +14,7 @@ from draftsmith.inference.decode import generate
 from draftsmith.inference.draft_lm import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposer import load_proposer
-from draftsmith.inference.sampling import Sampling
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.batches import Batch
 from draftsmith.train.config import Data, Source, TargetConfig

@@ -13,7 +13,8 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from draftsmith.heads.artifact import Artifact
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import load_target
 from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import ROOT

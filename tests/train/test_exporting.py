@@ -21,7 +21,8 @@ from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exports import EngineName
 from draftsmith.inference.api import load
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import Target, load_target
 from draftsmith.train import exporting, importing
 from draftsmith.train.cli import _main
 from safetensors.torch import load_file, save_file

@@ -21,7 +21,7 @@ def run_of(tmp_path: Path, target: Path, method: str):
     module = {"medusa": medusa}.get(method) or __import__(f"draftsmith.train.{method}", fromlist=["Run"])
     from draftsmith.train.arguments import parse
 
-    return config, module, parse(module.Run, ["--config", str(config)], "x", "x")[0]
+    return config, module, parse(module.Run, ["--config", str(config)], "x")[0]
 
 
 def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
@@ -29,12 +29,18 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
     shape = Shape(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
-    found = plan_for(shape, Options("eagle", "x", tokens=1e9), config)
+    found = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
     assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
     assert found["train_gpu_hours"] == pytest.approx(6 * 1e8 * 7 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs)
+    stages = [found[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train")]
+    config.epochs = 3.0  # live: the target runs over the data in each epoch
+    live = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
+    assert live["total_gpu_hours"] == pytest.approx(stages[0] + 3 * stages[1] + live["train_gpu_hours"])
+    config.features.store = "store"
+    assert plan_for(shape, Options("x", "eagle", tokens=1e9), config)["extractions"] == 1
     assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
-    half = plan_for(shape, Options("eagle", "x", tokens=1e9, reply_share=0.5), config)
+    half = plan_for(shape, Options("x", "eagle", tokens=1e9, reply_share=0.5), config)
     assert half["feature_bytes"] == 7e12 and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
 
 
@@ -46,7 +52,7 @@ def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(tmp_path: Path, sa
     ).save_pretrained(folder)  # fmt: skip
     (tmp_path / "run").mkdir()
     config = make_config(tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000}, errors={})
-    plan.run(Options("eagle", str(config), json=str(tmp_path / "plan.json")))
+    plan.run(Options(str(config), "eagle", json=str(tmp_path / "plan.json")))
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["plan"]["feature_bytes"] == pytest.approx(40.96e12)
     assert 30e9 < found["shape"]["target_params"] < 34e9 and 2e8 < found["shape"]["drafter_params"] < 2e9
@@ -71,7 +77,7 @@ def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: 
     config = make_config(tmp_path, saved_tiny, method, max_steps=1)
     done = train(config, method=method)
     size = float(done.stderr.split("drafter of ")[1].split("M")[0])
-    plan.run(Options(method, str(config), json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
+    plan.run(Options(str(config), method, json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
     assert json.loads((tmp_path / "plan.json").read_text())["shape"]["drafter_params"] / 1e6 == pytest.approx(size, abs=0.006)
 
 
@@ -89,7 +95,7 @@ def test_a_student_is_as_large_as_the_one_that_is_cut(tmp_path: Path, saved_tiny
     from draftsmith.distill.students import StudentConfig, make_student
 
     config = make_config(tmp_path, saved_tiny, "distill", student=student)
-    _, shape, _ = plan.planned(Options("distill", str(config)))
+    _, shape, _ = plan.planned(Options(str(config), "distill"))
     cut = make_student(StudentConfig(**student), tiny_target(), lambda: [torch.arange(3, 40)])
     assert shape.drafter_params == sum(p.numel() for p in cut.model.parameters())
 
@@ -97,10 +103,10 @@ def test_a_student_is_as_large_as_the_one_that_is_cut(tmp_path: Path, saved_tiny
 def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_tiny: Path) -> None:
     """Four heads through a head of 1e9 parameters: 16 FLOP for each of them and token, where own heads would cost 24."""
     config = make_config(tmp_path, saved_tiny, "medusa", epochs=1, heads={"num_heads": 3, "shared_head": True})
-    run, shape, _ = plan.planned(Options("medusa", str(config)))
+    run, shape, _ = plan.planned(Options(str(config), "medusa"))
     assert shape.borrowed_params == 3 * 32 * shape.vocab
     shape = Shape(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
-    found = plan_for(shape, Options("medusa", "x", tokens=1e9, mfu=1.0), run)
+    found = plan_for(shape, Options("x", "medusa", tokens=1e9, mfu=1.0), run)
     assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
 
 
@@ -109,7 +115,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(tmp_path: Path, saved_tiny
     borrowed head. 3 drafts of a block have logits; each of 2 layers keeps 20 states of 32 fp32 numbers for each row."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
-    run, shape, found = plan.planned(Options("dflash", str(config), tokens=1e6, mfu=1.0))
+    run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
     assert (shape.passes, shape.layers, shape.laws, shape.taps) == (0.5, 2, 3, 1)
     assert shape.borrowed_params == 32 * shape.vocab
     flops = (6 * shape.drafter_params + 4 * 32 * shape.vocab) * 0.5 * 1e6 * 3
@@ -118,7 +124,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(tmp_path: Path, saved_tiny
     assert found["activation_bytes"] == 160 * 3 * 32 * 2 + 20 * 4 * 2 * 20 * 32 * 4 + logits
     assert run.objective.rows_per_chunk == 16 and run.batch_rows == 1
     monkeypatch.setenv("COLUMNS", "200")
-    plan.run(Options("dspark", str(make_config(tmp_path, saved_tiny, "dspark"))))
+    plan.run(Options(str(make_config(tmp_path, saved_tiny, "dspark")), "dspark"))
     assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
 
 

@@ -11,10 +11,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train import plan
-from draftsmith.train.cli import METHODS, Method
+from draftsmith.train.methods import METHODS, Method, method_module
 from draftsmith.train.outline import ConfigOnly
 from draftsmith.train.plan import Options, outlined, planned
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -74,7 +75,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     """The run's drafter on the meta device, and its target's stored config."""
-    method = importlib.import_module(f"draftsmith.train.{METHODS[recipe.parent.name]}")
+    method = method_module(recipe.parent.name)
     drafter: Any = outlined(method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
     return drafter, raw(ROOT / "tests" / "targets" / f"{Path(run.target.path).name}.json")
@@ -261,9 +262,9 @@ def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     recipe = next(path for path in RECIPES if name_of(path) == "eagle/qwen3-0.6b")
     changes = [f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B', tmp_path)}", "heads.draft_vocab_size=16000", "batch_rows=4"]
     out = tmp_path / "plan.json"
-    plan.run(Options("eagle", str(recipe), json=str(out), set=changes))
-    run, shape, _ = planned(Options("eagle", str(recipe), set=changes))
+    plan.run(Options(str(recipe), "eagle", json=str(out), set=changes))
+    run, shape, _ = planned(Options(str(recipe), "eagle", set=changes))
     assert json.loads(out.read_text())["shape"]["drafter_params"] == shape.drafter_params
     assert run.batch_rows == 4 and run.heads.draft_vocab_size == 16000
-    with pytest.raises(plan.UserError, match="--set batch_rows sets nothing"):
-        Options("eagle", str(recipe), set=["batch_rows"])
+    with pytest.raises(UserError, match="--set batch_rows sets nothing"):
+        Options(str(recipe), "eagle", set=["batch_rows"])

@@ -14,7 +14,8 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.rows import conversation_of
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.target import Target, load_target
 from draftsmith.train.regenerate import Options, Sampling, Server, mend, questions, run, take_batch
 from draftsmith.train.templates import encode
 

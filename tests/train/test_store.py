@@ -20,8 +20,9 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.stored import ENDS_FILE, load_stored, load_texts, model_of_ends, save_ends
-from draftsmith.inference.target import Target, TargetConfig, load_target
+from draftsmith.inference.target import Target, load_target
 from draftsmith.train.inputs import ends_in
 from draftsmith.train.store import encoded
 from safetensors.torch import load_file

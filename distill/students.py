@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.draft_lm import DraftModel
 from ..heads.errors import UserError
+from ..heads.pretrained import first_line, make_causal_lm, read_config
 from ..inference.spread import decoder_layers
 from ..inference.target import Target
 from ..inference.target_files import check_there
@@ -118,17 +118,13 @@ def make_student(config: StudentConfig, target: Target, texts: Callable[[], Sequ
 
 def _from_scratch(path: str, target: Target) -> nn.Module:
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = read_config(path)
         config.vocab_size = target.vocab_size
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(target.config, name, None))
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return make_causal_lm(config, dtype=torch.float32)
     except Exception as error:  # each architecture demands other things of its config, each in its own way
-        raise UserError(f"cannot make a student from {path}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot make a student from {path}: {first_line(error)}") from error
 
 
 def chosen_layers(config: StudentConfig, total: int, importance: Callable[[], list[float]]) -> list[int]:
@@ -189,13 +185,13 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
     small = smaller(config, target, kept)
     width = _Width(config, target, small, texts)
     try:
-        student: Any = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+        student: Any = make_causal_lm(small, dtype=torch.float32)
         _copy_weights(config, target, student, kept, width)
     except UserError:
         raise
     except Exception as error:  # each architecture demands other things of its config, each in its own way
         raise UserError(
-            f"cannot cut a student from {target.config.model_type} ({_first_line(error)}); give student.path or student.config"
+            f"cannot cut a student from {target.config.model_type} ({first_line(error)}); give student.path or student.config"
         ) from error
     untied = target.model.get_input_embeddings().weight is not target.model.get_output_embeddings().weight
     if not width.narrow and not (config.head == "tie" and untied):

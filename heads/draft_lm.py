@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .ends import TargetEnds
 from .errors import UserError
+from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog, 1234567890 times.",
@@ -37,7 +36,7 @@ class DraftModel(nn.Module):
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         weights = {name: weight.detach().to("cpu", dtype) for name, weight in self.model.state_dict().items()}
         with torch.device("meta"):  # a second model of no size, so that the device holds one only
-            copy: Any = AutoModelForCausalLM.from_config(self.model.config, dtype=dtype)
+            copy: Any = make_causal_lm(self.model.config, dtype=dtype)
         copy.load_state_dict(weights, assign=True)
         copy.tie_weights()
         copy.generation_config = self.model.generation_config
@@ -52,12 +51,9 @@ class DraftModel(nn.Module):
         """The model in `directory`. Raises `UserError` if it is incomplete, or has another tokenizer than the target."""
         if ends is None:
             raise UserError("a draft model needs the target's tokenizer to be checked against; load it together with its target")
-        try:
-            model, found = cast(Any, AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True))
-            tokenizer = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"cannot load draft model {directory}: {first_line}") from error
+        with clear_errors(directory, "draft model"):
+            model, found = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
+            tokenizer = read_tokenizer(directory)
         if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
             raise UserError(
                 f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} is missing or surplus"

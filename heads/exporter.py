@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from .artifact import OWN_FILE, Artifact
 from .card import Measured, card
@@ -20,6 +19,7 @@ from .exports import Order, Recipe, files_for, kind_of, recipe_for
 from .files import checksum, read_json, whole_directory, write_json
 from .fingerprint import Fingerprint, tokenizer_hash
 from .layout import place
+from .pretrained import clear_errors, read_tokenizer
 from .selfcheck import check_export, check_name, side_of
 from .vocabulary import offsets
 
@@ -116,10 +116,8 @@ def load_alone(directory: str | Path) -> Artifact:
 
 def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
     """The one beside a draft model, which has to be the target's, though the target is not here."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory} has no tokenizer that can be read; save the drafter again") from error
+    with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
+        tokenizer = read_tokenizer(directory)
     if tokenizer_hash(tokenizer) != target.tokenizer_hash:
         raise UserError(f"the tokenizer in {directory} is not the target's that it was trained for; save the drafter again")
     return tokenizer

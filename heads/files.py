@@ -145,6 +145,21 @@ def damage(folder: Path) -> str | None:
     return f"{surplus[0].relative_to(folder)} does not belong to it" if surplus else None
 
 
+def inside(folder: Path, name: Any, named_by: str) -> Path:
+    """The path of a file that `named_by`, a file of `folder`, names. It need not exist.
+
+    Raises `UserError` for a name that leads out of the folder: an absolute one, one with `..`, or a symbolic link to another
+    place. Links into the blobs of the hub's cache, of which its snapshots are made, are within.
+    """
+    path = folder / str(name)
+    own = folder.resolve()
+    homes = [own] + [own.parent.parent / "blobs"] * (own.parent.name == "snapshots")
+    plain = isinstance(name, str) and name and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+    if not plain or not any(path.resolve().is_relative_to(home) for home in homes):
+        raise UserError(f"{folder / named_by} names {name!r}, which is not a file within its folder; copy or download it again")
+    return path
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import UserError
-from .files import read_json
+from .files import inside, read_json
 
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
@@ -55,7 +55,7 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
         if any(path.suffix == Path(index.name.removesuffix(".index.json")).suffix for path in found):
             table = read_json(index)
             try:
-                named = sorted({folder / file for file in table["weight_map"].values()})
+                named = sorted({inside(folder, file, index.name) for file in table["weight_map"].values()})
             except (KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index} names no files of weights; copy or download it again") from error
             if missing := [path.name for path in named if not path.is_file()]:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,10 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from ..heads.errors import UserError
-from ..heads.files import read_json
+from ..heads.pretrained import clear_errors, read_config, read_tokenizer
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 from .decode import Generation
 from .live import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
@@ -30,7 +29,7 @@ from .metrics import quantiles
 from .prompts import Prompt, next_turn, read_prompts
 from .settings import Sampling, TargetConfig
 from .target import Target
-from .target_files import check_there
+from .target_files import base_and_adapter
 
 SHOWN = 3
 WARM_UP = 8  # tokens
@@ -73,21 +72,14 @@ class Reader:
 
 def load_reader(config: TargetConfig) -> Reader:
     """Raises `UserError` where the target's folder has no tokenizer."""
-    path = config.path
-    check_there(path)
-    if Path(path, "adapter_config.json").is_file():
-        path = read_json(Path(path, "adapter_config.json")).get("base_model_name_or_path") or ""
-        check_there(path)
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    path, _ = base_and_adapter(config)
+    with clear_errors(path, "the tokenizer of target"):
+        tokenizer = read_tokenizer(path, config.trust_remote_code)
         try:
             settings = GenerationConfig.from_pretrained(path)
         except OSError:
-            own = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+            own = read_config(path, config.trust_remote_code)
             settings = GenerationConfig.from_model_config(own)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot load the tokenizer of target {path!r}: {first_line}") from error
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
     return Reader(config.path, tokenizer, frozenset([ends] if isinstance(ends, int) else ends or []), penalty)

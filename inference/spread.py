@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.errors import UserError
 from ..heads.fingerprint import weights_hash
+from ..heads.pretrained import make_causal_lm, read_causal_lm, read_config
 from .target_files import read_model
 
 
@@ -23,7 +23,7 @@ def load_spread(kind: str, path: str, device: torch.device, options: dict[str, A
     if kind == "devices":
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError("target.spread=devices takes all GPUs for one process; start one, or use spread=fsdp")
-        return AutoModelForCausalLM.from_pretrained(path, device_map="auto", **options), None
+        return read_causal_lm(path, device_map="auto", **options), None
     if not torch.distributed.is_initialized():
         raise UserError(f"target.spread={kind} shares the target between ranks; start it with accelerate launch or torchrun")
     if kind == "tensor":
@@ -32,7 +32,7 @@ def load_spread(kind: str, path: str, device: torch.device, options: dict[str, A
 
 
 def _split_within_layers(path: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, str | None]:
-    config: Any = AutoConfig.from_pretrained(path, trust_remote_code=options["trust_remote_code"]).get_text_config()
+    config: Any = read_config(path, options["trust_remote_code"]).get_text_config()
     ranks = torch.distributed.get_world_size()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % ranks:
@@ -46,7 +46,7 @@ def _split_within_layers(path: str, device: torch.device, options: dict[str, Any
         pass  # before transformers 5.18
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, **plan, **options)
+        model: Any = read_causal_lm(path, **plan, **options)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
         raise UserError(f"target.spread=tensor does not know the embedding or head of {config.model_type}; use spread=fsdp")
@@ -55,7 +55,7 @@ def _split_within_layers(path: str, device: torch.device, options: dict[str, Any
     output = nn.Linear(head.in_features, len(whole), bias=False, device="meta")
     output.weight = nn.Parameter(whole if config.tie_word_embeddings else _whole(head.weight), requires_grad=False)
     model.set_output_embeddings(output)
-    return model, _on_first(lambda: weights_hash(AutoModelForCausalLM.from_pretrained(path, **options)))
+    return model, _on_first(lambda: weights_hash(read_causal_lm(path, **options)))
 
 
 def _whole(weight: Any) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _sharded_by_layer(path: str, device: torch.device, options: dict[str, Any]) 
     source: Any = read_model(path, options) if first else None
     config, dtype, digest = _on_first(lambda: (source.config, source.dtype, weights_hash(source)))
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = make_causal_lm(config, options["trust_remote_code"], dtype=dtype)
     model.requires_grad_(False)
     decoder = model.get_decoder()
     _, layers = decoder_layers(decoder, config.get_text_config().num_hidden_layers)

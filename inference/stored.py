@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 
 from ..heads.errors import UserError
 from ..heads.files import checksum, read_json
 from ..heads.fingerprint import Fingerprint
+from ..heads.pretrained import make_causal_lm, read_config, read_tokenizer
 from .target import Hidden, Target, resolve_device
 
 MANIFEST = "manifest.json"
@@ -107,13 +108,13 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     if SAMPLE_FILE in manifest["files"]:  # stores of version 0.1 have none
         verify(Path(store, SAMPLE_FILE), manifest["files"][SAMPLE_FILE])
         sample = load_file(Path(store, SAMPLE_FILE))
-    return StoredTarget(model, AutoTokenizer.from_pretrained(folder), Fingerprint(**manifest["target"]), sizes, sample)
+    return StoredTarget(model, read_tokenizer(folder), Fingerprint(**manifest["target"]), sizes, sample)
 
 
 def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]) -> Any:
     """The model of a folder with its embedding, final norm and head, and shapes for all else. `read` gives a tensor by name."""
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model: Any = make_causal_lm(read_config(folder), dtype=dtype)
     shell = Target(model, None, str(folder))
     norm = shell.final_norm()
     wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +15,15 @@ from torch import Tensor, nn
 
 from ..heads.ends import TargetEnds
 from ..heads.errors import UserError
-from ..heads.files import read_json
 from ..heads.fingerprint import Fingerprint
+from ..heads.pretrained import clear_errors
 from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
 from .footprint import check_fits
 from .masks import packed_mask
 from .settings import TargetConfig
 from .spread import load_spread
-from .target_files import check_config, check_there, clear_errors, merge_adapter, read_model, read_tokenizer
+from .target_files import base_and_adapter, check_config, merge_adapter, read_model, read_tokenizer
 from .tree import TreeShape
 
 log = logging.getLogger(__name__)
@@ -392,12 +391,7 @@ def load_target(config: TargetConfig) -> Target:
     """Load model and tokenizer, merge an adapter if there is one, and check the head. Raises `UserError`."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
-    path, adapter = config.path, config.adapter
-    check_there(path)
-    if adapter is None and Path(path, "adapter_config.json").is_file():
-        adapter = path
-        path = read_json(Path(path, "adapter_config.json")).get("base_model_name_or_path") or ""
-        check_there(path)
+    path, adapter = base_and_adapter(config)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
     if config.spread == "whole" and device.type == "cuda":
         options["device_map"] = {"": device}  # straight to its place, quantised or not

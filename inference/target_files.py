@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
+from ..heads import pretrained
 from ..heads.errors import UserError
 from ..heads.files import read_json
+from ..heads.pretrained import clear_errors, first_line
+from .settings import TargetConfig
 
 HUB = "https://huggingface.co/"
 DRAFTER_FILE = "draftsmith.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def check_there(path: str) -> None:
@@ -48,9 +46,9 @@ def check_there(path: str) -> None:
 
 def check_folder(folder: Path) -> None:
     """Demand that a folder looks like a model's, or like a LoRA adapter's. Raises `UserError`."""
-    if (own := folder / DRAFTER_FILE).is_file() and (method := read_json(own).get("method")) not in (None, "draft_lm"):
+    if (own := folder / DRAFTER_FILE).is_file() and (method := method_in(own)) not in (None, "draft_lm"):
         raise UserError(f"{folder} is a drafter ({method}), not a target; give it as --drafter, and its target as --target")
-    if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
+    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
         return
     kind = (
         "a GGUF file, which has to be turned into a Hugging Face folder first" if any(folder.glob("*.gguf")) else "no config.json"
@@ -58,10 +56,16 @@ def check_folder(folder: Path) -> None:
     raise UserError(f"target folder {folder} holds {kind}; name the folder of a Hugging Face model")
 
 
+def method_in(own: Path) -> Any:
+    """What a drafter's `draftsmith.json` calls its method, None if it says nothing. Raises `UserError` for what is no JSON."""
+    facts = read_json(own)
+    return facts.get("method") if isinstance(facts, dict) else None
+
+
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:
     """The causal language model in a folder or of a name, with every weight from its files. Raises `UserError`."""
     with clear_errors(path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        loaded = pretrained.read_causal_lm(path, output_loading_info=True, **options)
     model, found = loaded
     for what, names in (("lack", found["missing_keys"]), ("have in another shape", found.get("mismatched_keys", ()))):
         if names:
@@ -76,51 +80,33 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
 def check_config(path: str, trust_remote_code: bool) -> None:
     """Demand a config.json that transformers can read, before other files are blamed for it. Raises `UserError`."""
     with clear_errors(path):
-        AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        pretrained.read_config(path, trust_remote_code)
 
 
 def read_tokenizer(path: str, trust_remote_code: bool) -> Any:
     """Raises `UserError` where there is none, or none that can be read."""
     with clear_errors(path, "the tokenizer of target", "copy its tokenizer files (tokenizer.json) from the published model"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return pretrained.read_tokenizer(path, trust_remote_code)
 
 
-@contextmanager
-def clear_errors(path: str, what: str = "target", remedy: str = "") -> Iterator[None]:
-    """Within this, what transformers raises for files that it cannot read becomes a `UserError`, and what it
-    prints about them is not printed."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
-        raise UserError(f"cannot load {what} {path!r}: {reason_of(error)}{'; ' + remedy if remedy else ''}") from error
-    except (SafetensorError, StrictDataclassError) as error:
-        raise UserError(f"cannot load {what} {path!r}: {reason_of(error)}{'; ' + remedy if remedy else ''}") from error
-    finally:
-        transformers_logging.set_verbosity(before)
-
-
-def reason_of(error: Exception) -> str:
-    """What a library says of files that it cannot read, in a line that makes sense without the rest of its message."""
-    reason = first_line(error)
-    if isinstance(error, KeyError):
-        return f"one of its files lacks {reason}"
-    if isinstance(error, StrictDataclassError):
-        return f"its config.json contradicts itself ({str(error).strip().splitlines()[-1].strip()})"
-    if "ignore_mismatched_sizes" in reason:
-        return "its files hold tensors of other shapes than its config.json describes; they are not of one model"
-    if "Unrecognized configuration class" in reason:
-        return "it is no causal language model that transformers knows"
-    if "custom code" in reason:
-        return "it comes with code of its own; if you trust its source, give --target.trust-remote-code"
-    if "backend tokenizer" in reason:
-        return "there is no tokenizer that can be read"
-    return reason
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
+    """The model that a target's option names, and the LoRA adapter to merge into it: its path may name an adapter's folder, whose
+    own config says which model it is for. Raises `UserError`."""
+    check_there(config.path)
+    own = Path(config.path, ADAPTER_CONFIG)
+    if config.adapter is not None or not own.is_file():
+        return config.path, config.adapter
+    facts = read_json(own)
+    base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{own} names no base model; give it as --target, and the adapter as --target.adapter")
+    if not Path(base).is_absolute() and (Path(base).exists() or ".." in Path(base).parts or base.startswith((".", "~"))):
+        raise UserError(
+            f"{own} names {base}, a folder outside of its own; if that is the model, give it as --target, "
+            "and the adapter as --target.adapter"
+        )
+    check_there(base)
+    return base, config.path
 
 
 def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
@@ -129,7 +115,9 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
         from peft import PeftModel
     except ImportError as error:
         raise UserError("a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'") from error
-    try:
+    if Path(adapter).is_dir() and not Path(adapter, ADAPTER_WEIGHTS).is_file():
+        raise UserError(
+            f"adapter {adapter} has no {ADAPTER_WEIGHTS}; save it again: pickled weights can run code"
+        )
+    with clear_errors(adapter, "adapter"):
         return cast(Any, PeftModel.from_pretrained(cast(Any, model), adapter)).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"cannot merge adapter {adapter!r}: {str(error).strip().splitlines()[0]}") from error

@@ -12,10 +12,10 @@ import torch
 from accelerate import Accelerator
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoTokenizer
 
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint, hash_of
+from ..heads.pretrained import read_tokenizer
 from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
 from ..inference.target import Target, load_target, resolve_device, resolve_dtype
 from ..inference.target_files import check_there
@@ -108,7 +108,7 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     kind = resolve_dtype(dtype, device)
     stored = next(t.dtype for t in map(read, place) if t is not None and t.is_floating_point())
     model = model_of_ends(folder, device, kind if isinstance(kind, torch.dtype) else stored, read)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)
     return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
 

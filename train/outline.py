@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..heads.ends import TargetEnds
-from ..inference.target_files import check_there, clear_errors
+from ..heads.pretrained import clear_errors, make_causal_lm, read_config
+from ..inference.target_files import check_there
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ def config_at(path: str, trust: bool = False) -> Any:
     """The config of a model on the hub or in a folder. Raises `UserError` where none is to be had."""
     check_there(path)
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust)
+        return read_config(path, trust)
 
 
 def empty(config: Any) -> Any:
     """A model without numbers."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return make_causal_lm(config)

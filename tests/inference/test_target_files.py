@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (without_tokenizer, "tokenizer of target .* there is no tokenizer that can be read; copy"),
     "code of its own": (
         lambda t: config(t, model_type="own", auto_map={"AutoConfig": "own.Config"}),
-        "code of its own; if you trust its source, give --target.trust-remote-code",
+        "code of its own, which is not run; for a target that you trust, give --target.trust-remote-code",
     ),
     "a pointer of Git LFS": (
         lambda t: (t / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from .console import Console
 from .evaluate import BASELINES
 from .measure import FEWEST
 from .metrics import bootstrap, pooled, tau

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import transformers
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
@@ -27,6 +26,7 @@ from ..heads.files import checksum, whole_directory, whole_file, write_json
 from ..heads.fingerprint import tokenizer_hash
 from . import live_report, replayed
 from .assisted import Assisted
+from .console import Console
 from .draft_lm import DraftLM
 from .engines import AsIn, Engine
 from .journal import Journal

@@ -14,13 +14,13 @@ from typing import Any
 
 import httpx
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 from transformers import GenerationConfig
 
 from ..heads.errors import UserError
 from ..heads.pretrained import clear_errors, read_config, read_tokenizer
+from .console import Console
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 from .decode import Generation
 from .live import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import transformers
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
+from .console import Console
 from .metrics import bootstrap, repeats_itself, survival, tau
 from .proposer import Proposer, load_proposer
 from .replay import rounds_on_text

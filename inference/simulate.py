@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .compare import load_measured
+from .console import Console
 from .costs import between
 from .evaluate import numbers
 from .gains import (

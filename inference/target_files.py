@@ -116,8 +116,6 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
     except ImportError as error:
         raise UserError("a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'") from error
     if Path(adapter).is_dir() and not Path(adapter, ADAPTER_WEIGHTS).is_file():
-        raise UserError(
-            f"adapter {adapter} has no {ADAPTER_WEIGHTS}; save it again: pickled weights can run code"
-        )
+        raise UserError(f"adapter {adapter} has no {ADAPTER_WEIGHTS}; save it again: pickled weights can run code")
     with clear_errors(adapter, "adapter"):
         return cast(Any, PeftModel.from_pretrained(cast(Any, model), adapter)).merge_and_unload()

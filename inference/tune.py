@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .candidates import Candidate, candidates, check_tunable
+from .console import Console
 from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
 from .evaluate import check_output, numbers, origin

@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import os
 import re
-import signal
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -18,9 +14,9 @@ import jsonargparse
 
 from ..heads.errors import UserError
 from ..inference.settings import TargetConfig
+from .endings import fail
 
 T = TypeVar("T")
-MAIN_SPEAKS_S = 5.0  # how long another rank waits for the first one to say what is wrong
 WHOLE_PART = re.compile(r"^  --[\w.]+ CONFIG\s+Path to a configuration file\.\n", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
@@ -33,36 +29,6 @@ class Parser(jsonargparse.ArgumentParser):
 
     def format_help(self) -> str:
         return hyphenated(WHOLE_PART.sub("", super().format_help()))
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with 2. Of several ranks the first speaks, whose end is that of the others; another one
-    does if it finds that it is alone with its trouble."""
-    who = ""
-    if not is_main_rank():
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(MAIN_SPEAKS_S)
-        who = f"rank {os.environ['RANK']}: "
-    print(f"error: {who}{message}", file=sys.stderr)
-    leave(2)
-    raise SystemExit(2)
-
-
-def leave(code: int = 0) -> None:
-    """End one of several ranks at once, without shutting the interpreter down; does nothing where there is only one.
-
-    A gloo rank sometimes aborts while it shuts down (6 of 60 in a trial), and the launcher then reports a good run as failed; or
-    it waits for the others, who wait for it.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def is_main_rank() -> bool:
-    """Whether this process is the first of those that a launcher started; known before accelerate is."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def one_line(message: str) -> str:

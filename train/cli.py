@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import logging
-import os
-import signal
 import sys
-from collections.abc import Callable
 from importlib import metadata
+
+from .endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 
 # Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
@@ -31,21 +29,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the console script."""
-    signal.signal(signal.SIGINT, _interrupt)
-    try:
-        _main(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-_INTERRUPTED: list[int] = []
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """An import that is interrupted may hide that behind an error of its own: `guarded` asks here."""
-    _INTERRUPTED.append(number)
-    raise KeyboardInterrupt
+    run_command(_main, sys.argv[1:] if argv is None else argv)
 
 
 def _main(argv: list[str]) -> None:
@@ -55,7 +39,7 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "--version":
         print(f"draftsmith {metadata.version('draftsmith')}")
         return
-    from .arguments import fail, parse
+    from .arguments import parse
 
     words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
     verb = " ".join(argv[:words])
@@ -77,13 +61,17 @@ def _main(argv: list[str]) -> None:
 
 def train_main(argv: list[str] | None = None) -> None:
     """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
-    from .arguments import fail, is_main_rank, leave, parse
+    follow_launcher()
+    run_command(_train_main, sys.argv[1:] if argv is None else argv)
+    leave()
+
+
+def _train_main(argv: list[str]) -> None:
+    from .arguments import parse
     from .methods import METHODS, method_module
 
-    argv = sys.argv[1:] if argv is None else argv
     if argv[:2] == ["data", "extract"]:  # the one other command that many processes share
-        _main(argv)
-        return leave()
+        return _main(argv)
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
             print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
@@ -96,53 +84,10 @@ def train_main(argv: list[str] | None = None) -> None:
         from .loop import train
 
         best = train(run, method, config_yaml)
-        if is_main_rank() and best is not None:
+        if is_main_rank():
             print(f"best drafter: {best}")
 
     guarded(start, "the same command goes on from the last checkpoint")
-    leave()
-
-
-def guarded(work: Callable[[], None], if_interrupted: str) -> None:
-    """Run `work`; what a user can mend ends in one line and exit code 2, an interrupt in 130."""
-    from transformers.utils import logging as transformers_logging
-
-    from ..heads.errors import UserError
-    from ..heads.files import write_failure
-    from .arguments import fail, is_main_rank, leave
-
-    logging.basicConfig(level=logging.INFO if is_main_rank() else logging.WARNING, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # of every save: that tied weights are stored once
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
-        work()
-    except UserError as error:
-        if _INTERRUPTED:
-            raise KeyboardInterrupt from None
-        fail(str(error))
-    except OSError as error:
-        if (reason := write_failure(error)) is None:
-            raise
-        fail(f"cannot write {error.filename or 'output'}: {reason}; free some space or choose another folder")
-    except RuntimeError as error:
-        if not lost_peer(error):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        print(f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted}", file=sys.stderr)
-        leave(1)
-    except KeyboardInterrupt:
-        if is_main_rank():
-            print(f"interrupted; {if_interrupted}", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because a rank has died: gloo and NCCL each say it in their own words."""
-    words = ("closed by peer", "reset by peer", "broken pipe", "remote process exited", "nccl", "gloo")
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(word in str(error).lower() for word in words)
 
 
 def _usage(of: str = "") -> str:

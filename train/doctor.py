@@ -11,10 +11,10 @@ from typing import Literal
 
 import psutil
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from ..heads.errors import UserError
+from ..inference.console import Console
 from ..inference.footprint import footprint, gigabytes, too_large
 from ..inference.rows import Conversation, RowError
 from ..inference.settings import TargetConfig

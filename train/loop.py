@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import shutil
+import signal
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +32,7 @@ from ..inference.target_files import check_there
 from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
+from .endings import Stopped
 from .evaluation import HeldOut, evaluate
 from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums
@@ -46,10 +48,10 @@ METRICS_FILE = "metrics.jsonl"
 UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 
 
-def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
-    """Train one drafter to its end and return the folder of the best one, or None if the run was asked to stop before.
+def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
+    """Train one drafter to its end and return the folder of the best one.
 
-    `method` is a file of this folder (train/medusa.py).
+    `method` is a file of this folder (train/medusa.py). Raises `Stopped` after a last checkpoint if the run was asked to end.
     """
     folder = RunFolder(run.output)
     check_before_loading(run)
@@ -105,8 +107,8 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path | None:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
         accelerator.end_training()
-    if trainer.stopping or (state.step < total_steps and not out_of_patience(run, state)):
-        return None
+    if trainer.stopping:
+        raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
     return folder.path / "best"
 

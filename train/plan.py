@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from ..heads.files import whole_file, write_json
+from ..inference.console import Console
 from ..inference.gains import GPUS
 from .arguments import parse
 from .methods import method_for, method_module

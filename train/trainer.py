@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,6 +17,7 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.target import Target
 from .batches import Batch, Batches
+from .endings import Stop
 from .features import FeatureSource
 from .inputs import Inputs
 from .objectives import Objective, Sums, TrainingModule, add_sums
@@ -28,18 +28,6 @@ from .schedule import make_optimizer, rate_at
 from .written import Writer, Written
 
 log = logging.getLogger(__name__)
-
-
-class Stop:
-    """Whether somebody has asked this process to end: SIGTERM, or SIGUSR1, which schedulers send before they kill."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
 
 
 class Trainer:

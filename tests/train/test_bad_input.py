@@ -242,7 +242,7 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
             process.send_signal(signal.SIGINT)
             break
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted" in errors and "Traceback" not in errors
+    assert process.returncode == 130 and "asked to stop: saved step" in errors and "Traceback" not in errors
 
 
 def test_under_a_launcher_the_line_is_printed_once(tmp_path: Path, saved_tiny: Path) -> None:

@@ -1,0 +1,111 @@
+"""How commands end: never in a traceback, with the exit status that a shell expects, and nothing goes on unseen."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.files import damage
+from draftsmith.train import endings
+from draftsmith.train.checkpoint import RunFolder
+
+from tests.train.test_loop import LAUNCH, environment, make_config
+
+SIMULATE = ["simulate", "--acceptance", "0.8"]
+
+
+def started(arguments: list[str], **options) -> subprocess.Popen[str]:
+    code = "from draftsmith.train.cli import main; main()"
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.PIPE, **options)
+
+
+def test_a_reader_who_goes_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    process = started(SIMULATE, stdout=writer)
+    os.close(writer)
+    os.close(reader)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_full_disk_behind_standard_output_is_said() -> None:
+    with open("/dev/full", "w") as full:
+        process = started(SIMULATE, stdout=full)
+        _, errors = process.communicate(timeout=60)
+    assert (
+        process.returncode == 2 and errors.startswith("error: cannot write the output: No space left") and errors.count("\n") == 1
+    )
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_closed_streams(closed: int) -> None:
+    process = started(SIMULATE, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(closed))
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and not errors and (closed == 1 or "tokens a round" in out)
+
+
+def broken(argv: list[str]) -> None:
+    raise {
+        "memory": MemoryError(),
+        "cuda": RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+        "user": UserError("no"),
+    }.get(argv[0], ZeroDivisionError("one by\nzero"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "line"),
+    [
+        ("memory", 2, "error: out of memory: Python could get no more; make batches or lengths smaller"),
+        ("cuda", 2, "error: out of memory: CUDA out of memory. Tried to allocate 2 GiB; make batches"),
+        ("user", 2, "error: no"),
+        ("else", 1, "internal error: ZeroDivisionError: one by; details in "),
+    ],
+)
+def test_what_nobody_foresaw_is_one_line_and_a_file(kind: str, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            endings.run_command(broken, [kind])
+        said = capsys.readouterr().err
+        assert ended.value.code == code and said.startswith(line) and said.count("\n") == 1
+        if code == 1:
+            details = Path(said.split("details in ")[1].split(",")[0])
+            assert "ZeroDivisionError: one by\nzero" in details.read_text() and "transformers 5" in details.read_text()
+            details.unlink()
+            with pytest.raises(ZeroDivisionError):
+                endings.run_command(broken, [kind, "--debug"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_launcher"),
+    [(signal.SIGTERM, True), pytest.param(signal.SIGKILL, True, marks=pytest.mark.full), (signal.SIGINT, False)],
+)
+def test_a_launcher_that_goes_takes_the_training_along(tmp_path: Path, saved_tiny: Path, number: int, to_launcher: bool) -> None:
+    """accelerate passes no signal on to a single process; Ctrl-C in a terminal reaches both."""
+    config = make_config(tmp_path, saved_tiny, max_steps=100_000)
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "--num_processes", "1"]
+    command = [*launcher, "-m", "draftsmith.train", "medusa", "--config", str(config)]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment(PYTHONUNBUFFERED="1"), stdout=log, stderr=log, text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        while "step 3/" not in (tmp_path / "log").read_text():
+            time.sleep(0.1)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+        (child,) = [c for c in psutil.Process(process.pid).children(recursive=True) if "draftsmith.train" in c.cmdline()]
+        (process if to_launcher else child).send_signal(number)
+        process.wait(timeout=60)
+        psutil.wait_procs([child], timeout=60)
+    said = (tmp_path / "log").read_text()
+    assert not child.is_running() and process.returncode != 0
+    folder = RunFolder(str(tmp_path / "run"))
+    saved = folder.steps()[-1]
+    assert f"asked to stop: saved step {saved} of 100000" in said and damage(folder.at(saved)) is None

@@ -15,12 +15,11 @@ from typing import Any
 import httpx
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from ..heads.errors import UserError
 from ..heads.pretrained import clear_errors, read_config, read_tokenizer
-from .console import Console
+from .console import Console, Progress
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 from .decode import Generation
 from .live import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
@@ -143,7 +142,7 @@ async def _one(
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [prompt for _ in range(passes) for prompt in prompts]
     label = f"server, T = {law.temperature:g}, {at_once} at once"
-    with tqdm(total=len(requests), desc=label, unit=" prompts", disable=None, leave=False) as bar:
+    with Progress(total=len(requests), desc=label) as bar:
         run = await load(client, server, requests, at_once, law, options.max_new_tokens, follow, bar.update)
     tokens = sum(reply.tokens for reply in run.replies)
     if before is None:

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from tqdm import tqdm
 
+from .console import Progress
 from .decode import Generation, Request, generate
 from .journal import Journal, as_json, from_json
 from .metrics import (
@@ -94,7 +94,8 @@ def compare(
     results: Results = {name: [] for name in names}
     waiting, number = list(prompts), 0
     about = target.tokenizer, target.name, target.eos_ids, target.max_positions - setting.max_new_tokens
-    progress = tqdm(total=len(prompts), desc="decoding", unit=" prompts", disable=None if progress_bar else True, leave=False)
+    what = f"decoding at T = {setting.sampling.temperature:g}, batch {setting.batch}"
+    progress = Progress(total=len(prompts), desc=what, show=progress_bar)
     while waiting:
         answered: list[Turn] = []
         for batch, found in _in_turns(target, dict(zip(names, ways, strict=True)), waiting, number, setting, journal):

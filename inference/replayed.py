@@ -14,11 +14,10 @@ import torch
 import transformers
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
-from .console import Console
+from .console import Console, Progress
 from .metrics import bootstrap, repeats_itself, survival, tau
 from .proposer import Proposer, load_proposer
 from .replay import rounds_on_text
@@ -60,7 +59,7 @@ def run(options: Any) -> None:
 def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]) -> dict[str, Any]:
     """Tau, its 95% interval over texts, survival by depth, and the rounds themselves: tokens kept in each."""
     kept = []
-    for text in tqdm(texts, desc=f"replaying {proposer.name}", disable=None, leave=False):
+    for text in Progress(texts, desc=f"replaying {proposer.name}", unit=" texts"):
         there = lambda states: states.to(target.device, target.dtype)  # noqa: E731
         hidden = Hidden(there(text.hidden.last), tuple(there(tap) for tap in text.hidden.taps))
         kept.append(rounds_on_text(proposer, torch.tensor(text.ids, device=target.device), text.start, hidden))

@@ -13,12 +13,11 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .candidates import Candidate, candidates, check_tunable
-from .console import Console
+from .console import Console, Progress
 from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
 from .evaluate import check_output, numbers, origin
@@ -58,10 +57,10 @@ def run(options: Options) -> None:
         "drafters": drafters,
     }
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
-    with tqdm(desc="tuning", unit=" steps", disable=None, leave=False) as progress:
+    with Progress(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
-            progress.set_postfix_str(what)
+            progress.now(what)
             progress.update()
 
         bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick, journal)

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import read_json, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
+from ..inference.console import Progress
 from ..inference.rows import Conversation, RowError, conversation_of
 from ..inference.sources import rows_of, source_files
 from ..inference.target import Target
@@ -164,9 +164,7 @@ def _table(rows: list[_Row]) -> TokenTable:
 
 def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]) -> Iterator[_Row]:
     name = source.name or source.path
-    for row_name, raw in tqdm(
-        rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows", disable=None, leave=False
-    ):
+    for row_name, raw in Progress(rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
         copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)

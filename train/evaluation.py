@@ -19,10 +19,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from tqdm import tqdm
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
+from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.metrics import bootstrap, kept_per_round, repeats_itself, survival, tau, tau_by_position
 from ..inference.proposer import PlainDecoding, load_proposer, method_module
@@ -98,7 +98,7 @@ class HeldOut:
             self.texts = texts[mine]
         else:
             prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[mine]
-            progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+            progress = Progress(prompts, desc="target writes held-out replies")
             self.texts = [write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress]
         loops = self._gather([repeats_itself(text.ids[text.start :]) for text in self.texts])
         self.loop_share = sum(loops) / len(loops)
@@ -148,7 +148,7 @@ class HeldOut:
             return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
         results: list[tuple[int, list[int], bool]] = []
-        for text in tqdm(self.texts, desc="decoding held-out prompts", disable=None, leave=False):
+        for text in Progress(self.texts, desc="decoding held-out prompts"):
             generation = generate_one(
                 self._target, proposer, text.ids[: text.start], self._config.max_new_tokens, sampling=SAMPLING
             )

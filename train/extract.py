@@ -19,10 +19,10 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.files import checksum, read_json, remove_partials, whole_directory, whole_file, write_json
+from ..inference.console import Progress
 from ..inference.metrics import repeats_itself
 from ..inference.stored import ENDS_FILE, MANIFEST, SAMPLE_FILE, TEXTS_FILE, HeldOutText, save_ends, save_texts
 from ..inference.target import Target, load_target
@@ -90,7 +90,7 @@ def judge_texts(config: RunConfig, target: Target, layout: Layout, tables: data_
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
     else:
-        progress = tqdm(prompts, desc="target writes held-out replies", disable=None, leave=False)
+        progress = Progress(prompts, desc="target writes held-out replies")
         texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
     sample = dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True)) if layout.taps else {}
     sample = {"ids": torch.tensor(ids)} | {tap: states.cpu().contiguous() for tap, states in sample.items()}
@@ -160,9 +160,7 @@ def write_shards(
         mine = in_step(on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1))), rank, ranks)
     else:
         mine = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
-    progress = tqdm(
-        total=shards if whole else None, desc="extracting", unit=" shards", disable=None if accelerator.is_main_process else True
-    )
+    progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
     for index, ours in mine:
         first = index * layout.rows_per_shard
         last = min(first + layout.rows_per_shard, batches.packs) if whole else first + layout.rows_per_shard
@@ -177,7 +175,7 @@ def write_shards(
             writer.write(shard_path(store, index))
         progress.update(ranks if whole else 1)
         if not whole:
-            progress.set_postfix(wanted_row=wanted(store)[0])
+            progress.now(f"row {wanted(store)[0]} is wanted next")
     progress.close()
 
 

@@ -21,10 +21,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
-from tqdm import tqdm
 
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
+from ..inference.console import Progress
 from ..inference.sources import source_files
 from ..inference.stored import manifest_of
 from ..inference.target import resolve_device
@@ -170,10 +170,7 @@ def check_before_loading(run: Any) -> None:
 def run_loop(trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str) -> None:
     """From `state.step` to the last step: step, log, evaluate, save, stop."""
     run, accelerator, total = trainer.run, trainer.accelerator, trainer.total_steps
-    progress = tqdm(
-        total=total, initial=state.step, desc=f"training {trainer.drafter.method}", unit=" steps",
-        disable=None if accelerator.is_main_process else True,
-    )  # fmt: skip
+    progress = Progress(total=total, initial=state.step, desc=f"training {trainer.drafter.method}", unit=" steps")
     sums: Sums = {}
     due = lambda: state.step == total or (state.step and state.step % run.evaluation.every == 0)  # noqa: E731
     if due() and state.evaluated != state.step:
@@ -232,7 +229,7 @@ def skip(trainer: Trainer, folder: RunFolder, state: TrainerState) -> None:
 
 
 def evaluate_and_save(
-    trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str, progress: tqdm
+    trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str, progress: Progress
 ) -> bool:
     """Measure the drafter as saved, keep it if it is the best so far; true if the run should stop early."""
     trainer.gather()
@@ -297,14 +294,14 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
     return found | acceptance_lengths(found)
 
 
-def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelerator, progress: tqdm, folder: Path) -> None:
+def _log(step: int, total: int, metrics: dict[str, float], accelerator: Accelerator, progress: Progress, folder: Path) -> None:
     if accelerator.is_main_process:
         with (folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         # The file has all of them.
         shown = {n: v for n, v in metrics.items() if not n.startswith(UNSEEN) and ("@" not in n or n.endswith("@1"))}
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        progress.write(f"step {step}/{total}  {text}")
+        progress.say(f"step {step}/{total}  {text}")
     if accelerator.trackers:
         accelerator.log(metrics, step=step)
 

@@ -28,10 +28,12 @@ def method_for(path: str, given: Method | None = None) -> Method:
     if given is not None:
         return given
     keys = own_keys(path)
-    fitting = [method for method in METHODS if _knows(method_module(method).Run, keys)]
+    fitting: list[Method] = [method for method in METHODS if _knows(method_module(method).Run, keys)]
     if len(fitting) == 1:
         return fitting[0]
-    named = [method for method in fitting or METHODS if method in (Path(path).stem, Path(path).absolute().parent.name)]
+    named: list[Method] = [
+        method for method in fitting or METHODS if method in (Path(path).stem, Path(path).absolute().parent.name)
+    ]
     if len(named) == 1:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from ..heads.errors import UserError
+from ..inference.console import Progress
 from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, load_target
@@ -62,7 +62,10 @@ def run(options: Options) -> None:
     if not tasks:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a", encoding="utf-8") as file, tqdm(total=len(tasks), desc="target writes", disable=None) as progress:
+    with (
+        out.open("a", encoding="utf-8") as file,
+        Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,
+    ):
         sink = Sink(file, progress, facts, written)
         if options.server.url is not None:
             from .server import regenerate_on_server
@@ -148,7 +151,9 @@ def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 class Sink:
     """The output file: one line for each sequence, appended when its conversation is finished."""
 
-    def __init__(self, file: TextIO, progress: tqdm, provenance: dict[str, Any], written: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, file: TextIO, progress: Progress, provenance: dict[str, Any], written: dict[str, Any] | None = None
+    ) -> None:
         self._file, self._progress, self._provenance, self._written = file, progress, provenance, written
         self.rows = self.tokens = self.cut = 0
 

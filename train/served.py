@@ -20,10 +20,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from torch import Tensor
-from tqdm import tqdm
 
 from ..heads.errors import UserError
 from ..heads.vocabulary import spread_ids
+from ..inference.console import Progress
 from ..inference.stored import HeldOutText, StoredTarget
 from ..inference.target import Hidden, Target
 from .batches import PADDING, Batch
@@ -193,9 +193,7 @@ def served_texts(target: ServedTarget, prompts: list[list[int]], taps: tuple[int
     """The server's greedy replies to prompts, with the features of both."""
     replies = target.client.write(prompts, max_new_tokens)
     texts = []
-    for prompt, reply in zip(
-        tqdm(prompts, desc="server writes held-out replies", disable=None, leave=False), replies, strict=True
-    ):
+    for prompt, reply in zip(Progress(prompts, desc="server writes held-out replies"), replies, strict=True):
         hidden = target.hidden_of(reply.states, taps)
         # Nothing is drafted behind the last token: its row, which is not there, repeats the one before.
         last, *tapped = (torch.cat([states, states[-1:]]).cpu() for states in (hidden.last, *hidden.taps))

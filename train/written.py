@@ -17,10 +17,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
-from tqdm import tqdm
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
+from ..inference.console import Progress
 from ..inference.decode import Generation, Request, generate
 from ..inference.proposer import PlainDecoding, Proposer, method_module
 from ..inference.settings import Sampling
@@ -204,7 +204,7 @@ def _in_batches(
     config: Rollouts, target: Target, proposer: Proposer, prompts: Sequence[Request], seed: int, ends: frozenset[int] | None
 ) -> list[Generation]:
     done: list[Generation] = []
-    with torch.no_grad(), tqdm(total=len(prompts), desc="writing texts", disable=None, leave=False) as progress:
+    with torch.no_grad(), Progress(total=len(prompts), desc="writing texts", unit=" texts") as progress:
         for at in range(0, len(prompts), config.batch_size):
             part = prompts[at : at + config.batch_size]
             done += generate(target, proposer, part, config.max_new_tokens, config.sampling(seed), ends)

@@ -191,6 +191,6 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
 
 
 def draws_on(ids: list[int], start: int) -> Draws:
-    from draftsmith.inference.sampling import GREEDY
+    from draftsmith.inference.settings import GREEDY
 
     return Draws(GREEDY, torch.zeros(1, dtype=torch.long), torch.tensor([ids]), torch.tensor([start]))

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
-from draftsmith.train.arguments import leave, parse
+from draftsmith.train.arguments import parse
 from draftsmith.train.batches import Batch, Batches
 from draftsmith.train.data import build
+from draftsmith.train.endings import leave
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import Inputs
 from draftsmith.train.methods import method_module
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 def main() -> None:
     name, config, accumulation, out, *blank = sys.argv[1:]
     method = method_module(name)
-    run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x", "x")
+    run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x")
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
     set_seed(run.seed)
     target = load_target(run.target)

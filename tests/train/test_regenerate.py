@@ -16,7 +16,9 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.rows import conversation_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
-from draftsmith.train.regenerate import Options, Sampling, Server, mend, questions, run, take_batch
+from draftsmith.train.options import RegenerateOptions as Options
+from draftsmith.train.options import Sampling, Server
+from draftsmith.train.regenerate import mend, questions, run, take_batch
 from draftsmith.train.templates import encode
 
 from tests.conftest import tiny_target

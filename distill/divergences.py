@@ -145,7 +145,8 @@ def sum_in_chunks(
 
     `function(hidden, *rows)` takes slices of `hidden` and `rows` (equal first dimension) and gives the slice's loss (a sum), then
     any tables `[rows, ..]`, which are collected and carry no gradient. Gradients reach `hidden` and `parameters`, which must be
-    all that `function` has to train. They are made chunk by chunk in the forward pass, right where the logits are, so nothing is
+    all that `function` has to train: another tensor that needs a gradient raises `RuntimeError`. They are made chunk by chunk in
+    the forward pass, right where the logits are, so nothing is
     kept and nothing is computed twice (objectives 10.1); the backward pass scales them. (Under ZeRO-3 the backward pass makes
     them, by computing each chunk again.) With no rows `function` runs once on empty slices, so that every parameter still takes
     part.
@@ -165,6 +166,22 @@ def sum_in_chunks(
     return (torch.stack(losses).sum(), *(torch.cat(table).detach() for table in tables))
 
 
+def check_all_listed(loss: Tensor, wanted: Sequence[Tensor]) -> None:
+    """Raise `RuntimeError` if `loss` depends on a leaf that learns and is not among `wanted`: it would get no gradient."""
+    listed, seen = {id(tensor) for tensor in wanted}, set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        if (node := waiting.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in listed:
+            raise RuntimeError(
+                f"a parameter of shape {list(leaf.shape)} learns from this loss but is not among the parameters that are listed; "
+                "it would get no gradient"
+            )
+        waiting += [before for before, _ in node.next_functions]
+
+
 class _InChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, rows: Any, rows_per_chunk: int, hidden: Tensor, *parameters: Tensor) -> Any:
@@ -178,6 +195,8 @@ class _InChunks(torch.autograd.Function):
                 inputs = hidden[part].detach().requires_grad_()
                 loss, *found = function(inputs, *(row[part] for row in rows))
                 wanted = [inputs, *(parameters[i] for i in learning)]
+                if start == 0:
+                    check_all_listed(loss, wanted)
                 grads = torch.autograd.grad(loss, wanted, allow_unused=True) if loss.requires_grad else [None] * len(wanted)
             total = loss.detach() if total is None else total + loss.detach()
             tables.append([table.detach() for table in found])

@@ -97,7 +97,7 @@ class Artifact:
         """
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
-            raise UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; name the folder that training wrote")
+            raise not_a_drafter(directory)
         own = read_json(directory / OWN_FILE)
         try:
             trained_for = Fingerprint(**own["target"])
@@ -119,6 +119,13 @@ class Artifact:
         check_shape(drafter, own, config_path)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
+
+
+def not_a_drafter(directory: Path) -> UserError:
+    """For a folder without `draftsmith.json`: a training run's own folder has its drafters further down."""
+    below = [directory / name for name in ("best", "last") if (directory / name / OWN_FILE).is_file()]
+    remedy = f"did you mean {below[0]}?" if below else "name the folder that training wrote"
+    return UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; {remedy}")
 
 
 def check_target(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .artifact import OWN_FILE, Artifact
+from .artifact import OWN_FILE, Artifact, not_a_drafter
 from .card import Measured, card
 from .eagle import EagleDrafter
 from .errors import UserError
@@ -100,7 +100,7 @@ def load_alone(directory: str | Path) -> Artifact:
     if not (directory / OWN_FILE).is_file():
         if (directory / "config.json").is_file():
             raise UserError(f"{directory} was not made here: read it with draftsmith import; a plain model is served as it is")
-        raise UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; name the folder that training wrote")
+        raise not_a_drafter(directory)
     own = read_json(directory / OWN_FILE)
     try:
         trained_for = Fingerprint(**own["target"])

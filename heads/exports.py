@@ -79,29 +79,39 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
     if found is None:
         *most, last = (TITLES[k] for k in RECIPES[engine])
         takes = f"{', '.join(most)} or {last}" if most else last
-        where = ", ".join(other for other in ENGINES if kind in RECIPES[other])
-        raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; {TITLES[kind]} can be exported to {where}")
+        where = ", ".join(other for other in ENGINES if obstacle(other, artifact) is None) or "none of the engines"
+        raise UserError(f"{engine} takes {takes}, not {TITLES[kind]}; this one can be exported to {where}")
+    if reason := obstacle(engine, artifact):
+        raise UserError(f"{engine} cannot serve this drafter: {reason}")
     if kind in ("eagle1", "eagle3"):
-        if reason := eagle_obstacle(engine, drafter.shape, artifact.fingerprint.model_type):
-            raise UserError(f"{engine} cannot serve this drafter: {reason}")
-        others = (e for e in found.also if eagle_obstacle(e, drafter.shape, artifact.fingerprint.model_type) is None)
+        others = (e for e in found.also if obstacle(e, artifact) is None)
         if engine != "sglang" and kind == "eagle3":  # whose nested taps may have to be others
             same = sglang_taps(list(drafter.taps), artifact.fingerprint.model_type) == sglang_taps(list(drafter.taps), "")
             others = (e for e in others if e != "sglang" or same)
         found = replace(found, also=tuple(others), notes=found.notes + _eagle_notes(drafter.shape))
     if kind in BLOCKS:
-        if reason := block_obstacle(engine, drafter, artifact.fingerprint.model_type):
-            raise UserError(f"{engine} cannot serve this drafter: {reason}")
-        others = (e for e in found.also if block_obstacle(e, drafter, artifact.fingerprint.model_type) is None)
+        others = (e for e in found.also if obstacle(e, artifact) is None)
         if drafter.shape.attention_bias:
             others = (e for e in others if (e in O_BIAS) == (engine in O_BIAS))
         found = replace(found, also=tuple(others))
     if kind == "medusa" and drafter.config.shared_head:
-        if engine == "tgi" and drafter.config.num_layers > 1:
-            raise UserError("tgi reads heads that share the target's output matrix with one layer each only")
         found = replace(found, layout=MEDUSA_WITH_HEAD) if engine == "vllm" else found
         found = replace(found, also=(), notes=(*found.notes, "The heads share the target's output matrix."))
     return found
+
+
+def obstacle(engine: str, artifact: Artifact) -> str | None:
+    """Why `engine` cannot be given this drafter; None if it can."""
+    drafter, kind = artifact.drafter, kind_of(artifact.drafter)
+    if kind not in RECIPES[engine]:  # type: ignore[index]
+        return f"it takes no {TITLES[kind]}"
+    if kind in ("eagle1", "eagle3"):
+        return eagle_obstacle(engine, drafter.shape, artifact.fingerprint.model_type)
+    if kind in BLOCKS:
+        return block_obstacle(engine, drafter, artifact.fingerprint.model_type)
+    if kind == "medusa" and engine == "tgi" and drafter.config.shared_head and drafter.config.num_layers > 1:
+        return "it reads heads that share the target's output matrix with one layer each only"
+    return None
 
 
 def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:

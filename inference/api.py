@@ -10,6 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from transformers import PreTrainedModel
+
 from ..heads.errors import UserError
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
@@ -17,7 +19,7 @@ from .metrics import kept_per_round, tau
 from .proposer import Proposer, load_proposer
 from .rows import Conversation, RowError, prompt_ids
 from .settings import Sampling, TargetConfig
-from .target import Target, load_target
+from .target import Target, load_target, target_of
 
 log = logging.getLogger(__name__)
 
@@ -172,12 +174,18 @@ def _stops(stop: Any) -> list[str]:
 
 
 def load(
-    target: str | Path | TargetConfig | Target, drafter: str | Path | Proposer = "none", *, compile: bool = False, **options: Any
+    target: str | Path | TargetConfig | Target | PreTrainedModel,
+    drafter: str | Path | Proposer = "none",
+    *,
+    compile: bool = False,
+    tokenizer: Any = None,
+    **options: Any,
 ) -> Decoder:
     """A decoder of `target` that drafts with `drafter`.
 
-    `target`: a folder, a name on the hub, or a loaded `Target`; `options` are those of `TargetConfig` (dtype, device, adapter,
-    attention). `drafter`: an artifact's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit, with
+    `target`: a folder, a name on the hub, a loaded `Target`, or a model that transformers has loaded, with its `tokenizer` (read
+    from where the model came from if not given); `options` are those of `TargetConfig` (dtype, device, adapter, attention).
+    `drafter`: an artifact's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit, with
     settings after a colon. `compile` compiles the target's forward (shapes are static then). Raises `UserError`.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
@@ -195,8 +203,14 @@ def load(
     >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
     True
     """
-    if isinstance(target, Target | TargetConfig) and options:
+    if not isinstance(target, str | Path) and options:
         raise UserError(f"{', '.join(options)}: a loaded target, or one with a config, takes no options")
+    if isinstance(target, PreTrainedModel):
+        target = target_of(target, tokenizer)
+    elif tokenizer is not None:
+        raise UserError("tokenizer goes with a model that is loaded already; a target in a folder has its own")
+    if not isinstance(target, str | Path | Target | TargetConfig):
+        raise UserError(f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}")
     if not isinstance(target, Target):
         config = target if isinstance(target, TargetConfig) else _known(TargetConfig, {"path": str(target), **options})
         target = load_target(config)

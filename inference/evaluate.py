@@ -36,6 +36,7 @@ from .options import EvaluateOptions as Options
 from .prompts import Prompt, check_room, read_prompts
 from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
 from .sources import source_files
+from .tables import firsts, law, loop_shares
 from .target import Target, load_target
 from .tuned import Profile, Tuned, key_of, machine_of
 
@@ -354,15 +355,13 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
                 console.print(
                     f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
                 )
-    if report["settings"] and len(report["prompt_set"]["categories"]) > 1:
-        console.print(_categories(report["settings"][0]))
+    if len(report["prompt_set"]["categories"]) > 1:
+        for setting in firsts(report):
+            console.print(_categories(setting))
     for name, reason in report["left_out"].items():
         console.print(f"{name} is left out: {reason}")
     if report["settings"]:
-        loops = report["settings"][0]["drafters"]["plain"]["loop_share"]
-        console.print(
-            f"tau: tokens a round. Loop share (replies that repeat an 8-gram): {loops:.0%}; loops flatter every drafter."
-        )
+        console.print(f"tau: tokens a round. {loop_shares(report)}", highlight=False)
     if "server" in report:
         live_report.show(report, console)
 
@@ -398,7 +397,7 @@ def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
 def _categories(setting: dict[str, Any]) -> Table:
     """Tau of every drafter that drafts, by category of the prompts."""
     drafting = {name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]}
-    table = Table(title="tau by category", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=f"tau by category, {law(setting)}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("category")
     for name in drafting:
         table.add_column(name, justify="right", overflow="fold")

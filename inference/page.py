@@ -56,6 +56,7 @@ figcaption small { display: block; font-weight: 400; }
 svg { display: block; width: 100%; height: auto; overflow: visible; }
 svg text { font-size: 12px; fill: var(--text); font-variant-numeric: tabular-nums; }
 svg .tick, svg .axis { fill: var(--soft); }
+svg .value { paint-order: stroke; stroke: var(--back); stroke-width: 4px; }
 svg .group { font-weight: 600; }
 svg .grid { stroke: var(--line); stroke-width: 1; fill: none; }
 svg .rule { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 2 3; fill: none; }

@@ -17,7 +17,7 @@ from .compare import load_report
 from .evaluate import BASELINES
 from .options import ReportOptions as Options
 from .page import folded, page
-from .tables import Report, Training, categories, served, summary, trainings
+from .tables import Report, Training, categories, firsts, served, summary, trainings
 
 METRICS_FILE = "metrics.jsonl"  # of a training run
 HTML_FILE = "report.html"
@@ -177,7 +177,7 @@ def markdown(found: Found) -> str:
         blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
         blocks += [summary(setting, report.get("drafter_bytes", {})).markdown() for setting in report["settings"]]
         blocks += [table.markdown()] if (table := served(report)) is not None else []
-        blocks += [table.markdown() for setting in sections.firsts(report) if (table := categories(setting)) is not None]
+        blocks += [table.markdown() for setting in firsts(report) if (table := categories(setting)) is not None]
     if (table := trainings(found.trainings)) is not None:
         blocks.append(table.markdown())
     return "\n".join(blocks)

@@ -20,8 +20,10 @@ from .tables import (
     factor,
     fastest,
     finite_pair,
+    firsts,
     interval,
     law,
+    loop_shares,
     number,
     summary,
 )
@@ -100,16 +102,6 @@ def verdict(report: Report) -> str:
     return "\n".join(lines)
 
 
-def firsts(report: Report) -> list[Report]:
-    """The setting of the smallest batch for each temperature (and each law)."""
-    found: dict[Any, Report] = {}
-    for setting in report["settings"]:
-        key = setting["temperature"], setting["lossless"]
-        if key not in found or setting["batch"] < found[key]["batch"]:
-            found[key] = setting
-    return list(found.values())
-
-
 def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
     """Figures of the smallest batches in sight, those of the others behind a fold."""
     first = firsts(report)
@@ -123,8 +115,8 @@ def summaries(report: Report, colours: Colours) -> str:
     """A table for each setting, and what must be known to read it."""
     found = [summary(setting, report.get("drafter_bytes", {})).html(colours) for setting in report["settings"]]
     notes = ["tau: tokens a round, the target's own included. Bold: the highest speed-up. Intervals are over prompts."]
-    if (loops := report["settings"][0]["drafters"]["plain"].get("loop_share")) is not None:
-        notes.append(f"Loop share (replies that repeat an 8-gram): {loops:.0%}; loops flatter every drafter.")
+    if shares := loop_shares(report):
+        notes.append(shares)
     for setting in report["settings"]:
         for name, s in setting["drafters"].items():
             gaps = [r["top2_gap"] for r in s.get("per_request", []) if r.get("top2_gap") is not None]

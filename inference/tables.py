@@ -94,6 +94,23 @@ def law(setting: Report) -> str:
     return f"T = {setting['temperature']:g}, batch {setting['batch']}{lossy}"
 
 
+def firsts(report: Report) -> list[Report]:
+    """The setting of the smallest batch for each temperature (and each law)."""
+    found: dict[Any, Report] = {}
+    for setting in report["settings"]:
+        key = setting["temperature"], setting["lossless"]
+        if key not in found or setting["batch"] < found[key]["batch"]:
+            found[key] = setting
+    return list(found.values())
+
+
+def loop_shares(report: Report) -> str:
+    """How many replies of plain decoding go round in circles, for each temperature; empty where it was not counted."""
+    shares = {law(setting): setting["drafters"]["plain"].get("loop_share") for setting in firsts(report)}
+    known = [f"{share:.0%} ({name})" for name, share in shares.items() if share is not None]
+    return f"Loop share (replies that repeat an 8-gram): {', '.join(known)}; loops flatter every drafter." if known else ""
+
+
 def drafting(setting: Report) -> dict[str, Report]:
     """The drafters of a setting that draft: all but plain decoding."""
     return {name: s for name, s in setting["drafters"].items() if name != "plain"}

@@ -415,13 +415,30 @@ def load_target(config: TargetConfig) -> Target:
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
     target.spread, target._digest = config.spread, digest
+    return checked(target)
+
+
+def target_of(model: Any, tokenizer: Any = None) -> Target:
+    """A target of a model that is loaded already; its weights go on needing gradients if they do. `tokenizer`: read from where
+    the model came from if None. Raises `UserError`."""
+    source = str(getattr(model.config, "_name_or_path", "") or "")
+    if tokenizer is None:
+        if not source:
+            raise UserError("this model does not say where it came from; give its tokenizer too: load(model, tokenizer=...)")
+        tokenizer = read_tokenizer(source, False)
+    target = Target(model, tokenizer, source or type(model).__name__, frozen=False)
+    return checked(target)
+
+
+def checked(target: Target) -> Target:
+    """`target`, after its head and its trees have been tried, and what is odd about it has been said. Raises `UserError`."""
     target.check_head()
     target.check_tree()
     for message in vocabulary_warnings(target):
-        log.warning("target %s: %s", config.path, message)
+        log.warning("target %s: %s", target.name, message)
     if target.processors:
         asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
-        log.warning("target %s asks generate for %s; decoding here does not apply it", config.path, asked)
+        log.warning("target %s asks generate for %s; decoding here does not apply it", target.name, asked)
     return target
 
 

@@ -38,5 +38,5 @@ OMP_NUM_THREADS=1 draftsmith evaluate --target $target --drafter $run/medusa/bes
 draftsmith report $run --out $run/report.html
 say "done. Open $run/report.html for curves and replies token by token, or see a reply with its accepted drafts in green:
        source .venv/bin/activate
-       draftsmith generate --target $target --drafter $run/eagle/best --prompt 'def read_lines(path):'
+       draftsmith generate --target $target --drafter $run/eagle/best --prompt 'def __init__(self, name, value):'
    Or serve it: draftsmith export --drafter $run/eagle/best --to vllm --out $run/eagle3-vllm"

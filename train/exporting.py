@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 
-from ..heads.artifact import Artifact
+from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.card import Measured
 from ..heads.errors import UserError
 from ..heads.exporter import export, load_alone, with_vocabulary
@@ -41,8 +41,10 @@ def run(options: Options) -> None:
     if pruned and options.report:
         raise UserError("the report measured the drafter with more tokens; evaluate the export and give its report another time")
     rows = [row for path in options.report for row in figures(path, options.drafter, artifact.method)]
+    again = Path(options.out, OWN_FILE).is_file()
     recipe = export(artifact, order, options.license, rows, head)
-    print(f"wrote {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
+    done = "replaced the earlier export in" if again else "wrote"
+    print(f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
     for note in recipe.notes:
         print(f"note: {note}")
     print(f"\n{recipe.serve(order, artifact.drafter)}")

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
-from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
 from ..heads.errors import UserError
 from ..inference.console import Progress
 from ..inference.sources import source_files
@@ -162,7 +162,7 @@ def check_before_loading(run: Any) -> None:
     else:
         manifest_of(run.features.store)
     if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():
-        raise UserError(f"init_from {run.init_from} is not a drafter: it has no {OWN_FILE}")
+        raise not_a_drafter(Path(run.init_from))
     if run.tracker != "none" and find_spec(run.tracker) is None:
         raise UserError(f"tracker is {run.tracker}, but it is not installed; pip install {run.tracker}")
 

@@ -24,7 +24,7 @@ from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
 from draftsmith.train import exporting, importing
-from draftsmith.train.cli import _main
+from draftsmith.train.cli import main
 from safetensors.torch import load_file, save_file
 
 from tests.blocks import random_block
@@ -240,7 +240,7 @@ def test_wrong_options_are_one_line(
 def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
     """One line, exit code 2."""
     with pytest.raises(SystemExit) as caught:
-        _main(arguments)
+        main(arguments)
     said = capsys.readouterr().err
     assert caught.value.code == 2 and says in said and len(said.strip().splitlines()) == 1, said
 
@@ -252,7 +252,7 @@ def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture)
     ):  # fmt: skip
         refused(["import", "--from", str(source), "--target", str(QUICKSTART), "--out", str(tmp_path / "x")], says, capsys)
     with pytest.raises(SystemExit):
-        _main(["import", "--help"])
+        main(["import", "--help"])
     assert "--from FROM" in capsys.readouterr().out
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.draft_lm import DraftModel
-from ..heads.errors import UserError
-from ..heads.pretrained import first_line, make_causal_lm, read_config
+from ..heads.errors import UserError, first_line
+from ..heads.pretrained import make_causal_lm, read_config
 from ..inference.spread import decoder_layers
 from ..inference.target import Target
 from ..inference.target_files import check_there

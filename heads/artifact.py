@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
+from .documents import SCHEMA, DocumentError, OwnFile, read_document
 from .ends import TargetEnds
-from .errors import UserError
-from .files import read_json, whole_directory, write_json
+from .errors import UserError, first_line
+from .files import differs, facts_of, inside, whole_directory, write_json
 from .fingerprint import Fingerprint
 
-SCHEMA = 1
 OWN_FILE = "draftsmith.json"
 
 
@@ -67,10 +67,10 @@ class Artifact:
         drafter: DrafterModule = self.drafter
         with whole_directory(directory) as aside:
             drafter.save(aside, self.fingerprint.name, dtype)
-            write_json(aside / OWN_FILE, self.own_facts(dtype))
+            write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
     def own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What stands in `draftsmith.json`."""
+        """What stands in `draftsmith.json`, but for the checksums of the other files."""
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -98,27 +98,42 @@ class Artifact:
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
             raise not_a_drafter(directory)
-        own = read_json(directory / OWN_FILE)
-        try:
-            trained_for = Fingerprint(**own["target"])
-            method, dtype = own["method"], getattr(torch, own["dtype"])
-            layout = own.get("export", {}).get("layout", "native")
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{directory / OWN_FILE} lacks or garbles a field ({error}); save the drafter again") from error
-        if layout != "native":
+        own = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+        trained_for, dtype = own.target, getattr(torch, own.dtype)
+        if own.export is not None and own.export.layout != "native":
             raise UserError(
-                f"{directory} is an export in the layout of {layout}; read it with draftsmith import --from {directory}"
+                f"{directory} is an export in the layout of {own.export.layout}; "
+                f"read it with draftsmith import --from {directory}"
             )
-        drafter_type = drafter_class(method)
+        check_files(directory, own, warn)
+        drafter_type = drafter_class(own.method)
         check_target(trained_for, target, drafter_type.bound_to, directory, warn)
         config_path = directory / "config.json"
         try:
             drafter = drafter_type.load(directory, dtype, ends)
-        except (KeyError, TypeError, IndexError) as error:
-            raise UserError(f"{config_path} lacks or garbles a field ({error}); save the drafter again") from error
-        check_shape(drafter, own, config_path)
+        except DocumentError as error:
+            raise UserError(f"{config_path}: {error}; save or copy the drafter again") from error
+        except (KeyError, TypeError, IndexError, ValueError, RuntimeError, ArithmeticError) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{config_path} describes no drafter ({reason}); save or copy the drafter again") from error
+        check_shape(drafter, own.taps, own.shape, config_path)
         drafter.eval().requires_grad_(False)
-        return cls(drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
+        return cls(drafter, trained_for, own.calibration, own.provenance)
+
+
+def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> None:
+    """Demand the files that were written, bit by bit. Raises `UserError` that names the one that is not; a drafter of version
+    0.1, which noted no checksums, is told through `warn`."""
+    noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
+    if not noted and own.export is not None:
+        noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
+    if not noted:
+        warn(f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files cannot be seen")
+    for name, (size, sha256) in noted.items():
+        if (reason := differs(inside(directory, name, OWN_FILE), size, sha256)) is not None:
+            raise UserError(f"{directory}: {reason}; copy or save the drafter again")
 
 
 def not_a_drafter(directory: Path) -> UserError:
@@ -141,10 +156,10 @@ def check_target(
         warn(message)
 
 
-def check_shape(drafter: DrafterModule, own: dict[str, Any], config_path: Path) -> None:
+def check_shape(drafter: DrafterModule, taps: list[int], shape: dict[str, Any], config_path: Path) -> None:
     """Demand that what `config_path` made is what was saved. Raises `UserError`."""
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
-    for name, value in [("taps", own["taps"]), *own.get("shape", {}).items()]:  # drafters of version 0.1 noted their taps only
+    for name, value in [("taps", taps), *shape.items()]:  # drafters of version 0.1 noted their taps only
         if (now := facts.get(name)) != value:
             raise UserError(f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them was changed")
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from .documents import BlockFile
 from .ends import TargetEnds
 from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
@@ -99,6 +100,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
     """The layers with what stands before and behind them. `ends` are the target's embedding and head, borrowed, not owned."""
 
     method = "dflash"
+    document = BlockFile
     architecture = "DFlashDraftModel"
     weights_file = WEIGHTS_FILE
     first_slot = 1
@@ -216,7 +218,9 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     def serving_state(self) -> dict[str, Tensor]:
         weight = self.fc.weight
-        if bool((self.tap_scales != 1).any()):  # only while it learns: a view of the weight is what loading fills
+        if not weight.is_meta and bool(
+            (self.tap_scales != 1).any()
+        ):  # only while it learns: a view of the weight is what loading fills
             weight = weight * self._columns(self.tap_scales)
         state: dict[str, Tensor] = {"fc.weight": weight, "hidden_norm.weight": self.hidden_norm.weight}
         for i, layer in enumerate(self._layers):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import dflash
 from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
+from .documents import DSparkFile
 from .ends import TargetEnds
 from .errors import UserError
 
@@ -49,6 +50,7 @@ class DSparkDrafter(DFlashDrafter):
     """A DFlash drafter with a transition bias and a confidence head."""
 
     method = "dspark"
+    document = DSparkFile
     architecture = "Qwen3DSparkModel"
     first_slot = 0
     shape: DSparkShape

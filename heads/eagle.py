@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from .documents import EagleFile
 from .ends import TargetEnds
 from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
@@ -106,6 +107,7 @@ class EagleDrafter(EngineLayout, nn.Module):
     """The layer with what stands before and behind it. `ends` are the target's embedding and head, borrowed, not owned."""
 
     method = "eagle"
+    document = EagleFile
     weights_file = WEIGHTS_FILE
 
     def __init__(self, shape: EagleShape, ends: TargetEnds) -> None:

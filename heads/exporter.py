@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .artifact import OWN_FILE, Artifact, not_a_drafter
 from .card import Measured, card
+from .documents import OwnFile, read_document
 from .eagle import EagleDrafter
 from .errors import UserError
 from .exports import Order, Recipe, files_for, kind_of, recipe_for
@@ -101,16 +102,13 @@ def load_alone(directory: str | Path) -> Artifact:
         if (directory / "config.json").is_file():
             raise UserError(f"{directory} was not made here: read it with draftsmith import; a plain model is served as it is")
         raise not_a_drafter(directory)
-    own = read_json(directory / OWN_FILE)
-    try:
-        trained_for = Fingerprint(**own["target"])
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{directory / OWN_FILE} lacks or garbles a field ({error}); save the drafter again") from error
+    own = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+    trained_for = own.target
     ends = side_of(trained_for).ends
-    if own.get("method") == "draft_lm":
+    if own.method == "draft_lm":
         ends = replace(ends, vocab_size=trained_for.vocab_size, tokenizer=_own_tokenizer(directory, trained_for))
     artifact = Artifact.load(directory, trained_for, ends)
-    place(artifact.drafter, torch.device("cpu"), getattr(torch, own["dtype"]))
+    place(artifact.drafter, torch.device("cpu"), getattr(torch, own.dtype))
     return artifact
 
 

@@ -117,11 +117,24 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below `folder`, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files}
+
+
 def write_checksums(folder: Path) -> None:
     """Note size and SHA-256 of every file below `folder`, for `damage` to look at."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    table = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files}
-    write_json(folder / CHECKSUMS, table)
+    write_json(folder / CHECKSUMS, facts_of(folder))
+
+
+def differs(path: Path, size: int | None, sha256: str) -> str | None:
+    """How a file differs from what was noted of it, or None."""
+    if not path.is_file():
+        return f"{path.name} is missing"
+    if size is not None and (now := path.stat().st_size) != size:
+        return f"{path.name} has {now} bytes instead of {size}"
+    return None if checksum(path) == sha256 else f"{path.name} has changed since it was written (its SHA-256 differs)"
 
 
 def damage(folder: Path) -> str | None:
@@ -129,16 +142,11 @@ def damage(folder: Path) -> str | None:
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
-            path = folder / name
-            if not path.is_file():
-                return f"{name} is missing"
-            if (size := path.stat().st_size) != facts["bytes"]:
-                return f"{name} has {size} bytes instead of {facts['bytes']}"
-            if checksum(path) != facts["sha256"]:
-                return f"{name} has changed since it was written (its SHA-256 differs)"
+            if (reason := differs(inside(folder, name, CHECKSUMS), facts["bytes"], facts["sha256"])) is not None:
+                return reason
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    except (UserError, UnicodeDecodeError, AttributeError, KeyError, TypeError):
+    except (UserError, AttributeError, KeyError, TypeError):
         return f"{CHECKSUMS} is missing or garbled"
     known = {*table, CHECKSUMS}
     surplus = [path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in known]
@@ -165,12 +173,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in `path`; a missing or broken file is a `UserError` that names it."""
+    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or broken file, and for NaN and
+    infinities, which Python reads although they are no JSON."""
+    again = "copy or download it again"
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from error
+        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {again}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); copy or download it again") from error
+        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {again}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply to be read; {again}") from error
+    except ValueError as error:  # such as an integer of more digits than Python converts
+        raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {again}") from error
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}, which is no number in JSON")

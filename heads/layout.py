@@ -15,9 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from .documents import convert
 from .ends import TargetEnds
 from .errors import UserError
 from .files import read_json, write_json
+from .stored_tensors import header
 
 
 @torch.no_grad()
@@ -32,6 +34,8 @@ class EngineLayout(ABC):
     """`save` and `load` of a module that says what its files hold."""
 
     weights_file: str
+    document: type
+    """What its `config.json` has to be, of `documents`."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
 
     @abstractmethod
@@ -63,7 +67,13 @@ class EngineLayout(ABC):
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> Self:
-        drafter = cls.from_serving_config(read_json(directory / "config.json"), ends)
+        config = read_json(directory / "config.json")
+        convert(config, cls.document)
+        stored = header(directory / cls.weights_file)
+        with torch.device("meta"):  # a damaged size must not be allocated
+            expected = cls.from_serving_config(config, ends).serving_state()
+        check_same(expected, {name: tuple(facts.shape) for name, facts in stored.items()}, directory / cls.weights_file)
+        drafter = cls.from_serving_config(config, ends)
         fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
         drafter.check()
         return drafter
@@ -83,18 +93,29 @@ def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
     fill_from(stored, expected, path, dtype)
 
 
-@torch.no_grad()
-def fill_from(stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """`fill` from tensors that were read from `path`. Raises `UserError`."""
-    problems = [f"{name} is missing" for name in expected if name not in stored]
-    problems += [f"{name} is not part of this drafter" for name in stored if name not in expected]
-    for name in sorted(expected.keys() & stored.keys()):
-        if stored[name].shape != expected[name].shape:
-            problems.append(f"{name} has shape {list(stored[name].shape)}, expected {list(expected[name].shape)}")
-        elif stored[name].dtype != stored_as(expected[name], dtype):
-            problems.append(f"{name} is {stored[name].dtype}, expected {stored_as(expected[name], dtype)}")
+def check_same(expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Demand exactly the tensors of `expected`, by name and shape, in the file `path` with `shapes`. Raises `UserError`."""
+    problems = [f"{name} is missing" for name in expected if name not in shapes]
+    problems += [f"{name} is not part of this drafter" for name in shapes if name not in expected]
+    for name in sorted(expected.keys() & shapes.keys()):
+        if shapes[name] != tuple(expected[name].shape):
+            problems.append(f"{name} has shape {list(shapes[name])}, expected {list(expected[name].shape)}")
+    refuse(problems, path)
+
+
+def refuse(problems: list[str], path: Path) -> None:
+    """Raise `UserError` that names the first few problems, if there are any."""
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"{path} does not fit its config: {'; '.join(sorted(problems)[:3])}{more}")
+
+
+@torch.no_grad()
+def fill_from(stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+    """`fill` from tensors that were read from `path`. Raises `UserError`."""
+    check_same(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, path)
+    kinds = {name: stored_as(tensor, dtype) for name, tensor in expected.items()}
+    others = [name for name, kind in kinds.items() if stored[name].dtype != kind]
+    refuse([f"{name} is {stored[name].dtype}, expected {kinds[name]}" for name in others], path)
     for name, tensor in expected.items():
         tensor.copy_(stored[name])

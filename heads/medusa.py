@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .documents import MedusaFile
 from .ends import TargetEnds
 from .errors import UserError
 from .layout import EngineLayout
@@ -60,6 +61,7 @@ class MedusaHeads(EngineLayout, nn.Module):
     """
 
     method = "medusa"
+    document = MedusaFile
     weights_file = WEIGHTS_FILE
     taps: tuple[int, ...] = ()
 

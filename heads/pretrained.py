@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from .errors import UserError
+from .errors import UserError, first_line
 from .files import inside, read_json
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -106,8 +106,3 @@ def reason_of(error: Exception) -> str:
     if "backend tokenizer" in reason:
         return "there is no tokenizer that can be read"
     return reason
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message; its type where it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,6 +20,8 @@ from torch import Tensor
 from .errors import UserError
 from .files import inside, read_json
 
+LFS_POINTER = b"version https://git-lfs"
+LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 PICKLES = ("*.bin", "*.pt", "*.pth")
 TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
 
@@ -86,3 +91,30 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+class TensorFacts(msgspec.Struct):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+
+def header(file: Path) -> dict[str, TensorFacts]:
+    """Type, shape and place of every tensor in a safetensors file, from its header alone. Raises `UserError`."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            if start == LFS_POINTER[:8]:
+                raise ValueError("a pointer of Git LFS stands in its place: run git lfs pull")
+            if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
+                raise ValueError("it has no header")
+            held = json.loads(opened.read(length))
+        if not isinstance(held, dict):
+            raise ValueError("its header is no table")
+        return msgspec.convert({name: facts for name, facts in held.items() if name != "__metadata__"}, dict[str, TensorFacts])
+    except (OSError, ValueError, RecursionError) as error:
+        unread = isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError | msgspec.ValidationError)
+        reason = "its header cannot be read" if unread else str(error)
+        raise UserError(f"{file} is not a safetensors file ({reason}); copy, download or save it again") from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,11 +10,10 @@ import psutil
 import torch
 
 from ..heads.errors import UserError
+from ..heads.stored_tensors import header
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 """Bytes of an element of the types that loading converts, by the names of safetensors."""
-LFS_POINTER = b"version https://git-lfs"
-LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 
 
 @dataclass(frozen=True)
@@ -43,33 +40,14 @@ def footprint(folder: str | Path) -> Footprint | None:
     floats = stored = other = 0
     files = sorted(Path(folder).glob("*.safetensors"))
     for file in files:
-        for name, tensor in header(file).items():
-            if name == "__metadata__":
-                continue
-            start, end = tensor["data_offsets"]
+        for tensor in header(file).values():
+            start, end = tensor.data_offsets
             stored += end - start
-            if tensor["dtype"] in FLOATS:
-                floats += prod(tensor["shape"])
+            if tensor.dtype in FLOATS:
+                floats += prod(tensor.shape)
             else:
                 other += end - start
     return Footprint(floats, stored, other) if files else None
-
-
-def header(file: Path) -> dict[str, dict]:
-    """The header of a safetensors file: type, shape and place of every tensor. Raises `UserError`."""
-    try:
-        with file.open("rb") as opened:
-            start = opened.read(8)
-            if start == LFS_POINTER[:8]:
-                raise ValueError("a pointer of Git LFS stands in its place: run git lfs pull")
-            if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
-                raise ValueError("it has no header")
-            return json.loads(opened.read(length))
-    except (OSError, ValueError) as error:
-        reason = "its header cannot be read" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise UserError(
-            f"cannot load target: {file} is not a safetensors file ({reason}); download or save the model again"
-        ) from error
 
 
 def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:

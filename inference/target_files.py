@@ -9,9 +9,9 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ..heads import pretrained
-from ..heads.errors import UserError
+from ..heads.errors import UserError, first_line
 from ..heads.files import read_json
-from ..heads.pretrained import clear_errors, first_line
+from ..heads.pretrained import clear_errors
 from .settings import TargetConfig
 
 HUB = "https://huggingface.co/"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 
-from ..heads.artifact import OWN_FILE, Artifact, check_shape, check_target, drafter_class
+from ..heads.artifact import OWN_FILE, Artifact, check_files, check_shape, check_target, drafter_class
+from ..heads.documents import OwnFile, read_document
 from ..heads.errors import UserError
-from ..heads.files import checksum, read_json
-from ..heads.fingerprint import Fingerprint
+from ..heads.files import checksum
 from ..heads.foreign import Answers, Public, TargetSide
 from ..heads.public import read_public
 from ..heads.stored_tensors import StoredTensors
@@ -29,12 +28,11 @@ def run(options: Options) -> None:
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")
     answers = Answers(taps_of(options.taps), options.norm_output, options.norm_before_residual, options.target_embedding)
-    own = read_json(folder / OWN_FILE) if (folder / OWN_FILE).is_file() else None
-    if own is not None and not isinstance(own, dict):
-        raise UserError(f"{folder / OWN_FILE} is not a table of keys; copy or export the drafter again")
-    if own is not None and "export" not in own:
+    there = (folder / OWN_FILE).is_file()
+    own = read_document(folder / OWN_FILE, OwnFile, "copy or export the drafter again") if there else None
+    if own is not None and own.export is None:
         raise UserError(f"{folder} is a drafter of ours already; use it as it is")
-    if own is not None and own.get("method") == "draft_lm":
+    if own is not None and own.method == "draft_lm":
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = ends_in(options.target, torch.device("cpu"), "auto")
     found, artifact = foreign(folder, target, answers) if own is None else exported(folder, target, answers, own)
@@ -82,35 +80,25 @@ def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Publi
     return found, Artifact(found.drafter, target.fingerprint(), {}, facts)
 
 
-def exported(folder: Path, target: StoredTarget, answers: Answers, own: dict[str, Any]) -> tuple[Public, Artifact]:
+def exported(folder: Path, target: StoredTarget, answers: Answers, own: OwnFile) -> tuple[Public, Artifact]:
     """An export of ours: everything in it has to be as it was written."""
-    config_path = folder / "config.json"
+    assert own.export is not None
     if answers != Answers():
         raise UserError(f"{folder} is an export of ours and leaves nothing open; leave out --taps and its like")
-    try:
-        trained_for, stored = Fingerprint(**own["target"]), own["export"]["sha256"]
-        drafter_type = drafter_class(own["method"])
-        check_target(
-            trained_for, target.fingerprint(), drafter_type.bound_to, folder, lambda message: print(f"warning: {message}")
-        )
-        found = read_public(folder, side_of(target), Answers(ours=True))
-        if found.drafter.method != own["method"]:
-            raise UserError(f"{folder} holds {found.drafter.method}, {OWN_FILE} says {own['method']}; one of them was changed")
-        check_shape(found.drafter, own, config_path)
-        if found.notes:
-            raise UserError(f"{folder}: {found.notes[0]}; an export of ours leaves nothing open, so it was changed")
-        if (said := getattr(torch, own["dtype"])) != found.dtype:
-            raise UserError(f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / OWN_FILE} lacks or garbles a field ({error}); export the drafter again") from error
-    if surplus := sorted({path.name for path in folder.glob("*.safetensors")} - stored.keys()):
+    drafter_type = drafter_class(own.method)
+    check_target(own.target, target.fingerprint(), drafter_type.bound_to, folder, lambda message: print(f"warning: {message}"))
+    if surplus := sorted({path.name for path in folder.glob("*.safetensors")} - own.export.sha256.keys()):
         raise UserError(f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again")
-    for name, sha in stored.items():
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing; copy the export again")
-        if checksum(folder / name) != sha:
-            raise UserError(f"{folder / name} has changed since it was exported (its SHA-256 differs); copy or export it again")
-    return found, Artifact(found.drafter, trained_for, own.get("calibration", {}), own.get("provenance", {}))
+    check_files(folder, own, lambda message: print(f"warning: {message}"))
+    found = read_public(folder, side_of(target), Answers(ours=True))
+    if found.drafter.method != own.method:
+        raise UserError(f"{folder} holds {found.drafter.method}, {OWN_FILE} says {own.method}; one of them was changed")
+    check_shape(found.drafter, own.taps, own.shape, folder / "config.json")
+    if found.notes:
+        raise UserError(f"{folder}: {found.notes[0]}; an export of ours leaves nothing open, so it was changed")
+    if (said := getattr(torch, own.dtype)) != found.dtype:
+        raise UserError(f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed")
+    return found, Artifact(found.drafter, own.target, own.calibration, own.provenance)
 
 
 def side_of(target: StoredTarget) -> TargetSide:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.artifact import OWN_FILE, Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.files import whole_directory, whole_file
+from draftsmith.heads.files import read_json, whole_directory, whole_file, write_json
 from draftsmith.heads.medusa import WEIGHTS_FILE
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import random_heads, tiny_target
+from tests.tampered import seal
 
 TARGET = tiny_target()
 CALIBRATION = {"rank_accuracy": [[0.5, 0.1]] * 4, "tree_nodes": 3}
@@ -38,6 +39,7 @@ def change_tensors(folder: Path, change: Callable[[dict], None]) -> None:
     tensors = load_file(folder / WEIGHTS_FILE)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_FILE)
+    seal(folder)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +114,65 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path) -> None:
         aside.write_text("half")
         raise RuntimeError
     assert (tmp_path / "f").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_flipped_bit_is_noticed_and_named(folder: Path) -> None:
+    weights = folder / WEIGHTS_FILE
+    data = bytearray(weights.read_bytes())
+    data[-3] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(UserError, match=f"{WEIGHTS_FILE} has changed since it was written .its SHA-256 differs."):
+        Artifact.load(folder, TARGET.fingerprint())
+
+
+def test_a_drafter_without_checksums_is_told_of(folder: Path) -> None:
+    own = read_json(folder / OWN_FILE)
+    del own["files"]
+    write_json(folder / OWN_FILE, own)
+    told: list[str] = []
+    Artifact.load(folder, TARGET.fingerprint(), warn=told.append)
+    assert len(told) == 1 and "has no checksums" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("method", 3, "method: Expected str, got int"),
+        ("taps", [1, "2"], r"taps\[1\]: Expected int, got str"),
+        ("taps", [99], "taps .99. are not all among the target's"),
+        ("dtype", "float8", "dtype: Invalid enum value 'float8'"),
+        ("schema", 2, "written by a newer draftsmith .schema 2"),
+        ("schema", 0, "schema: Expected int >= 1"),
+        ("calibration", {"rank_accuracy": [[1.5]]}, "Expected float <= 1"),
+        ("calibration", {"tree_nodes": 10**9}, "Expected int <= 65536"),
+        ("target", {"name": "x"}, "target: Object missing required field model_type"),
+        ("files", {"../x": {"bytes": 1, "sha256": "0" * 64}}, "names '../x', which is not a file within its folder"),
+        ("shape", [], "shape: Expected object, got array"),
+    ],
+)
+def test_a_wrong_value_in_draftsmith_json_is_named(folder: Path, key: str, value: object, says: str) -> None:
+    write_json(folder / OWN_FILE, {**read_json(folder / OWN_FILE), key: value})
+    with pytest.raises(UserError, match=says):
+        Artifact.load(folder, TARGET.fingerprint())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": NaN}', '{"a": ' + "9" * 6000 + "}", "", "\xff", "[1]", "null"])
+def test_what_is_no_table_of_json_is_refused(folder: Path, text: str) -> None:
+    (folder / OWN_FILE).write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=OWN_FILE):
+        Artifact.load(folder, TARGET.fingerprint())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("medusa_num_heads", 10**9, "Expected int <= 256"),
+        ("hidden_size", 10**6, r"has shape \[32, 32\], expected"),
+        ("vocab_size", True, "got bool"),
+    ],
+)
+def test_an_absurd_size_is_refused_before_memory_is_taken(folder: Path, key: str, value: object, says: str) -> None:
+    write_json(folder / "config.json", {**read_json(folder / "config.json"), key: value})
+    seal(folder)
+    with pytest.raises(UserError, match=says):
+        Artifact.load(folder, TARGET.fingerprint())

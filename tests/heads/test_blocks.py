@@ -23,6 +23,7 @@ from torch.nn import functional
 from tests.architectures import architecture
 from tests.blocks import KINDS, random_block
 from tests.conftest import tiny_target
+from tests.tampered import seal
 
 
 def taps_of(target: Target, drafter: Any, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -77,7 +78,7 @@ def test_a_block_drafter_owns_neither_embedding_nor_head(tmp_path: Path) -> None
         (lambda t, c: t.pop("hidden_norm.weight"), "hidden_norm.weight is missing"),
         (lambda t, c: t.update(surplus=torch.zeros(1)), "surplus is not part of this drafter"),
         (lambda t, c: t.update({"fc.weight": torch.zeros(3, 3)}), r"fc.weight has shape \[3, 3\]"),
-        (lambda t, c: c.pop("dflash_config"), "lacks or garbles a field"),
+        (lambda t, c: c.pop("dflash_config"), "Object missing required field dflash_config; save or copy"),
         (lambda t, c: c.update(block_size=9), "says block_size 9"),
         (lambda t, c: c["dflash_config"].update(mask_token_id=7), "says mask_token 7"),
         (lambda t, c: c["dflash_config"].update(target_layer_ids=[1, 2]), r"says taps \[2, 3\]"),
@@ -90,6 +91,7 @@ def test_a_drafter_that_was_tampered_with_is_refused(change: Any, message: str, 
     change(tensors, config)
     save_file(tensors, tmp_path / "d" / "model.safetensors")
     write_json(tmp_path / "d" / "config.json", config)
+    seal(tmp_path / "d")
     with pytest.raises(UserError, match=message):
         Artifact.load(tmp_path / "d", target.fingerprint(), target.ends)
 

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from tests.architectures import ARCHITECTURES, architecture
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
+from tests.tampered import seal
 
 TARGET = tiny_target(num_hidden_layers=3)
 
@@ -160,6 +161,7 @@ def test_a_broken_map_is_refused_on_loading(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     tensors["d2t"][5] = tensors["d2t"][4] - 1
     save_file(tensors, tmp_path / "d" / "model.safetensors")
+    seal(tmp_path / "d")
     with pytest.raises(UserError, match="names tokens twice"):
         Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.ends)
 

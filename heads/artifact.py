@@ -98,7 +98,7 @@ class Artifact:
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
             raise not_a_drafter(directory)
-        own = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+        own, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
         trained_for, dtype = own.target, getattr(torch, own.dtype)
         if own.export is not None and own.export.layout != "native":
             raise UserError(
@@ -131,6 +131,9 @@ def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> N
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
     if not noted:
         warn(f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files cannot be seen")
+    unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if noted and path.name not in noted]
+    if unlisted:
+        raise UserError(f"{directory}: {unlisted[0]} is not among the files that were written; copy or save the drafter again")
     for name, (size, sha256) in noted.items():
         if (reason := differs(inside(directory, name, OWN_FILE), size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -19,6 +19,7 @@ from .fingerprint import Fingerprint
 
 SCHEMA = 1  # of draftsmith.json
 T = TypeVar("T")
+D = TypeVar("D", bound="Document")
 
 # Bounds that no model comes near, so that a damaged number is refused before anything of that size is built.
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -36,15 +37,28 @@ class DocumentError(UserError):
     """A value that is not what its type says; the message begins with the key."""
 
 
-def read_document(path: Path, kind: type[T], remedy: str) -> T:
-    """The JSON file at `path` as `kind`. Raises `UserError` that names the file, the key and `remedy`."""
-    value = read_json(path)
-    if isinstance(value, dict) and isinstance(newer := value.get("schema"), int) and newer > SCHEMA:
-        raise UserError(f"{path} was written by a newer draftsmith (schema {newer}, this one reads {SCHEMA}); update draftsmith")
+class Document(Struct):
+    """A file that says which version of its form it has."""
+
+    what: ClassVar[str]
+    """How a message calls it."""
+    version_key: ClassVar[str] = "schema"
+    newest: ClassVar[int] = SCHEMA
+    finite: ClassVar[bool] = True
+    """Whether NaN and infinities are mistakes."""
+
+
+def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
+    """The JSON file at `path` as `kind`, and as it is. Raises `UserError` that names the file, the key and `remedy`."""
+    value = read_json(path, kind.finite)
+    theirs = value.get(kind.version_key) if isinstance(value, dict) else None
+    if isinstance(theirs, int) and theirs > kind.newest:
+        found = f"{kind.version_key} {theirs}, this one reads {kind.newest}"
+        raise UserError(f"{path} was written by a newer draftsmith ({found}); update draftsmith")
     try:
-        return convert(value, kind)
+        return convert(value, kind), value
     except DocumentError as error:
-        raise UserError(f"{path}: {error}; {remedy}") from error
+        raise UserError(f"{path} is not {kind.what}: {error}; {remedy}") from error
 
 
 def convert(value: Any, kind: type[T]) -> T:
@@ -95,8 +109,10 @@ class Export(Struct):
     sha256: dict[str, str] = {}
 
 
-class OwnFile(Struct):
+class OwnFile(Document):
     """`draftsmith.json`: what only we need of a drafter."""
+
+    what: ClassVar[str] = "what draftsmith wrote beside a drafter"
 
     method: str
     dtype: Literal["float32", "bfloat16", "float16"]

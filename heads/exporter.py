@@ -102,7 +102,7 @@ def load_alone(directory: str | Path) -> Artifact:
         if (directory / "config.json").is_file():
             raise UserError(f"{directory} was not made here: read it with draftsmith import; a plain model is served as it is")
         raise not_a_drafter(directory)
-    own = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+    own, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
     trained_for = own.target
     ends = side_of(trained_for).ends
     if own.method == "draft_lm":

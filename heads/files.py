@@ -172,12 +172,12 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or broken file, and for NaN and
-    infinities, which Python reads although they are no JSON."""
+def read_json(path: Path, finite: bool = True) -> Any:
+    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or broken file, and, where numbers
+    have to be `finite`, for NaN and infinities, which Python reads although they are no JSON."""
     again = "copy or download it again"
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant)
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant if finite else None)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except json.JSONDecodeError as error:

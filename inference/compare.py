@@ -6,7 +6,6 @@ resampled in pairs, so that an easy prompt is easy in both.
 
 from __future__ import annotations
 
-import json as json_module
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .console import Console
+from .documents import ReportFile
 from .evaluate import BASELINES
 from .measure import FEWEST
 from .metrics import bootstrap, pooled, tau
@@ -46,13 +47,7 @@ def run(options: Options) -> None:
 
 def load_report(path: str) -> dict[str, Any]:
     """A report of `draftsmith evaluate`. Raises `UserError`."""
-    try:
-        report = json_module.loads(Path(path).read_text())
-        if not (report.get("server") and report["settings"] == []):
-            _ = report["settings"][0]["drafters"]["plain"], report["prompt_set"]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UserError(f"{path} is not a report of draftsmith evaluate ({error}); write one with --json") from error
-    return report
+    return read_document(Path(path), ReportFile, "write the report again with draftsmith evaluate --json")[1]
 
 
 def load_measured(path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from ..heads.files import whole_file
+from ..heads.files import read_json, whole_file
 from . import sections
 from .compare import load_report
 from .evaluate import BASELINES
@@ -85,8 +85,8 @@ def gather(paths: Sequence[str]) -> Found:
 def is_report(file: Path) -> bool:
     """Whether a JSON that nobody has named is a report: folders hold other JSONs too."""
     try:
-        value = json_module.loads(file.read_text())
-    except (OSError, ValueError):
+        value = read_json(file, finite=False)
+    except UserError:
         return False
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
 

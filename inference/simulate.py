@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,13 @@ import torch
 from rich import box
 from rich.table import Table
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
 from ..heads.files import whole_file, write_json
 from .compare import load_measured
 from .console import Console
 from .costs import between
+from .documents import ProfileFile
 from .evaluate import numbers
 from .gains import (
     GPUS,
@@ -111,15 +112,17 @@ def roofline(model: Model, options: Options, acceptance: list[float]) -> list[di
 def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
     """As `roofline`, for the batch sizes and contexts at which a profile has timed verification. Raises `UserError`."""
     assert options.profile is not None
+    _, found = read_document(Path(options.profile), ProfileFile, "write the profile again with draftsmith tune")
     try:
-        timed = json_module.loads(Path(options.profile).read_text())["verification_s"]
         tables = [
             (int(batch), round(float(context)), {int(nodes): float(seconds) for nodes, seconds in sizes.items()})
-            for batch, contexts in timed.items()
+            for batch, contexts in found["verification_s"].items()
             for context, sizes in contexts.items()
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{options.profile} is not a profile ({error}); write one with draftsmith tune") from error
+    except (ValueError, KeyError) as error:
+        raise UserError(
+            f"{options.profile} is not a profile with verification times ({error}); write one with draftsmith tune"
+        ) from error
     lengths = range(options.longest + 1)
     return [_gains(options, acceptance, b, context, [between(sizes, k) for k in lengths]) for b, context, sizes in tables]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,10 @@ from typing import Any
 
 import torch
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
 from .decode import Generation, Request, generate
+from .documents import ProfileFile
 from .proposer import load_proposer, parse_spec, without_tree
 from .settings import Sampling
 from .target import Target
@@ -37,11 +38,10 @@ class Profile:
     def __init__(self, path: str, target: Target) -> None:
         """Raises `UserError` for what is no profile, and for one of another target or machine."""
         self.path = path
-        try:
-            found = json.loads(Path(path).read_text())
-            made_for, self._drafters, machine = found["target"], found["drafters"], found["machine"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a profile ({error}); write one with draftsmith tune") from error
+        _, found = read_document(Path(path), ProfileFile, "write the profile again with draftsmith tune")
+        if lacking := [key for key in ("target", "drafters", "machine") if not found.get(key)]:
+            raise UserError(f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune")
+        made_for, self._drafters, machine = found["target"], found["drafters"], found["machine"]
         own = target.fingerprint().as_dict()
         if {**made_for, "name": None} != {**own, "name": None}:
             raise UserError(f"{path} was tuned for target {made_for.get('name')}, which is not {own['name']}; tune again")

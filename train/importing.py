@@ -29,7 +29,7 @@ def run(options: Options) -> None:
         raise UserError(f"{options.out} is there already; name another --out")
     answers = Answers(taps_of(options.taps), options.norm_output, options.norm_before_residual, options.target_embedding)
     there = (folder / OWN_FILE).is_file()
-    own = read_document(folder / OWN_FILE, OwnFile, "copy or export the drafter again") if there else None
+    own = read_document(folder / OWN_FILE, OwnFile, "copy or export the drafter again")[0] if there else None
     if own is not None and own.export is None:
         raise UserError(f"{folder} is a drafter of ours already; use it as it is")
     if own is not None and own.method == "draft_lm":

@@ -95,7 +95,15 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     ("other", "options", "why"),
     [
         (report(CODE, CHAT, sha="y"), {}, "of different prompts"),
-        ({"server": {"url": "x"}, "settings": []}, {}, "figures of a server only"),
+        (
+            {
+                "server": {"url": "x", "engine": "vllm", "version": "1", "settings": []},
+                "settings": [],
+                "prompt_set": {"sha256": "y"},
+            },
+            {},
+            "figures of a server only",
+        ),
         (report(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
         (report(CODE, CHAT), {"drafter": ["head", "nobody"]}, "has no drafter 'nobody'; there are: plain, ngram, head"),
         (report(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),

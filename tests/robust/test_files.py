@@ -1,0 +1,164 @@
+"""Damaged files: each is refused in one line, or is one of those that do no harm.
+
+The default run tries a seeded sample; `--all` tries every mutation. In `sealed` folders the checksums were made anew after the
+damage, so that it has to be found in the files themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from draftsmith.heads.errors import UserError
+
+from tests.conftest import QUICKSTART, ROOT
+from tests.robust.mutations import complaints, trials
+from tests.tampered import seal
+
+DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
+ALL = pytest.param(None, marks=pytest.mark.full, id="all")
+SAMPLE = pytest.param(12, id="sample")
+
+# What may be accepted, and why.
+HARMLESS = {
+    "draftsmith.json": (
+        r"provenance|.*unknown key|schema|no schema|.*= 'nan'"  # a record for people; keys of later versions
+        r"|target\.(name|model_type|.*_hash)"  # told as a warning: another name or hash is another target
+        r"|calibration"  # another number within range is another tree, never another text
+        r"|shape$|no shape$|shape = '\{\}'"  # version 0.1 noted none; the tensors and config.json say it too
+        r"|files|no files"  # version 0.1 noted none: a line says so
+        r"|export"
+    ),
+    "config.json": (
+        r".*unknown key|(no )?(base_model_name_or_path|model_type|dtype|rope_theta|mlp_bias|tie_word_embeddings|layer_types)"
+        r"|(no )?(num_aux_hidden_states|eagle_config|medusa_fc_bias|markov_head_type|enable_confidence_head|confidence_head)"
+        r"|(no )?(sample_from_anchor|target_layer_ids|mask_token_id|architectures|num_target_layers|dflash_config.*causal)"
+        r"|(no )?(dflash_config\.block_size|rms_norm_eps|max_position_embeddings|rope_parameters|hidden_act|fc_norm|norm_output)"
+        r"|(no )?(target_hidden_size|draft_vocab_size|norm_before)"  # engines' keys; or a shape that the tensors confirm
+    ),
+    "model.safetensors": r".*a bit of",  # sealed: another weight
+    "medusa_lm_head.safetensors": r".*a bit of",
+}
+
+
+def sealed(folder: Path) -> None:
+    """With checksums of what is there now, where that can still be written."""
+    try:
+        seal(folder)
+    except (UserError, OSError, TypeError, ValueError):
+        return
+
+
+@pytest.mark.parametrize("count", [SAMPLE, ALL])
+@pytest.mark.parametrize("after", [None, sealed], ids=["as written", "sealed"])
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "dspark"])
+def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, count: int | None, tmp_path: Path) -> None:
+    def command(folder: Path) -> list[str]:
+        base = ["generate", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", str(folder)]
+        return [*base, "--prompt", "def f", "--max-new-tokens", "2"]
+
+    sound = DRAFTERS / drafter
+    wrong, accepted = complaints(sound, tmp_path / "d", trials(sound, 0, count), command, after or (lambda folder: None))
+    assert not wrong, "\n".join(wrong)
+    harmful = [name for name in accepted if not re.match(HARMLESS.get(name.split(": ")[0], "$"), name.split(": ")[1])]
+    if after is None:  # nothing but draftsmith.json itself can change without notice
+        harmful += [name for name in accepted if not name.startswith("draftsmith.json")]
+    assert not harmful, "\n".join(harmful)
+
+
+@pytest.mark.parametrize("count", [SAMPLE, ALL])
+def test_a_damaged_target(count: int | None, tmp_path: Path) -> None:
+    """transformers reads it, and takes many a value that nothing depends on; what is refused, is refused in one line."""
+
+    def command(folder: Path) -> list[str]:
+        return ["generate", "--target", str(folder), "--target.device", "cpu", "--prompt", "def f", "--max-new-tokens", "2"]
+
+    wrong, _ = complaints(QUICKSTART, tmp_path / "t", trials(QUICKSTART, 0, count), command)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small report of an evaluation."""
+    from draftsmith.inference.evaluate import Options, run
+    from draftsmith.inference.settings import TargetConfig
+
+    folder = tmp_path_factory.mktemp("report")
+    prompts = folder / "prompts.txt.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(a):"}) + "\n" for i in range(2)))
+    config = TargetConfig(str(QUICKSTART), device="cpu")
+    where = str(folder / "evaluation.json")
+    run(Options(config, str(prompts), drafter=["ngram"], baselines=False, max_new_tokens=8, repeats=1, json=where))
+    prompts.unlink()
+    return folder
+
+
+COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
+    "report": lambda folder, sound: ["report", str(folder), "--out", str(folder.parent / "out.html")],
+    "simulate": lambda folder, sound: ["simulate", "--report", str(folder / "evaluation.json")],
+    "compare": lambda folder, sound: [
+        *("compare", "--report", str(folder / "evaluation.json"), "--report", str(sound / "evaluation.json")),
+        *("--drafter", "ngram", "--drafter", "ngram"),
+    ],
+}
+
+
+@pytest.mark.parametrize("count", [pytest.param(60, id="sample"), ALL])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_damaged_report(name: str, count: int | None, report: Path, tmp_path: Path) -> None:
+    chosen = trials(report, 0, count)
+    wrong, _ = complaints(report, tmp_path / "r", chosen, lambda folder: COMMANDS[name](folder, report))
+    assert not wrong, "\n".join(wrong)
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("r", "out.html")]
+
+
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto_map` in config, tokenizer and draft model, with `yes` on standard input: the sentinel file is never made."""
+    import io
+
+    from tests.robust.mutations import outcome
+
+    sentinel = tmp_path / "sentinel"
+    evil = f"open({str(sentinel)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    evil += "from transformers import PreTrainedTokenizerFast as T\n"
+    for kind in ("config", "tokenizer"):
+        folder = tmp_path / kind
+        shutil.copytree(QUICKSTART, folder)
+        (folder / "evil.py").write_text(evil)
+        file = folder / ("config.json" if kind == "config" else "tokenizer_config.json")
+        facts = json.loads(file.read_text())
+        maps = (
+            {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+            if kind == "config"
+            else {"AutoTokenizer": ["evil.T", "evil.T"]}
+        )
+        facts |= {"auto_map": maps, **({"model_type": "evil"} if kind == "config" else {"tokenizer_class": "Evil"})}
+        file.write_text(json.dumps(facts))
+    prompt, rows = ["--prompt", "x", "--max-new-tokens", "1"], tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "def f():"}) + "\n")
+    config = tmp_path / "run.yaml"
+    for folder in (str(tmp_path / "config"), str(tmp_path / "tokenizer")):
+        config.write_text(f"target: {{path: {folder}}}\noutput: {tmp_path}/run\ndata: {{sources: [{{path: {rows}}}]}}\n")
+        for arguments in (
+            ["generate", "--target", folder, *prompt],
+            ["generate", "--target", str(QUICKSTART), "--drafter", folder, *prompt],
+            ["doctor", "--target", folder],
+            ["evaluate", "--target", folder, "--prompts", str(rows), "--limit", "1"],
+            ["data", "regenerate", "--target", folder, "--data", str(rows), "--out", str(tmp_path / "o.jsonl")],
+            ["data", "plan", "--run", str(config), "--method", "medusa"],
+            ["data", "extract", "--run", str(config), "--method", "medusa", "--out", str(tmp_path / "store")],
+            ["import", "--from", str(DRAFTERS / "eagle3"), "--target", folder, "--out", str(tmp_path / "i")],
+            ["import", "--from", folder, "--target", str(QUICKSTART), "--out", str(tmp_path / "i")],
+            ["export", "--drafter", folder, "--to", "hf", "--out", str(tmp_path / "e")],
+        ):  # fmt: skip
+            monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 20))
+            found = outcome(arguments)
+            assert not sentinel.exists(), arguments
+            told_in_a_table = arguments[0] == "doctor" and found.code == 2 and "Traceback" not in found.errors
+            assert told_in_a_table or found.wrong() is None, (arguments, found.wrong())
+            refused = found.code == 2 or folder.endswith("tokenizer") or arguments[1] == "plan"
+            assert refused, (arguments, found)

@@ -58,7 +58,7 @@ def of_bytes(file: Path, size: int) -> Iterator[Mutation]:
         (folder / file).mkdir()
 
     yield Mutation(f"{file}: missing", lambda folder: (folder / file).unlink())
-    yield Mutation(f"{file}: empty", lambda folder: (folder / file).write_bytes(b"") and None)
+    yield Mutation(f"{file}: empty", lambda folder: _write(folder / file, b""))
     yield Mutation(f"{file}: a folder", replace_by_folder)
     for at in sorted({1, 7, size // 3, size // 2, size - 1} - {0}):
         yield Mutation(f"{file}: cut at {at}", lambda folder, at=at: _write(folder / file, (folder / file).read_bytes()[:at]))

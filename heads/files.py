@@ -72,6 +72,38 @@ def write_failure(error: BaseException) -> str | None:
     return None
 
 
+def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
+    """Demand that the file which `option` names can be written, before anything that takes long. None is no file. Raises
+    `UserError`."""
+    if path is None:
+        return
+    if not str(path).strip():
+        raise UserError(f"{option} is empty; name a file")
+    if Path(path).is_dir():
+        raise UserError(f"cannot write {path}: it is a folder; name a file with {option}")
+    _check_parent(Path(path), option)
+
+
+def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
+    """`check_output` for a folder, which may be there already."""
+    if not str(path).strip():
+        raise UserError(f"{option} is empty; name a folder")
+    if Path(path).exists() and not Path(path).is_dir():
+        raise UserError(f"cannot write {path}: it is a file; name a folder with {option}")
+    if Path(path).is_dir() and not os.access(path, os.W_OK):
+        raise UserError(f"cannot write to {path}: permission denied; name another folder with {option}")
+    _check_parent(Path(path), option)
+
+
+def _check_parent(path: Path, option: str) -> None:
+    try:
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another with {option}") from error
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write {path}: {folder} is not a folder that may be written to; name another with {option}")
+
+
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a path beside `path` to write to; on success it becomes `path`, on any error it is removed."""

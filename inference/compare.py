@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import whole_file, write_json
+from ..heads.files import check_output, whole_file, write_json
 from .console import Console
 from .documents import ReportFile
 from .evaluate import BASELINES
@@ -30,6 +30,7 @@ ALL = "all"
 
 def run(options: Options) -> None:
     limit = _share(options.fail_on_regression)
+    check_output(options.json, "--json")
     if len(options.report) < 2:
         raise UserError("give at least two reports: --report before.json --report after.json")
     if options.drafter and len(options.drafter) != len(options.report):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json as json_module
-import os
+import math
 import resource
 import shlex
 import sys
@@ -22,7 +22,7 @@ from rich import box
 from rich.table import Table
 
 from ..heads.errors import UserError
-from ..heads.files import checksum, whole_directory, whole_file, write_json
+from ..heads.files import check_output, checksum, whole_directory, whole_file, write_json
 from ..heads.fingerprint import tokenizer_hash
 from . import live_report, replayed
 from .assisted import Assisted
@@ -33,8 +33,9 @@ from .journal import Journal
 from .measure import DEFINITIONS, SAMPLES, Results, Setting, Way, compare, distinct_names, measured, model_batches
 from .metrics import kept_per_round
 from .options import EvaluateOptions as Options
-from .prompts import Prompt, check_room, read_prompts
+from .prompts import Prompt, check_batches, check_room, read_prompts
 from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
+from .settings import check_url
 from .sources import source_files
 from .tables import firsts, law, loop_shares
 from .target import Target, load_target
@@ -87,6 +88,7 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     proposers = list(loaded.values())
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
     check_room(prompts, target.max_positions)
+    check_batches([setting.batch for setting in settings], prompts)
     theirs = assisted(options, target, proposers, left_out)
     if theirs and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
@@ -220,26 +222,13 @@ def check(options: Options) -> list[Setting]:
         source_files(options.prompts)
     for spec in options.drafter:
         check_spec(spec)
-    check_output(options.json)
+    check_output(options.json, "--json")
     if options.spec_bench is not None and Path(options.spec_bench).exists():
         raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
-    sizes = numbers(options.batch_sizes, "--batch-sizes", int) or [options.batch_size]
-    if min(sizes) < 1:
-        raise UserError("--batch-sizes must be at least 1")
+    sizes = numbers(options.batch_sizes, "--batch-sizes", int, 1) or [options.batch_size]
     temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
     laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     return [Setting(law, size, options.max_new_tokens, options.repeats) for law in laws for size in sizes]
-
-
-def check_output(path: str | None) -> None:
-    """Demand that a file can be written, before anything that takes long. Raises `UserError`."""
-    if path is None:
-        return
-    if Path(path).is_dir():
-        raise UserError(f"cannot write {path}: it is a folder; name a file")
-    folder = next(parent for parent in Path(path).resolve().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write {path}: {folder} is not a folder that may be written to; name another file")
 
 
 def check_server(options: Options) -> None:
@@ -248,6 +237,7 @@ def check_server(options: Options) -> None:
         if options.concurrency is not None or options.server_model is not None:
             raise UserError("--concurrency and --server-model are of a server; name it with --server http://127.0.0.1:8000")
         return
+    check_url(options.server, "--server")
     if options.features is not None:
         raise UserError("--features replays without a server; leave out one of --features and --server")
     if options.batch_sizes is not None or options.batch_size != 1:
@@ -258,12 +248,16 @@ def check_server(options: Options) -> None:
         raise UserError("--concurrency must be at least 1")
 
 
-def numbers(text: str | None, option: str, kind: type) -> list[Any]:
-    """Numbers with commas between them; none if nothing is given. Raises `UserError`."""
+def numbers(text: str | None, option: str, kind: type, least: float | None = None) -> list[Any]:
+    """Numbers with commas between them, none of them below `least`; none if nothing is given. Raises `UserError`."""
     try:
-        return [kind(part) for part in text.split(",")] if text is not None else []
+        found = [kind(part) for part in text.split(",")] if text is not None else []
     except ValueError as error:
         raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
+    for number in found:
+        if not math.isfinite(number) or (least is not None and number < least):
+            raise UserError(f"{option} must be {'finite' if least is None else f'at least {least:g}'}, not {number}")
+    return found
 
 
 def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer], dict[str, str]]:

@@ -18,8 +18,9 @@ import httpx
 from ..heads.errors import UserError
 from .counters import Counters, read_counters
 from .prompts import Prompt
-from .settings import Sampling
+from .settings import Sampling, check_url
 
+WHOLE_REPLY_S = 600.0  # for a reply, however slowly it comes
 SILENCE_S = 600.0  # a chunk that has not come by then does not come
 SETTLE_S = 3.0  # engines add up their counters a moment after the last chunk has left
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
@@ -89,14 +90,10 @@ Follow = Callable[[Prompt, list[int]], Prompt | None]
 def client_of(url: str) -> httpx.AsyncClient:
     """A client without a limit of its own on connections. Raises `UserError` for what is no address."""
     root = url.rstrip("/").removesuffix("/v1")
-    if not root.startswith(("http://", "https://")):
-        raise UserError(f"--server takes an address such as http://127.0.0.1:8000, not {url!r}")
+    check_url(url, "--server")
     # Engines close a connection that was idle for 5 s; one that is taken up at that moment would look like a server that died.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-    try:
-        return httpx.AsyncClient(base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits)
-    except httpx.InvalidURL as error:
-        raise UserError(f"--server takes an address such as http://127.0.0.1:8000, not {url!r} ({error})") from error
+    return httpx.AsyncClient(base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits)
 
 
 async def connect(client: httpx.AsyncClient, target: str, model: str | None = None) -> Server:
@@ -247,12 +244,20 @@ async def ask(
     path, body = (_vllm if server.engine == "vllm" else _sglang)(server, prompt, sampling, room)
     reply = Reply(prompt, turn, time.perf_counter())
     try:
-        async with client.stream("POST", path, json=body) as response:
+        async with asyncio.timeout(WHOLE_REPLY_S), client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise _refusal(server, prompt, response.status_code, (await response.aread()).decode(errors="replace"))
             read = _read_vllm if server.engine == "vllm" else _read_sglang
             async for event in _events(response, server):
                 read(reply, event, time.perf_counter())
+    except TimeoutError as error:
+        raise UserError(
+            f"server {server.url} has not finished its reply to prompt {prompt.id} after {WHOLE_REPLY_S:g} s; look at its log"
+        ) from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"server {server.url} answers in an unknown form ({error}); is it the engine itself?") from error
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
         raise UserError(f"server {server.url} broke off while it wrote ({why}); look at its log, then measure again") from error

@@ -55,6 +55,12 @@ def read_prompts(
     return prompts
 
 
+def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:
+    """Demand a prompt for every place of a batch: figures of a batch of 64 that held 8 would be of 8. Raises `UserError`."""
+    if max(sizes) > len(prompts):
+        raise UserError(f"a batch of {max(sizes)} needs as many prompts, and there are {len(prompts)}; make it smaller")
+
+
 def check_room(prompts: Sequence[Prompt], positions: int) -> None:
     """Demand that every prompt leaves room for a token; raises `UserError` that names one which does not."""
     for prompt in prompts:

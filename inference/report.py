@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from ..heads.files import read_json, whole_file
+from ..heads.files import check_output, read_json, whole_file
 from . import sections
 from .compare import load_report
 from .evaluate import BASELINES
@@ -37,6 +37,7 @@ class Found:
 def run(options: Options) -> None:
     if not options.runs:
         raise UserError("name at least one run: a JSON of draftsmith evaluate, or a training run's folder")
+    check_output(options.out, "--out")
     found = gather(options.runs)
     text = html(found) if options.format == "html" else markdown(found).encode("utf-8", "replace")
     out = options.out or (HTML_FILE if options.format == "html" else None)

@@ -6,10 +6,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from ..heads.errors import UserError
 
+COLDEST = 1e-5
 Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
+
+
+def check_url(url: str | None, option: str) -> None:
+    """Demand an address of a server, such as http://localhost:8000/v1; None is none. Raises `UserError`."""
+    if url is None:
+        return
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or above 65535; a half-written IPv6 address
+        sound = False
+    if not sound:
+        raise UserError(f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1")
 
 
 @dataclass
@@ -73,6 +88,8 @@ class Sampling:
                 continue
             demand(isinstance(value, kind), f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}")
         demand(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
+        cold = 0 < self.temperature < COLDEST  # logits divided by it leave the range of float32
+        demand(not cold, f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}")
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
         demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
         demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import whole_file, write_json
+from ..heads.files import check_output, whole_file, write_json
 from .compare import load_measured
 from .console import Console
 from .costs import between
@@ -40,6 +40,7 @@ TRIALS = 200_000
 
 def run(options: Options) -> None:
     console = Console()
+    check_output(options.json, "--json")
     if options.report is not None:
         found: dict[str, Any] = {"measured": from_report(options.report, options.longest)}
         show_measured(found["measured"], console)
@@ -102,8 +103,8 @@ def roofline(model: Model, options: Options, acceptance: list[float]) -> list[di
     """For each batch size and context: a plain step, what verification costs beside it, and the best chain."""
     assert options.gpu is not None
     gpu, rows = GPUS[options.gpu], []
-    for batch in numbers(options.batch, "--batch", int):
-        for context in numbers(options.context, "--context", int):
+    for batch in numbers(options.batch, "--batch", int, 1):
+        for context in numbers(options.context, "--context", int, 0):
             seconds = [pass_seconds(model, gpu, batch, k + 1, context) for k in range(options.longest + 1)]
             rows.append(_gains(options, acceptance, batch, context, seconds))
     return rows

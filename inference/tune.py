@@ -15,16 +15,16 @@ from rich import box
 from rich.table import Table
 
 from ..heads.errors import UserError
-from ..heads.files import whole_file, write_json
+from ..heads.files import check_output, whole_file, write_json
 from .candidates import Candidate, candidates, check_tunable
 from .console import Console, Progress
 from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
-from .evaluate import check_output, numbers, origin
+from .evaluate import numbers, origin
 from .journal import Journal
 from .measure import Setting, compare, measured
 from .options import TuneOptions as Options
-from .prompts import Prompt, check_room, read_prompts
+from .prompts import Prompt, check_batches, check_room, read_prompts
 from .proposer import PlainDecoding, check_spec, load_proposer
 from .settings import Sampling
 from .sources import source_files
@@ -44,6 +44,7 @@ def run(options: Options) -> None:
     prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
     prompts = [replace(prompt, later=[]) for prompt in prompts]  # what is counted and what is timed are first turns
     check_room(prompts, target.max_positions)
+    check_batches(batches, prompts)
     for spec in options.drafter:
         check_tunable(load_proposer(spec, target, lambda message: print(f"warning: {message}", file=sys.stderr)), spec)
     drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
@@ -101,11 +102,9 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
     if len(set(keys)) < len(keys):
         raise UserError("a drafter is named twice; its trees are what tune looks for, so name it once")
     source_files(options.prompts)
-    check_output(options.out)
-    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int)))
-    contexts = sorted(set(numbers(options.contexts, "--contexts", int)))
-    if min(batches) < 1 or min(contexts) < 1:
-        raise UserError("--batch-sizes and --contexts must be at least 1")
+    check_output(options.out, "--out")
+    batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int, 1)))
+    contexts = sorted(set(numbers(options.contexts, "--contexts", int, 1)))
     temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
     return [replace(options.sampling, temperature=temperature) for temperature in temperatures], batches, contexts
 

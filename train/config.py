@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..heads.errors import UserError
-from ..inference.settings import TargetConfig
+from ..inference.settings import TargetConfig, check_url
 
 __all__ = ["Checkpoints", "Data", "Evaluation", "HeldOut", "Optim", "RunConfig", "Source", "TargetConfig"]
 
@@ -161,6 +161,7 @@ class FeatureOptions:
     """Requests under way at one time, for each rank."""
 
     def __post_init__(self) -> None:
+        check_url(self.server, "features.server")
         if self.store is not None and self.server is not None:
             raise UserError("features.store and features.server exclude each other; leave one out")
         if self.concurrency < 1:

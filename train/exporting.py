@@ -14,7 +14,7 @@ from ..heads.card import Measured
 from ..heads.errors import UserError
 from ..heads.exporter import export, load_alone, with_vocabulary
 from ..heads.exports import BLOCKS, DRAFTS, Order
-from ..heads.files import checksum
+from ..heads.files import check_output_folder, checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
 from ..inference.proposer import parse_spec
@@ -28,6 +28,7 @@ from .templates import encode
 
 
 def run(options: Options) -> None:
+    check_output_folder(options.out, "--out")
     artifact, head = load_alone(options.drafter), None
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")

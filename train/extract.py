@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..heads.files import checksum, read_json, remove_partials, whole_directory, whole_file, write_json
+from ..heads.files import check_output_folder, checksum, read_json, remove_partials, whole_directory, whole_file, write_json
 from ..inference.console import Progress
 from ..inference.metrics import repeats_itself
 from ..inference.stored import ENDS_FILE, MANIFEST, SAMPLE_FILE, TEXTS_FILE, HeldOutText, save_ends, save_texts
@@ -49,6 +49,7 @@ Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 
 
 def run(options: Options) -> None:
+    check_output_folder(options.out, "--out")
     options = replace(options, method=method_for(options.run, options.method))
     method = method_module(str(options.method))
     config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run")

@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from ..heads.artifact import OWN_FILE, Artifact, check_files, check_shape, check_target, drafter_class
 from ..heads.documents import OwnFile, read_document
 from ..heads.errors import UserError
-from ..heads.files import checksum
+from ..heads.files import check_output_folder, checksum
 from ..heads.foreign import Answers, Public, TargetSide
 from ..heads.public import read_public
 from ..heads.stored_tensors import StoredTensors
@@ -24,6 +24,7 @@ READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 
 
 def run(options: Options) -> None:
+    check_output_folder(options.out, "--out")
     folder = folder_of(options.from_)
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")

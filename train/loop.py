@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
 from ..heads.errors import UserError
+from ..heads.files import check_output_folder
 from ..inference.console import Progress
 from ..inference.sources import source_files
 from ..inference.stored import manifest_of
@@ -154,6 +155,7 @@ def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int
 
 def check_before_loading(run: Any) -> None:
     """What can be found wrong before a model is loaded."""
+    check_output_folder(run.output, "--output")
     if run.features.store is None:
         resolve_device(run.target.device)
         check_there(run.target.path)

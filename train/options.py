@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from ..heads.engine_names import EngineName
 from ..heads.errors import UserError
 from ..inference.gains import GPUS
-from ..inference.settings import TargetConfig
+from ..inference.settings import COLDEST, TargetConfig, check_url
 from .methods import Method
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
@@ -98,8 +98,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
-            raise UserError("sampling: temperature and top_k must be at least 0, top_p in (0, 1], max_new_tokens at least 1")
+        if self.temperature < 0 or 0 < self.temperature < COLDEST:
+            raise UserError(f"sampling: temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}")
+        if not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_new_tokens < 1:
+            raise UserError("sampling: top_k must be at least 0, top_p in (0, 1], max_new_tokens at least 1")
 
 
 @dataclass
@@ -113,11 +115,12 @@ class Server:
     concurrency: int = 32
     """Requests under way at one time."""
     retries: int = 5
-    """Attempts after a failed one (429, 5xx, lost connection), with growing pauses."""
+    """Attempts after a failed one (429, 5xx, lost connection, an answer in another form), with growing pauses."""
     timeout_s: float = 600.0
-    """Longest wait for one reply."""
+    """Longest wait for a whole reply."""
 
     def __post_init__(self) -> None:
+        check_url(self.url, "--server.url")
         if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
             raise UserError("server: concurrency must be at least 1, retries at least 0, timeout_s above 0")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..heads.files import whole_file, write_json
+from ..heads.files import check_output, whole_file, write_json
 from ..inference.console import Console
 from ..inference.gains import GPUS
 from .arguments import parse
@@ -44,6 +44,7 @@ class Shape:
 
 
 def run(options: Options) -> None:
+    check_output(options.json, "--json")
     _, shape, plan = planned(options)
     if options.json is not None:
         with whole_file(options.json) as aside:

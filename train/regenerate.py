@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..heads.errors import UserError
+from ..heads.files import check_output
 from ..inference.console import Progress
 from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def run(options: Options) -> None:
+    check_output(options.out, "--out")
     out = Path(options.out)
     if out.exists() and out.resolve() == Path(options.data).resolve():
         raise UserError("--out must be another file than --data")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import msgspec
 
+from ..heads.documents import DocumentError, Token, convert, demand
 from ..heads.errors import UserError
 from ..inference.rows import RowError
 from .regenerate import Options, Sink, Task
@@ -60,16 +62,11 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
     exact = True
     while True:
         answer = await _post(client, _request(task, options), options)
-        try:
-            choice = answer["choices"][0]
-            message = {k: v for k, v in choice["message"].items() if v is not None}
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise UserError(f"server {options.server.url} answers in an unknown form; is it OpenAI-compatible?") from error
-        message.setdefault("content", "")
-        prompt, reply = answer.get("prompt_token_ids"), choice.get("token_ids")
-        exact = exact and prompt is not None and reply is not None
-        task.add_reply(prompt or [], reply or [], message, choice.get("finish_reason") or "length")
-        if task.done or choice.get("finish_reason") != "stop":
+        choice = answer.choices[0]
+        message = {key: value for key, value in choice.message.items() if value is not None} | {"content": choice.content}
+        exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
+        task.add_reply(answer.prompt_token_ids or [], choice.token_ids or [], message, choice.finish_reason or "length")
+        if task.done or choice.finish_reason != "stop":
             return exact
         task.advance()
 
@@ -95,23 +92,54 @@ def _request(task: Task, options: Options) -> dict[str, Any]:
     return request
 
 
-async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Options) -> dict[str, Any]:
+class Choice(msgspec.Struct):
+    """A reply as OpenAI's protocol has it, and its token ids as vLLM adds them."""
+
+    message: dict[str, Any]
+    finish_reason: str | None = None
+    token_ids: list[Token] | None = None
+
+    def __post_init__(self) -> None:
+        demand(isinstance(self.message.get("content", ""), str | None), "the content of the message is no text")
+        demand(self.message.get("role", "assistant") == "assistant", "the message is not the assistant's")
+
+    @property
+    def content(self) -> str:
+        return self.message.get("content") or ""
+
+
+class Answer(msgspec.Struct):
+    """A whole answer of a server."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
+    prompt_token_ids: list[Token] | None = None
+
+
+async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Options) -> Answer:
+    """The answer to a request. A server that fails, or answers in another form, is asked again `retries` times; the time limit
+    is one for the whole exchange, or one that sends a byte a second would never meet it."""
     url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
     problem = ""
     for attempt in range(options.server.retries + 1):
         if attempt:
             await asyncio.sleep(min(0.5 * 2**attempt, 30))
         try:
-            response = await client.post(url, json=request)
-        except httpx.HTTPError as error:
+            async with asyncio.timeout(options.server.timeout_s):
+                response = await client.post(url, json=request)
+        except TimeoutError:
+            problem = f"no whole answer within {options.server.timeout_s:g} s"
+            continue
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             problem = str(error) or type(error).__name__
             continue
         if response.status_code == 200:
             try:
-                return response.json()
-            except ValueError:
+                return convert(response.json(), Answer)
+            except DocumentError as error:
+                problem = f"it answers in another form than OpenAI's: {error}"
+            except (ValueError, RecursionError):
                 problem = "it answers with something that is not JSON"
-                break
+            continue
         problem = f"status {response.status_code}: {response.text[:200]}"
         if response.status_code in (400, 413, 422):  # about this request, such as a prompt too long; others may go through
             raise RowError(problem)

@@ -452,7 +452,7 @@ def test_the_model_that_is_asked_for(serve: Serve, saved_tiny: Path, prompts: Pa
 def test_a_server_that_is_not_there(saved_tiny: Path, prompts: Path) -> None:
     out = prompts.with_name("out.json")
     shared = ["--target", str(saved_tiny), "--prompts", str(prompts), "--json", str(out)]
-    for url, why in (("http://127.0.0.1:9", "does not answer"), ("127.0.0.1:8000", "takes an address such as")):
+    for url, why in (("http://127.0.0.1:9", "does not answer"), ("127.0.0.1:8000", "is no address of a server")):
         done = run_cli("evaluate", "--server", url, *shared)
         *_, last = done.stderr.splitlines()  # before it: that these prompts are plain text
         assert done.returncode == 2 and last.startswith("error:") and why in last and not out.exists()

@@ -1,0 +1,137 @@
+"""Servers that misbehave: every command that talks to one ends in one line, within its time limit."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import QUICKSTART
+from tests.robust.mutations import outcome
+
+SECONDS = 1.0  # the time limit of a reply
+GOOD: dict[str, Any] = {
+    "prompt_token_ids": [1, 2],
+    "choices": [{"message": {"role": "assistant", "content": "x"}, "finish_reason": "stop", "token_ids": [3, 4]}],
+}
+
+
+def changed(**choice: Any) -> bytes:
+    return json.dumps({**GOOD, "choices": [{**GOOD["choices"][0], **choice}]}).encode()
+
+
+def whole(body: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    return answer
+
+
+def drip(handler: BaseHTTPRequestHandler) -> None:
+    """A byte every quarter of a second: no wait between two bytes is long."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(40):
+        handler.wfile.write(b" ")
+        handler.wfile.flush()
+        time.sleep(0.25)
+
+
+def cut(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"choices"')
+
+
+MISBEHAVIOUR: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
+    "a byte at a time": drip,
+    "silence": lambda handler: time.sleep(3 * SECONDS),
+    "cut off": cut,
+    "closed at once": lambda handler: handler.connection.close(),
+    "no JSON": whole(b"<html>"),
+    "empty": whole(b""),
+    "nested": whole(b"[" * 100_000),
+    "a list": whole(b"[]"),
+    "no choices": whole(b"{}"),
+    "empty choices": whole(b'{"choices": []}'),
+    "choices of another type": whole(b'{"choices": 3}'),
+    "content of another type": whole(changed(message={"role": "assistant", "content": 3})),
+    "another role": whole(changed(message={"role": "user", "content": "x"})),
+    "ids of another type": whole(changed(token_ids=["3"])),
+    "negative ids": whole(changed(token_ids=[-1])),
+    "huge ids": whole(changed(token_ids=[10**12])),
+    "fractional ids": whole(changed(token_ids=[1.5])),
+    "NaN": whole(changed(finish_reason=3)),
+    "a redirect to another host": whole(b"", 302, Location="http://192.0.2.1/"),
+    "unauthorised": whole(b"no", 401),
+    "an error": whole(b"no", 500),
+    "too busy": whole(b"no", 429),
+    "bad gzip": whole(b"abc", 200, **{"Content-Encoding": "gzip"}),
+    "not UTF-8": whole(b'"\xff"'),
+}
+QUICK = ("a byte at a time", "negative ids", "a redirect to another host", "nested", "closed at once")
+
+
+@contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            with suppress(OSError):  # the client has gone, which is what is tested
+                answer(self)
+
+        do_GET = do_POST
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full, id=kind) for kind in MISBEHAVIOUR]
+)
+def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    with serving(MISBEHAVIOUR[kind]) as url:
+        base = ["data", "regenerate", "--target", str(QUICKSTART), "--data", str(rows), "--out", str(out)]
+        found = outcome([*base, "--server.url", url, "--server.retries", "1", "--server.timeout-s", str(SECONDS)])
+    assert found.wrong() is None and found.code == 2 and found.seconds < 10, found
+    assert "does not answer" in found.errors and not out.read_text(), "nothing of a bad answer is kept"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://localhost:99999/v1", "ftp://x", "localhost:8000", "http://", "", "http://[::1", "http://x:0", "file:///etc/passwd"],
+)
+def test_what_is_no_address_is_said_at_once(url: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    out = ["--out", str(tmp_path / "o")]
+    for command in (
+        ["data", "regenerate", "--target", "t", "--data", str(rows), *out, f"--server.url={url}"],
+        ["evaluate", "--target", "t", "--prompts", str(rows), f"--server={url}"],
+    ):
+        found = outcome(command)
+        assert found.code == 2 and "is no address of a server" in found.errors and found.wrong() is None, found

@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,15 @@ def _prompt_and_completion(row: dict[str, Any], kwargs: dict[str, Any]) -> Conve
 
 def _exact(row: dict[str, Any]) -> Conversation:
     ids, spans = row["token_ids"], row.get("response_spans")
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise RowError("token_ids must be a list of integers")
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise RowError("token_ids must be a list of integers, none below 0")
     if not isinstance(spans, list) or not all(isinstance(s, list | tuple) and [type(n) for n in s] == [int, int] for s in spans):
         raise RowError("response_spans must be a list of [start, end] pairs")
     if not all(0 <= start <= end <= len(ids) for start, end in spans):
         raise RowError("a response span lies outside token_ids")
+    ordered = sorted(spans)
+    if any(start < end for (_, end), (start, _) in pairwise(ordered)):
+        raise RowError("two response spans overlap")
     messages = _messages(row["messages"]) if row.get("messages") is not None else None
     written_with = (row.get("regenerated") or {}).get("tokenizer_hash")
     spans = [(start, end) for start, end in spans]
@@ -155,15 +159,15 @@ def _exact(row: dict[str, Any]) -> Conversation:
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(name of the row, its value) for every row of a JSON or JSONL file; the value of a broken line is a `RowError`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read {path}: {reason}; check the path") from error
     if path.suffix == ".json":
         try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} is not valid JSON (line {error.lineno}); for one object a line, name it .jsonl") from error
+            rows = parsed(text)
+        except RowError as error:
+            raise UserError(f"{path} is {error}; for one object a line, name it .jsonl") from error
         if not isinstance(rows, list):
             raise UserError(f"{path} must hold a list of rows")
         yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
@@ -171,9 +175,31 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
-                yield f"{path.name}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                yield f"{path.name}:{number}", RowError(f"not valid JSON: {error.msg}")
+                yield f"{path.name}:{number}", parsed(line)
+            except RowError as error:
+                yield f"{path.name}:{number}", error
+
+
+def parsed(text: str) -> Any:
+    """A JSON value of numbers that are finite and texts that can be written as UTF-8. Raises `RowError`."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        raise RowError(f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
+    except RecursionError as error:
+        raise RowError("nested too deeply to be read") from error
+    except ValueError as error:  # such as an integer of more digits than Python converts
+        raise RowError(f"not to be read: {str(error).partition(';')[0]}") from error
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RowError("not text: it holds one half of a surrogate pair") from error
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"it holds {name}, which is no number in JSON")
 
 
 def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:

@@ -131,12 +131,12 @@ def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> N
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
     if not noted:
         warn(f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files cannot be seen")
-    unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if noted and path.name not in noted]
-    if unlisted:
-        raise UserError(f"{directory}: {unlisted[0]} is not among the files that were written; copy or save the drafter again")
     for name, (size, sha256) in noted.items():
         if (reason := differs(inside(directory, name, OWN_FILE), size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
+    unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if noted and path.name not in noted]
+    if unlisted:
+        raise UserError(f"{directory}: {unlisted[0]} is not among the files that were written; copy or save the drafter again")
 
 
 def not_a_drafter(directory: Path) -> UserError:

@@ -117,4 +117,6 @@ def header(file: Path) -> dict[str, TensorFacts]:
     except (OSError, ValueError, RecursionError) as error:
         unread = isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError | msgspec.ValidationError)
         reason = "its header cannot be read" if unread else str(error)
-        raise UserError(f"{file} is not a safetensors file ({reason}); copy, download or save it again") from error
+        raise UserError(
+            f"cannot load {file}: it is not a safetensors file ({reason}); copy, download or save it again"
+        ) from error

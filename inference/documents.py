@@ -191,7 +191,8 @@ class TunedRow(Struct):
 
     temperature: Annotated[float, Meta(ge=0)]
     batch: Annotated[int, Meta(ge=1)]
-    setting: dict[str, int | float | str | bool | None]
+    setting: dict[str, int | float | str | bool | list[list[int]] | None]
+    """What the drafter is loaded with; a fixed tree is a list of its paths."""
 
 
 class ProfileFile(Document):

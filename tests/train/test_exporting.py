@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from tests.blocks import random_block
 from tests.conftest import QUICKSTART, ROOT, random_heads
 from tests.eagles import random_eagle
+from tests.tampered import seal
 from tests.train.test_loop import make_config, train
 from tests.trained import chat_prompts
 
@@ -143,6 +144,10 @@ def test_a_tampered_export_is_refused_with_the_reason(
     save_file(tensors, weights, metadata={"format": "pt"})
     for name, table in tables.items() if json.dumps(tables) != before else ():
         (folder / name).write_text(json.dumps(table, indent=2, ensure_ascii=False) + "\n")
+    if "has changed" not in says:
+        with pytest.raises(UserError):  # by its checksums, or by what it holds
+            imported(folder, tmp_path / "back")
+        seal(folder)
     with pytest.raises(UserError, match=says) as caught:
         imported(folder, tmp_path / "back")
     assert "\n" not in str(caught.value) and not (tmp_path / "back").exists()
@@ -157,6 +162,9 @@ def test_a_flipped_flag_in_an_artifact_of_ours(quickstart: Target, exports: dict
     folder = shutil.copytree(exports["eagle3_plain vllm"], tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_output": True}))
+    with pytest.raises(UserError, match="config.json has changed since it was written"):
+        Artifact.load(folder, quickstart.fingerprint(), quickstart.ends)
+    seal(folder)
     with pytest.raises(UserError, match="norm_output True.*says False"):
         Artifact.load(folder, quickstart.fingerprint(), quickstart.ends)
     with pytest.raises(UserError, match="speculators.*draftsmith import --from"):

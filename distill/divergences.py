@@ -146,10 +146,9 @@ def sum_in_chunks(
     `function(hidden, *rows)` takes slices of `hidden` and `rows` (equal first dimension) and gives the slice's loss (a sum), then
     any tables `[rows, ..]`, which are collected and carry no gradient. Gradients reach `hidden` and `parameters`, which must be
     all that `function` has to train: another tensor that needs a gradient raises `RuntimeError`. They are made chunk by chunk in
-    the forward pass, right where the logits are, so nothing is
-    kept and nothing is computed twice (objectives 10.1); the backward pass scales them. (Under ZeRO-3 the backward pass makes
-    them, by computing each chunk again.) With no rows `function` runs once on empty slices, so that every parameter still takes
-    part.
+    the forward pass, right where the logits are, so nothing is kept and nothing is computed twice (objectives 10.1); the
+    backward pass scales them. (Under ZeRO-3 the backward pass makes them, by computing each chunk again, and nothing is checked.)
+    With no rows `function` runs once on empty slices, so that every parameter still takes part.
     """
     apart = any(hasattr(p, "ds_id") for p in parameters)  # ZeRO-3 has them whole only while their own module runs
     if torch.is_grad_enabled() and not apart:

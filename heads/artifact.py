@@ -70,7 +70,7 @@ class Artifact:
             write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
     def own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What stands in `draftsmith.json`, but for the checksums of the other files."""
+        """The content of `draftsmith.json`, but for the checksums of the other files."""
         return {
             "schema": SCHEMA,
             "method": self.method,

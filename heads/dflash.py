@@ -218,9 +218,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     def serving_state(self) -> dict[str, Tensor]:
         weight = self.fc.weight
-        if not weight.is_meta and bool(
-            (self.tap_scales != 1).any()
-        ):  # only while it learns: a view of the weight is what loading fills
+        # Only while it learns: a view of the weight is what loading fills, and on the meta device there are no numbers.
+        if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self._columns(self.tap_scales)
         state: dict[str, Tensor] = {"fc.weight": weight, "hidden_norm.weight": self.hidden_norm.weight}
         for i, layer in enumerate(self._layers):

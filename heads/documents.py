@@ -41,11 +41,11 @@ class Document(Struct):
     """A file that says which version of its form it has."""
 
     what: ClassVar[str]
-    """How a message calls it."""
+    """Its name in messages."""
     version_key: ClassVar[str] = "schema"
     newest: ClassVar[int] = SCHEMA
     finite: ClassVar[bool] = True
-    """Whether NaN and infinities are mistakes."""
+    """True where NaN and infinities are mistakes."""
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
@@ -78,13 +78,13 @@ def demand(holds: bool, what: str) -> None:
 
 
 class Confidence(Struct):
-    """How sure a DSpark drafter is, and how far that can be trusted."""
+    """Temperatures that calibrate a DSpark drafter's confidence, by position."""
 
     temperatures: list[Annotated[float, Meta(gt=0)]] = []
 
 
 class Calibration(Struct):
-    """What was measured on held-out texts; each method notes some of it."""
+    """Measurements on held-out texts; each method notes some of them."""
 
     rank_accuracy: Shares = []
     tree_nodes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1

@@ -209,7 +209,7 @@ def read_json(path: Path, finite: bool = True) -> Any:
     have to be `finite`, for NaN and infinities, which Python reads although they are no JSON."""
     again = "copy or download it again"
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=_no_constant if finite else None)
+        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant if finite else None)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except json.JSONDecodeError as error:
@@ -222,5 +222,6 @@ def read_json(path: Path, finite: bool = True) -> Any:
         raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {again}") from error
 
 
-def _no_constant(name: str) -> float:
+def no_constant(name: str) -> float:
+    """For `parse_constant` of `json.loads`. Raises `ValueError` for NaN and infinities."""
     raise ValueError(f"it holds {name}, which is no number in JSON")

@@ -25,7 +25,6 @@ from .target import Target
 from .tree import NO_NODE, DraftTree, TreeShape
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-
 FEWEST = 3  # samples that a median needs
 SHORTEST = 16  # prompts
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower

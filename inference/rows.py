@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
+from ..heads.files import no_constant
 
 log = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 def parsed(text: str) -> Any:
     """A JSON value of numbers that are finite and texts that can be written as UTF-8. Raises `RowError`."""
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         raise RowError(f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
     except RecursionError as error:
@@ -196,10 +197,6 @@ def parsed(text: str) -> Any:
         except UnicodeEncodeError as error:
             raise RowError("not text: it holds one half of a surrogate pair") from error
     return value
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"it holds {name}, which is no number in JSON")
 
 
 def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:

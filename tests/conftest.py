@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,20 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "scripts" / "quickstart" / "target"
+PYTHON = str(Path(__file__).with_name("warm") / "python")
+"""Starts as `sys.executable` does, without its imports: for tests of what a command does, not of how it starts."""
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Say where the server of `warm/python` is to be; workers of xdist inherit it."""
+    if "DRAFTSMITH_WARM_SOCKET" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="draftsmith-tests-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["DRAFTSMITH_WARM_SOCKET"] = f"{folder}/socket"
+        os.environ["DRAFTSMITH_WARM_PYTHON"] = sys.executable
+        os.environ["DRAFTSMITH_WARM_PARENT"] = str(os.getpid())
+
 
 MARKED_TEMPLATE = (
     "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{% generation %}{{ m['content'] + '<e>' }}{% endgeneration %}"
@@ -110,7 +126,7 @@ def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(*arguments: Any, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
         return subprocess.run(
-            [sys.executable, "-m", *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
+            [PYTHON, "-m", *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
         )
 
     return run

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from draftsmith.heads.fingerprint import LARGEST_EXACT
 
-from tests.conftest import ROOT, tiny_target
+from tests.conftest import PYTHON, ROOT, tiny_target
 from tests.train.test_loop import environment
 
 SMOLLM2: dict[str, Any] = {
@@ -31,7 +30,7 @@ def test_every_command_works_on_a_real_vocabulary(tmp_path: Path) -> None:
     parts = "doctor,generate,data,train,evaluate,simulate,report,export,import"
     short = ["--quick", "--only", parts, "--tokens", "2", "--steps", "2", "--timeout", "120"]
     done = subprocess.run(
-        [sys.executable, "scripts/check_target/main.py", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *short],
+        [PYTHON, "scripts/check_target/main.py", str(tmp_path / "target"), "--out", str(tmp_path / "out"), *short],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     logs = "".join(path.read_text()[-2000:] for path in (tmp_path / "out" / "logs").iterdir()) if done.returncode else ""

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from draftsmith.inference.compare import check_alike
 from draftsmith.inference.decode import Generation, Round
 from draftsmith.inference.journal import Journal, as_json, from_json, journal_path
 
-from tests.conftest import QUICKSTART
+from tests.conftest import PYTHON, QUICKSTART
 from tests.inference.test_simulate import environment, run_cli
 
 DRAFTER = str(QUICKSTART.parent / "drafters" / "eagle3")
@@ -58,7 +57,7 @@ def prompts_in(folder: Path, count: int = 6) -> str:
 
 def killed_when(code: str, arguments: list[str], path: Path, lines: int) -> None:
     """Run a command and kill it without warning once `path` has so many lines."""
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment(), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([PYTHON, "-c", code, *arguments], env=environment(), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not path.is_file() or path.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, "it ended before it could be killed"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
@@ -30,15 +29,13 @@ from draftsmith.inference.simulate import Options, from_report, simulation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import QUICKSTART
+from tests.conftest import PYTHON, QUICKSTART
 from tests.train.test_loop import environment
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from draftsmith.train.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=240
-    )
+    return subprocess.run([PYTHON, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=240)
 
 
 CHANCE = st.floats(0, 1, allow_nan=False)

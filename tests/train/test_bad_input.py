@@ -17,7 +17,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.train.cli import main
 
-from tests.conftest import STORIES, make_tokenizer, random_heads, tiny_target
+from tests.conftest import PYTHON, STORIES, make_tokenizer, random_heads, tiny_target
 from tests.train.test_data import chat, write
 from tests.train.test_loop import environment, make_config
 
@@ -232,7 +232,7 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
         tmp_path, saved_tiny, max_steps=100_000, evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4}
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),
+        [PYTHON, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip

@@ -17,7 +17,7 @@ from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import load_target
 from draftsmith.train.checkpoint import RunFolder
 
-from tests.conftest import ROOT
+from tests.conftest import PYTHON, ROOT
 from tests.train.test_faults import curve, disturb
 from tests.train.test_loop import environment, make_config, resumed_at, train, weights
 
@@ -29,14 +29,14 @@ FULL = [("eagle", "zero2"), ("dspark", "fsdp2"), ("dspark", "zero2"), ("dspark",
 ]
 
 
-def command(engine: str, method: str, config: Path) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def command(engine: str, method: str, config: Path, python: str = sys.executable) -> list[str]:
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     return [*launcher, str(SCRIPT), engine, method.rstrip("1"), "--config", str(config)]
 
 
 def train_under(engine: str, method: str, config: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command(engine, method, config), *options], env=environment(), capture_output=True, text=True, timeout=240
+        [*command(engine, method, config, PYTHON), *options], env=environment(), capture_output=True, text=True, timeout=240
     )
 
 

@@ -28,7 +28,7 @@ from draftsmith.train.cli import main
 from safetensors.torch import load_file, save_file
 
 from tests.blocks import random_block
-from tests.conftest import QUICKSTART, ROOT, random_heads
+from tests.conftest import PYTHON, QUICKSTART, ROOT, random_heads
 from tests.eagles import random_eagle
 from tests.tampered import seal
 from tests.train.test_loop import make_config, train
@@ -172,7 +172,7 @@ def test_a_flipped_flag_in_an_artifact_of_ours(quickstart: Target, exports: dict
 
 
 def cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from draftsmith.train.cli import main; main()", *map(str, arguments)]
+    command = [PYTHON, "-c", "from draftsmith.train.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 

@@ -23,6 +23,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
 
+from tests.conftest import PYTHON
 from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, resumed_at, train, weights
 
 
@@ -53,7 +54,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def command_of(config: Path, method: str = "medusa", ranks: int = 1) -> list[str]:
     if ranks == 1:
-        return [sys.executable, "-m", "draftsmith.train", method, "--config", str(config)]
+        return [PYTHON, "-m", "draftsmith.train", method, "--config", str(config)]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "--multi_gpu", "--num_processes", str(ranks)]
     return [*launcher, "-m", "draftsmith.train", method, "--config", str(config)]
 
@@ -226,7 +227,8 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1000, size - 1000))
 
-    done = subprocess.run(command_of(config), env=environment(), capture_output=True, text=True, preexec_fn=limit)
+    cold = [sys.executable, *command_of(config)[1:]]  # the limit is this process's own
+    done = subprocess.run(cold, env=environment(), capture_output=True, text=True, preexec_fn=limit)
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: cannot write"), done.stderr[-2000:]
     folder = RunFolder(str(tmp_path / "run"))
     assert folder.steps() == [5] and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
@@ -267,7 +269,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
         "train_main(sys.argv[1:])\n"
     )
     config = make_config(tmp_path, saved_tiny)
-    command = [sys.executable, str(script), "medusa", "--config", str(config)]
+    command = [PYTHON, str(script), "medusa", "--config", str(config)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0 and "the gradient is not finite at step 13: skipped (1 so far)" in done.stderr, done.stderr[
         -2000:

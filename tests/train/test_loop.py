@@ -19,7 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.conftest import tiny_target
+from tests.conftest import PYTHON, tiny_target
 from tests.train.test_data import chat, write
 
 RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
@@ -75,13 +75,15 @@ LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", 
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **more}
+    """Ranks start as forks (`PYTHON_EXEC` is torchrun's), whatever their launcher runs in."""
+    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHON_EXEC": PYTHON}
+    return {**os.environ, **fixed, **more}
 
 
 def launch(*arguments: Any, ranks: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` as the README has it."""
     many = ["--multi_gpu"] if ranks > 1 else []
-    base = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *many, "--num_processes", str(ranks)]
+    base = [PYTHON, "-m", "accelerate.commands.launch", *LAUNCH, *many, "--num_processes", str(ranks)]
     return subprocess.run([*base, *map(str, arguments)], env=environment(**more), capture_output=True, text=True, timeout=240)
 
 
@@ -158,17 +160,10 @@ def test_loss_curve_of_two_ranks_equals_that_of_one(tmp_path: Path, saved_tiny: 
 
 def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 120) -> None:
     """Start a run and `kill -9` all its processes as soon as the line of `step` is printed."""
-    command = [sys.executable, "-m", "draftsmith.train", method.rstrip("1"), "--config", str(config)]
-    if ranks > 1:
-        command[2:3] = [
-            "accelerate.commands.launch",
-            *LAUNCH,
-            "--multi_gpu",
-            "--num_processes",
-            str(ranks),
-            "-m",
-            "draftsmith.train",
-        ]
+    command = [PYTHON, "-m", "draftsmith.train", method.rstrip("1"), "--config", str(config)]
+    if ranks > 1:  # the launcher is a process of its own, so that its family can be found
+        many = ["--multi_gpu", "--num_processes", str(ranks)]
+        command[:2] = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *many, "-m"]
     process = subprocess.Popen(
         command, env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.architectures import architecture
-from tests.conftest import ROOT, tiny_target
+from tests.conftest import PYTHON, ROOT, tiny_target
 from tests.train.test_faults import command_of, curve, disturb, flip
 from tests.train.test_loop import environment, launch, make_config, resumed_at, train, weights
 
@@ -51,7 +50,7 @@ def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
 
 
 def extract(config: Path, store: Path, method: str, *options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", method.rstrip("1"), "--run", str(config)]
+    command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", method.rstrip("1"), "--run", str(config)]
     command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -236,11 +235,11 @@ def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, s
     settings = {"medusa": ["nodes=2", "nodes=6"], "eagle": ["length=3,width=1", "nodes=8,width=3"], "distill": ["length=3"]}
     specs = [f"{drafter}:{setting}" for setting in settings[method]]
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "draftsmith.train.cli", "evaluate", "--features", str(store), "--json", str(out)]
+    command = [PYTHON, "-m", "draftsmith.train.cli", "evaluate", "--features", str(store), "--json", str(out)]
     for spec in specs:
         command += ["--drafter", spec]
     code = "import sys; from draftsmith.train.cli import main; main(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True)
+    done = subprocess.run([PYTHON, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(out.read_text())["drafters"]
     assert len(report) == len(specs)
@@ -259,7 +258,7 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, save
     live = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=40)
     train(live, method="eagle")
     config = config_for(tmp_path / "ring", saved_tiny, "eagle", max_steps=40, features={"store": str(tmp_path / "store")})
-    command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(live), "--out"]
+    command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(live), "--out"]
     command += [str(tmp_path / "store"), "--rows-per-shard", "3", "--ring", "3", "--dtype", "float32"]
     shards, most, over = tmp_path / "store" / "shards", [0, 0], threading.Event()
 
@@ -301,7 +300,7 @@ def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
     plain = config_for(tmp_path / "plain", saved_tiny, "eagle")
     for shards, rows in ((2, 1), (3, 3)):
         store = tmp_path / f"ring{shards}"
-        command = [sys.executable, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(plain), "--out"]
+        command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(plain), "--out"]
         command += [str(store), "--rows-per-shard", str(rows), "--ring", str(shards)]
         with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as extractor:
             while not (store / "manifest.json").is_file():

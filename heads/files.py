@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors import SafetensorError
 
 from .errors import UserError
@@ -50,7 +51,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
             path.rename(old)
             aside.rename(path)
-            shutil.rmtree(old)
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
         else:
             aside.rename(path)
         _sync(path.parent)
@@ -220,6 +221,19 @@ def read_json(path: Path, finite: bool = True) -> Any:
         raise UserError(f"{path} is nested too deeply to be read; {again}") from error
     except ValueError as error:  # such as an integer of more digits than Python converts
         raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {again}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The table of keys in `path`. Raises `UserError` for a missing file, and one that is no YAML or no table."""
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]}); mend it") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a table of keys; see configs/ for examples")
+    return value
 
 
 def no_constant(name: str) -> float:

@@ -1,4 +1,4 @@
-"""The JSON files that commands here write and read again, each as a type: reports of evaluations, tuned profiles.
+"""The JSON files that commands write and read again, each as a type: reports, tuned profiles, manifests of feature stores.
 
 They are checked when they are read; what is worked with is the JSON itself. Keys that may be missing have defaults here;
 `report.checked` demands those that a page shows. Ratios of nothing are NaN, which Python writes into JSON and reads from it.
@@ -7,17 +7,51 @@ They are checked when they are read; what is worked with is the JSON itself. Key
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from ..heads.documents import Document, demand
+from ..heads.documents import Document, FileFacts, Tap, demand
 from ..heads.fingerprint import Fingerprint
 
 Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Numbers = list[float | None]
 Interval = tuple[float | None, float | None]
 ByName = dict[str, float | None]
+
+
+class StoreLayout(Struct):
+    """How features lie in the shards of a feature store, see `train/store.py`."""
+
+    taps: list[Tap]
+    all_last: bool
+    dtype: Literal["float32", "bfloat16", "fp8"]
+    rows_per_shard: Annotated[int, Meta(ge=1, le=1 << 30)]
+    ring: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+
+
+class Manifest(Document):
+    """`manifest.json` of a feature store."""
+
+    what: ClassVar[str] = "the manifest of a feature store"
+
+    target: Fingerprint
+    layout: StoreLayout
+    taps: list[Tap]
+    max_length: Annotated[int, Meta(ge=2)]
+    seed: int
+    tables: str
+    """The key of its data, see `train/data.py`."""
+    tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
+    files: dict[str, FileFacts | str]
+    """Size and SHA-256 of all but shards and data, of which they stand beside them; version 0.1 noted three SHA-256."""
+    schema: Annotated[int, Meta(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        layers = self.target.num_layers
+        demand(self.taps == self.layout.taps, "taps and layout.taps differ")
+        demand(set(self.tap_sizes) == set(map(str, self.taps)), f"tap_sizes is of {sorted(self.tap_sizes)}, taps {self.taps}")
+        demand(all(tap <= layers for tap in self.taps), f"a tap of {self.taps} is beyond the target's {layers} layers")
 
 
 class Request(Struct):

@@ -14,8 +14,9 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from ..heads.errors import UserError
 from .device import send
-from .proposer import Accepted, Prompts, positive
+from .proposer import MOST, Accepted, Prompts, positive
 from .sampling import Draws
 from .tree import NO_NODE, DraftTree, TreeShape
 
@@ -55,6 +56,9 @@ class Lookahead:
         self._window = positive("window", window)
         self._depth = positive("ngram", ngram, least=2) - 1
         self._candidates = positive("candidates", candidates)
+        drafted = self._depth * (self._window + self._candidates)
+        if drafted > MOST:
+            raise UserError(f"lookahead would have {drafted} tokens verified a round, {MOST} at most; lower window or ngram")
         self.shape = self._make_shape()
         self.max_drafted = self.shape.drafted
         self._rows: list[_Row] = []

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
+from ..heads.documents import FileFacts, read_document
 from ..heads.errors import UserError
-from ..heads.files import checksum, read_json
+from ..heads.files import differs, inside
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import make_causal_lm, read_config, read_tokenizer
+from .documents import Manifest
 from .target import Hidden, Target, resolve_device
 
 MANIFEST = "manifest.json"
@@ -90,25 +93,31 @@ def save_ends(target: Target, folder: Path) -> None:
     save_file(tensors, folder / ENDS_FILE)
 
 
-def manifest_of(store: str | Path) -> dict[str, Any]:
+def manifest_of(store: str | Path) -> Manifest:
     """What `manifest.json` says; raises `UserError` where there is none."""
+    return read_manifest(store)[0]
+
+
+def read_manifest(store: str | Path) -> tuple[Manifest, dict[str, Any]]:
+    """`manifest.json` as its type and as it is. Raises `UserError`."""
     if not Path(store, MANIFEST).is_file():
         raise UserError(f"{store} is not a feature store: it has no {MANIFEST}; write one with draftsmith data extract")
-    return read_json(Path(store, MANIFEST))
+    return read_document(Path(store, MANIFEST), Manifest, "extract again, into another folder")
 
 
 def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     """The ends of the store's target. Raises `UserError` if they are incomplete or have changed."""
     manifest, folder = manifest_of(store), Path(store, "target")
-    verify(folder / ENDS_FILE, manifest["files"][f"target/{ENDS_FILE}"])
-    tensors = load_file(folder / ENDS_FILE)
+    for name in manifest.files:
+        if name != TEXTS_FILE:
+            verify_noted(Path(store), manifest, name)
+    tensors = tensors_of(folder / ENDS_FILE)
     model = model_of_ends(folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get)
-    sizes = {int(tap): size for tap, size in manifest["tap_sizes"].items()}
+    sizes = {int(tap): size for tap, size in manifest.tap_sizes.items()}
     sample = None
-    if SAMPLE_FILE in manifest["files"]:  # stores of version 0.1 have none
-        verify(Path(store, SAMPLE_FILE), manifest["files"][SAMPLE_FILE])
-        sample = load_file(Path(store, SAMPLE_FILE))
-    return StoredTarget(model, read_tokenizer(folder), Fingerprint(**manifest["target"]), sizes, sample)
+    if SAMPLE_FILE in manifest.files:  # stores of version 0.1 have none
+        sample = tensors_of(Path(store, SAMPLE_FILE))
+    return StoredTarget(model, read_tokenizer(folder), manifest.target, sizes, sample)
 
 
 def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]) -> Any:
@@ -137,12 +146,22 @@ def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: 
     return model
 
 
-def verify(path: Path, expected: str) -> None:
-    """Demand that a file of a store is what was written. Raises `UserError`."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing from the feature store; run draftsmith data extract again to fill it in")
-    if checksum(path) != expected:
-        raise UserError(f"{path} is damaged (its SHA-256 differs); delete it and run draftsmith data extract again")
+def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
+    """Demand that a file that the manifest names is what was written. Raises `UserError`."""
+    facts = manifest.files.get(name)
+    if facts is None:
+        raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
+    size, sha256 = (facts.bytes, facts.sha256) if isinstance(facts, FileFacts) else (None, facts)
+    if (reason := differs(inside(store, name, MANIFEST), size, sha256)) is not None:
+        raise UserError(f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew")
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of a store. Raises `UserError`."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} cannot be read ({error}); extract again, into another folder") from error
 
 
 def save_texts(texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path) -> None:
@@ -161,11 +180,14 @@ def save_texts(texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch
 def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list[HeldOutText]:
     """The held-out texts of a store, with the taps `wanted`, or all that there are."""
     manifest, path = manifest_of(store), Path(store, TEXTS_FILE)
-    verify(path, manifest["files"][TEXTS_FILE])
-    tensors = load_file(path)
-    lengths = tensors["lengths"].tolist()
-    split = {name: tensor.split(lengths) for name, tensor in tensors.items() if name not in ("lengths", "starts")}
-    taps = [split[f"tap{tap}"] for tap in (manifest["taps"] if wanted is None else wanted)]
+    verify_noted(Path(store), manifest, TEXTS_FILE)
+    tensors = tensors_of(path)
+    try:
+        lengths = tensors["lengths"].tolist()
+        split = {name: tensor.split(lengths) for name, tensor in tensors.items() if name not in ("lengths", "starts")}
+        taps = [split[f"tap{tap}"] for tap in (manifest.taps if wanted is None else wanted)]
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path} does not hold the texts that {MANIFEST} tells of ({error}); extract again") from error
     return [
         HeldOutText(split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps)))
         for i, start in enumerate(tensors["starts"].tolist())

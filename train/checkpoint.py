@@ -12,7 +12,6 @@ import os
 import shutil
 import uuid
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +19,12 @@ import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import damage, read_json, remove_partials, whole_directory, write_checksums, write_json
+from ..heads.files import damage, read_yaml, remove_partials, whole_directory, write_checksums, write_json
+from .documents import TrainerState
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class TrainerState:
-    """What a resume needs besides weights, optimiser and RNG: the data position is a function of the step."""
-
-    step: int = 0
-    """Optimiser steps done."""
-    tokens: int = 0
-    """Positions seen, padding included."""
-    best_tau: float = 0.0
-    best_step: int = -1
-    evaluations_without_gain: int = 0
-    evaluated: int = 0
-    """The last step that was evaluated: one that was told to stop leaves that to the run that goes on."""
-    rows_per_step: int = 0
-    """Ranks times accumulation times batch; a resume under another value would skip or repeat data."""
-    ranks: int = 1
-    """Processes that wrote the checkpoint."""
-    engine: str = "replicated"
-    """How weights and optimiser lie in the checkpoint, see `parallel.engine_of`."""
-    skipped: int = 0
-    """Steps whose gradient was not finite."""
-    skipped_in_a_row: int = 0
-    total_steps: int = 0
-    identity: dict[str, str] = field(default_factory=dict)
-    """Hashes of the target's weights and of the data: the config names both only by path."""
 
 
 class RunFolder:
@@ -76,7 +50,7 @@ class RunFolder:
             aside = Path(broadcast_object_list([str(aside)])[0])
             accelerator.save_state(str(aside / "state"))
             if accelerator.is_main_process:
-                write_json(aside / "trainer.json", asdict(state))
+                write_json(aside / "trainer.json", state.as_json())
                 write_json(aside / "provenance.json", facts)
                 (aside / "config.yaml").write_text(config_yaml)
                 save_parts(aside)
@@ -91,12 +65,12 @@ class RunFolder:
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
         accelerator.load_state(str(self.at(step) / "state"))
         accelerator.step = 0  # it counts micro-batches, of which a step may have another number now
-        return TrainerState(**read_json(self.at(step) / "trainer.json"))
+        return self.state_of(step)
 
-    def shape_of(self, step: int) -> tuple[str, int, int]:
-        """Engine, ranks and rows a step of a checkpoint."""
-        facts = read_json(self.at(step) / "trainer.json")
-        return facts["engine"], facts["ranks"], facts["rows_per_step"]
+    def state_of(self, step: int) -> TrainerState:
+        """What `trainer.json` of a checkpoint says. Raises `UserError`."""
+        remedy = f"delete {self.at(step)} and go on from the checkpoint before it"
+        return read_document(self.at(step) / "trainer.json", TrainerState, remedy)[0]
 
     def set_aside(self, after: int) -> None:
         """Take checkpoints newer than `after` out of the way: those that were passed over for being damaged."""
@@ -106,7 +80,7 @@ class RunFolder:
 
     def check_identity(self, step: int, identity: dict[str, str]) -> None:
         """Demand that target and data are those of the checkpoint, before anything of it is overwritten."""
-        before = read_json(self.at(step) / "trainer.json").get("identity", {})
+        before = self.state_of(step).identity
         for what, value in identity.items():
             if before.get(what) != value:
                 raise UserError(
@@ -149,7 +123,7 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
         if len(steps) == 1:
             raise UserError(f"{folder.path} holds no sound checkpoint ({found}); choose another output")
         steps.pop()
-    before = _flat(yaml.safe_load((folder.at(steps[-1]) / "config.yaml").read_text()))
+    before = _flat(read_yaml(folder.at(steps[-1]) / "config.yaml"))
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:

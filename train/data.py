@@ -18,20 +18,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import read_json, whole_directory, write_json
+from ..heads.files import differs, facts_of, inside, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.console import Progress
 from ..inference.rows import Conversation, RowError, conversation_of
 from ..inference.sources import rows_of, source_files
 from ..inference.target import Target
 from .config import Data, HeldOut, Source
+from .documents import Counts
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)
 
+COUNTS_FILE = "counts.json"
 NGRAM_WORDS = 13
 WORD = re.compile(r"\w+|[^\w\s]")
 LOST = ("malformed", "overlong", "nothing to learn")
@@ -56,6 +60,15 @@ class TokenTable:
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.ids[span], self.mask[span]
+
+    def check(self) -> None:
+        """Raise `ValueError` unless the parts fit together."""
+        shapes = [part.ndim == 1 for part in (self.ids, self.mask, self.starts, self.copies)]
+        kinds = self.mask.dtype == np.bool_ and all(p.dtype.kind == "i" for p in (self.ids, self.starts, self.copies))
+        if not (all(shapes) and kinds and len(self.mask) == len(self.ids) and len(self.copies) == len(self) > 0):
+            raise ValueError("its parts do not fit together")
+        if self.starts[0] != 0 or self.starts[-1] != len(self.ids) or (np.diff(self.starts) < 0).any():
+            raise ValueError("its documents overlap")
 
     def facts(self) -> dict[str, Any]:
         """How much it holds, and a hash of every token and of who wrote it."""
@@ -92,20 +105,42 @@ def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
     when nothing is left to learn from or to hold out.
     """
     key = tables_key(data, target, seed)
-    if (folder / "counts.json").is_file() and read_json(folder / "counts.json").get("key") == key:
-        return load(folder)
+    if folder.exists():
+        try:
+            if noted(folder).key == key:
+                return load(folder)
+        except UserError as error:
+            log.warning("%s: the tables are built again from data.sources", str(error).partition("; ")[0])
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
         for name, table in (("train", tables.train), ("held_out", tables.held_out)):
             save_file({k: np.ascontiguousarray(v) for k, v in vars(table).items()}, aside / f"{name}.safetensors")
-        write_json(aside / "counts.json", {"key": key, "counts": tables.counts})
+        write_json(aside / COUNTS_FILE, {"schema": 1, "key": key, "counts": tables.counts, "files": facts_of(aside)})
     return tables
 
 
+def noted(folder: Path) -> Counts:
+    """What `counts.json` says of the tables in `folder`. Raises `UserError`."""
+    return read_document(folder / COUNTS_FILE, Counts, again_for(folder))[0]
+
+
 def load(folder: Path) -> Tables:
-    """The tables that `prepare` wrote."""
-    train, held_out = (TokenTable(**load_file(folder / f"{name}.safetensors")) for name in ("train", "held_out"))
-    return Tables(train, held_out, read_json(folder / "counts.json")["counts"])
+    """The tables that `prepare` wrote. Raises `UserError` for a file that is not as it was written."""
+    found = noted(folder)
+    for name, facts in found.files.items():
+        if (reason := differs(inside(folder, name, COUNTS_FILE), facts.bytes, facts.sha256)) is not None:
+            raise UserError(f"{folder}: {reason}; {again_for(folder)}")
+    try:
+        train, held_out = (TokenTable(**load_file(folder / f"{name}.safetensors")) for name in ("train", "held_out"))
+        train.check(), held_out.check()
+    except (OSError, SafetensorError, TypeError, ValueError) as error:
+        raise UserError(f"{folder} holds no tables of tokens ({error}); {again_for(folder)}") from error
+    return Tables(train, held_out, found.counts)
+
+
+def again_for(folder: Path) -> str:
+    """What to do about tables that cannot be read."""
+    return f"delete {folder} and run the command that wrote it again"
 
 
 def tables_key(data: Data, target: Target, seed: int) -> str:

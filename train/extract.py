@@ -21,10 +21,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..heads.files import check_output_folder, checksum, read_json, remove_partials, whole_directory, whole_file, write_json
+from ..heads.files import check_output_folder, facts_of, remove_partials, whole_directory, whole_file, write_json
 from ..inference.console import Progress
 from ..inference.metrics import repeats_itself
-from ..inference.stored import ENDS_FILE, MANIFEST, SAMPLE_FILE, TEXTS_FILE, HeldOutText, save_ends, save_texts
+from ..inference.stored import (
+    MANIFEST,
+    SAMPLE_FILE,
+    TEXTS_FILE,
+    HeldOutText,
+    manifest_of,
+    read_manifest,
+    save_ends,
+    save_texts,
+    verify_noted,
+)  # fmt: skip
 from ..inference.target import Target, load_target
 from . import data as data_module
 from .arguments import parse
@@ -118,19 +128,20 @@ def begin(
         "max_length": config.data.max_length,
         "seed": config.seed,
         "packs": batches.packs,
-        "tables": read_json(store / "data" / "counts.json")["key"],
+        "tables": data_module.noted(store / "data").key,
         "held_out": {"prompts": config.evaluation.prompts, "max_new_tokens": config.evaluation.max_new_tokens},
     }
     if (store / MANIFEST).is_file():
-        before = read_json(store / MANIFEST)
+        _, before = read_manifest(store)
         for name, value in facts.items():
             if before.get(name) != value:
                 raise UserError(f"{store} holds features of another run ({name} differs); choose another folder")
         remove_partials(store / "shards")
-        return
-    if (store / "shards").exists():
+        if whole_beside_shards(store):
+            return
+    elif (store / "shards").exists():
         shutil.rmtree(store / "shards")  # of a run that died before there was a manifest
-    (store / "shards").mkdir(parents=True)
+    (store / "shards").mkdir(parents=True, exist_ok=True)
     with whole_directory(store / "target") as aside:
         save_ends(target, aside)
     texts, sizes, sample = held_out()
@@ -144,11 +155,23 @@ def begin(
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "counts": tables.counts,
-        "files": {name: checksum(store / name) for name in (f"target/{ENDS_FILE}", TEXTS_FILE, SAMPLE_FILE)},
+        "files": {name: facts for name, facts in facts_of(store).items() if not name.startswith(("data/", "shards/"))},
         "provenance": provenance(),
     }
     with whole_file(store / MANIFEST) as aside:
         write_json(aside, facts | more)
+
+
+def whole_beside_shards(store: Path) -> bool:
+    """Are all files that the manifest names as they were written? The first one that is not is told."""
+    manifest = manifest_of(store)
+    try:
+        for name in manifest.files:
+            verify_noted(store, manifest, name)
+    except UserError as error:
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def write_shards(

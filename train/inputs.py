@@ -117,12 +117,10 @@ def stored_inputs(run: Any, accelerator: Accelerator, check: Callable[[dict[str,
     store = run.features.store
     manifest = manifest_of(store)
     for name, ours in (("max_length", run.data.max_length), ("seed", run.seed)):
-        if manifest[name] != ours:
-            raise UserError(
-                f"{store} was extracted with {name} {manifest[name]}, this run has {ours}; use the same, or extract again"
-            )
+        if (theirs := getattr(manifest, name)) != ours:
+            raise UserError(f"{store} was extracted with {name} {theirs}, this run has {ours}; use the same, or extract again")
     target = load_stored(store, str(accelerator.device))
-    identity = {"target": manifest["target"]["weights_hash"], "data": manifest["tables"]}
+    identity = {"target": manifest.target.weights_hash, "data": manifest.tables}
     check(identity)
     main = accelerator.is_main_process
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import signal
 from datetime import timedelta
@@ -30,6 +31,7 @@ from ..inference.sources import source_files
 from ..inference.stored import manifest_of
 from ..inference.target import resolve_device
 from ..inference.target_files import check_there
+from .affordable import check_affordable
 from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
@@ -56,6 +58,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     """
     folder = RunFolder(run.output)
     check_before_loading(run)
+    check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = Accelerator(
         mixed_precision="no",
         gradient_accumulation_steps=run.accumulation,
@@ -67,18 +70,18 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     load_models_whole(accelerator)
     resume_from = on_main(accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume))
     if resume_from is not None:
-        engine, ranks, rows = on_main(accelerator, lambda: folder.shape_of(resume_from))
-        if engine != (now := engine_of(accelerator)):
+        before = on_main(accelerator, lambda: folder.state_of(resume_from))
+        if before.engine != (now := engine_of(accelerator)):
             raise UserError(
-                f"{run.output} was trained under {engine}, this launch is {now}; use the same accelerate config, or start "
+                f"{run.output} was trained under {before.engine}, this launch is {now}; use the same accelerate config, or start "
                 f"another output with init_from {folder.path}/last"
             )
-        if engine.startswith("deepspeed") and ranks != accelerator.num_processes:
+        if before.engine.startswith("deepspeed") and before.ranks != accelerator.num_processes:
             raise UserError(
-                f"{run.output} was trained by {ranks} ranks, and DeepSpeed's checkpoints cannot be read by "
+                f"{run.output} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints cannot be read by "
                 f"{accelerator.num_processes}; use as many, or start another output with init_from {folder.path}/last"
             )
-        accelerator.gradient_accumulation_steps = accumulation_for(rows, run, accelerator)
+        accelerator.gradient_accumulation_steps = accumulation_for(before.rows_per_step, run, accelerator)
     set_seed(run.seed)
     inputs = inputs_of(
         run, accelerator, folder.path, lambda found: folder.check_identity(resume_from, found) if resume_from else None

@@ -8,9 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-import yaml
-
 from ..heads.errors import UserError
+from ..heads.files import read_yaml
 
 Method = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -42,14 +41,7 @@ def method_for(path: str, given: Method | None = None) -> Method:
 
 def own_keys(path: str) -> dict[str, list[str]]:
     """The keys of a config file under `OWN_PARTS`, by part. Raises `UserError` for a file that is no YAML."""
-    try:
-        run = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]}); mend it") from error
-    if not isinstance(run, Mapping):
-        raise UserError(f"{path} is not a table of keys; see configs/ for examples")
+    run = read_yaml(Path(path))
     return {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
 
 

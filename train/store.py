@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import checksum, read_json, whole_file, write_json
-from ..inference.stored import manifest_of, verify
+from ..heads.files import checksum, differs, whole_file, write_json
+from ..inference.documents import Manifest
+from ..inference.stored import manifest_of
 from ..inference.target import Target
 from .batches import PADDING, Batch, Batches
+from .documents import ShardNote, Wanted
 from .features import Features
 from .options import StoreType
 
@@ -37,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FP8_LARGEST = 448.0  # of float8_e4m3fn
 WANTED = "wanted.json"
+AGAIN = "run the same draftsmith data extract again"
 PATIENCE_S = 30.0  # before somebody who waits says so
 
 
@@ -70,6 +74,13 @@ def remove_shard(path: Path) -> None:
 def taught(batch: Batch) -> Tensor:
     """`[B, S]` bool: positions whose next token is a reply token of the same document. No other's law is ever learned."""
     return batch.reply_run(1, 1)
+
+
+def verify_shard(path: Path) -> None:
+    """Demand that a shard is what was written. Raises `UserError`."""
+    note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
+    if (reason := differs(path, note.bytes, note.sha256)) is not None:
+        raise UserError(f"{path.parent}: {reason}; delete it with its .json and {AGAIN}, which fills it in")
 
 
 class ShardWriter:
@@ -119,9 +130,12 @@ class Shard:
     """One shard, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
-        names = set(self._file.keys())
-        self._starts = {name: self._file.get_tensor(f"{name}_starts").tolist() for name in ("last", "tap")}
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+            names = set(self._file.keys())
+            self._starts = {name: self._file.get_tensor(f"{name}_starts").tolist() for name in ("last", "tap")}
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} is not a shard of features ({error}); delete it and {AGAIN}") from error
         self._scaled = any(name.endswith("_scale") for name in names)
 
     def row(self, name: str, place: int) -> Tensor:
@@ -194,11 +208,9 @@ class StoredFeatures:
             if self._layout.ring is not None:
                 self._await(path)
             elif not shard_done(path):
-                raise UserError(
-                    f"{path} is missing from the feature store; run the same draftsmith data extract again to fill it in"
-                )
+                raise UserError(f"{path} is missing from the feature store; {AGAIN}, which fills it in")
             if self._layout.ring is not None or index not in self._verified:  # a ring's shard may have been written anew
-                verify(path, read_json(path.with_suffix(".json"))["sha256"])
+                verify_shard(path)
                 self._verified.add(index)
             if len(self._shards) >= self.OPEN:
                 self._shards.pop(next(iter(self._shards)))
@@ -234,9 +246,9 @@ class StoredFeatures:
             tell(self._store, 0, done=True)
 
 
-def layout_of(manifest: dict[str, Any]) -> Layout:
-    facts = manifest["layout"]
-    return Layout(tuple(facts["taps"]), facts["all_last"], facts["dtype"], facts["rows_per_shard"], facts["ring"])
+def layout_of(manifest: Manifest) -> Layout:
+    facts = manifest.layout
+    return Layout(tuple(facts.taps), facts.all_last, facts.dtype, facts.rows_per_shard, facts.ring)
 
 
 def tell(store: Path, first: int, done: bool = False) -> None:
@@ -249,8 +261,8 @@ def wanted(store: Path) -> tuple[int, bool]:
     """What `tell` said last."""
     if not (store / WANTED).is_file():
         return 0, False
-    facts = read_json(store / WANTED)
-    return facts["first"], facts["done"]
+    facts = read_document(store / WANTED, Wanted, "delete it; its trainer writes it again")[0]
+    return facts.first, facts.done
 
 
 def shards_to_write(store: Path, layout: Layout, shards: int, rank: int, ranks: int) -> Iterator[int]:

@@ -52,7 +52,7 @@ def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path,
             # Ranks then have unequal numbers of chunks, which ZeRO-3, gathering weights for each, has to be told.
             done = train_under(engine, method, config, "--objective.rows-per-chunk", "32")
             assert done.returncode == 0, done.stderr[-3000:]
-    assert RunFolder(str(tmp_path / engine / "run")).shape_of(20)[0] == ENGINES[engine], "it ran under another engine"
+    assert RunFolder(str(tmp_path / engine / "run")).state_of(20).engine == ENGINES[engine], "it ran under another engine"
     assert_shared(tmp_path / engine / "run" / "checkpoints" / "step-000020" / "state")
     one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
     assert max(norm for _, norm in one.values()) > (0.1 if method in ("medusa", "eagle1") else 1), "clipping is at work"
@@ -126,7 +126,7 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, saved_tiny: Path, 
         done = train_under(engine, "eagle", config)
         assert done.returncode == 0, done.stderr[-3000:]
         assert resumed_at(done) >= (7 if name == "parts" else 0)
-    assert RunFolder(str(tmp_path / "parts" / "run")).shape_of(20)[0] == ENGINES[engine]
+    assert RunFolder(str(tmp_path / "parts" / "run")).state_of(20).engine == ENGINES[engine]
     one, other = weights(tmp_path / "whole" / "run", 20), weights(tmp_path / "parts" / "run", 20)
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.train import medusa, plan
+from draftsmith.train.affordable import check_affordable
 from draftsmith.train.pace import PARTS, Pace
 from draftsmith.train.plan import Options, Shape, plan_for
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
@@ -42,6 +45,34 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
     half = plan_for(shape, Options("x", "eagle", tokens=1e9, reply_share=0.5), config)
     assert half["feature_bytes"] == 7e12 and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "says"),
+    [
+        ("eagle", {"objective": {"steps": 1000}}, "objective.steps is 1000, more than the 160 tokens of a row"),
+        ("medusa", {"heads": {"num_heads": 1000}}, "heads.num_heads is 1000, more than the 160 tokens"),
+        ("dflash", {"heads": {"block_size": 10000, "mask_token": 2}}, "heads.block_size is 10000, more than"),
+        ("eagle", {"objective": {"steps": 150}, "data": 4096}, "times the target's own forward pass over it"),
+        ("medusa", {"heads": {"num_heads": 100, "num_layers": 100}}, "times the target's own forward pass"),
+        ("eagle", {"batch_rows": 10**6, "heads": {"taps": [1]}}, "training needs about"),
+    ],
+)
+def test_what_nobody_means_is_refused_with_its_price(
+    tmp_path: Path, saved_tiny: Path, method: str, change: dict[str, Any], says: str
+) -> None:
+    _, module, run = run_of(tmp_path, saved_tiny, method)
+    check_affordable(run, module, 1)
+    for part, values in change.items():
+        if part == "data":
+            run.data.max_length = values
+        elif isinstance(values, dict):
+            for name, value in values.items():
+                setattr(getattr(run, part), name, value)
+        else:
+            setattr(run, part, values)
+    with pytest.raises(UserError, match=says):
+        check_affordable(run, module, 1)
 
 
 def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(tmp_path: Path, saved_tiny: Path, capsys) -> None:

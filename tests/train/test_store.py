@@ -185,15 +185,15 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) ->
     assert "was extracted with seed 0, this run has 3" in refusal(seed=3)
     shard = store / "shards" / "shard-000001.safetensors"
     flip(shard)
-    assert "shard-000001.safetensors is damaged (its SHA-256 differs)" in refusal()
+    assert "shard-000001.safetensors has changed since it was written (its SHA-256 differs); delete it" in refusal()
     shard.write_bytes(shard.read_bytes()[:-5])
-    assert "shard-000001.safetensors is damaged" in refusal()
+    assert f"shard-000001.safetensors has {shard.stat().st_size} bytes instead of" in refusal()
     shard.unlink()
     assert "is missing from the feature store" in refusal()
     flip(store / "target" / "ends.safetensors")
-    assert "ends.safetensors is damaged" in refusal()
+    assert "ends.safetensors has changed since it was written" in refusal()
     flip(store / "held_out.safetensors")
-    with pytest.raises(UserError, match="held_out.safetensors is damaged"):
+    with pytest.raises(UserError, match="held_out.safetensors has changed since it was written"):
         load_texts(store)
     (store / "manifest.json").unlink()
     assert "is not a feature store" in refusal()

@@ -15,12 +15,16 @@ from typing import Any
 
 import httpx
 
+from ..heads.documents import DocumentError, convert
 from ..heads.errors import UserError
+from ..heads.files import no_constant
+from .answers import ModelEntry, ModelList, SglangChunk, SglangFinish, SglangMeta, VllmChunk
 from .counters import Counters, read_counters
 from .prompts import Prompt
 from .settings import Sampling, check_url
 
 WHOLE_REPLY_S = 600.0  # for a reply, however slowly it comes
+ANSWER_S = 30.0  # for what it says of itself
 SILENCE_S = 600.0  # a chunk that has not come by then does not come
 SETTLE_S = 3.0  # engines add up their counters a moment after the last chunk has left
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
@@ -101,11 +105,12 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
     try:
-        models = {str(entry["id"]): entry for entry in (listed or {})["data"]}
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{url} has no /v1/models; give --server the root of a vLLM or SGLang, such as {url}") from error
+        models = {entry.id: entry for entry in convert(listed, ModelList).data}
+    except DocumentError as error:
+        found = "" if listed is None else f" that can be read ({error})"
+        raise UserError(f"{url} has no /v1/models{found}; give --server the root of a vLLM or SGLang") from error
     name = _model(models, target, model, url)
-    about = {"model": name, "context": models[name].get("max_model_len"), "url": url}
+    about = {"model": name, "context": models[name].max_model_len, "url": url}
     info = await _get(client, "/server_info") or await _get(client, "/get_server_info")
     if isinstance(info, dict) and ("internal_states" in info or "speculative_algorithm" in info):
         speculates = bool(info.get("speculative_algorithm")) if "speculative_algorithm" in info else None
@@ -115,11 +120,12 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
             f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM without --disable-log-stats, "
             "and name the engine itself, not a gateway before it"
         )
-    version = await _get(client, "/version") or {}
-    return Server(engine="vllm", version=str(version.get("version", "")), speculates=None, **about)
+    version = await _get(client, "/version")
+    named = str(version.get("version", "")) if isinstance(version, dict) else ""
+    return Server(engine="vllm", version=named, speculates=None, **about)
 
 
-def _model(models: dict[str, Any], target: str, wanted: str | None, url: str) -> str:
+def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
     """The name to ask for: the wanted one, the target's, or the only one that is no adapter."""
     if wanted is not None:
         if wanted not in models:
@@ -127,7 +133,7 @@ def _model(models: dict[str, Any], target: str, wanted: str | None, url: str) ->
         return wanted
     if target in models:
         return target
-    bases = [name for name, entry in models.items() if entry.get("parent") is None]
+    bases = [name for name, entry in models.items() if entry.parent is None]
     if len(bases) != 1:
         raise UserError(f"{url} serves {', '.join(models) or 'no model'}; name one with --server-model")
     return bases[0]
@@ -136,9 +142,10 @@ def _model(models: dict[str, Any], target: str, wanted: str | None, url: str) ->
 async def check_tokenizer(client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
     """Demand that the server reads a text as `tokenizer` does, where it has /tokenize. Raises `UserError`."""
     try:
-        answer = await client.post("/tokenize", json={"model": server.model, "prompt": PROBE, "add_special_tokens": False})
+        async with asyncio.timeout(ANSWER_S):
+            answer = await client.post("/tokenize", json={"model": server.model, "prompt": PROBE, "add_special_tokens": False})
         theirs = answer.json()["tokens"] if answer.status_code == 200 else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, TimeoutError, ValueError, RecursionError, KeyError, TypeError):
         return
     if theirs is not None and theirs != tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
         raise UserError(f"{server.url} serves {server.model} with another tokenizer than --target's; name that model as --target")
@@ -173,14 +180,15 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
         raise UserError(f"{client.base_url} wants an API key, which this command does not send; start it without one")
     try:
         return response.json() if response.status_code == 200 else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
 async def _request(client: httpx.AsyncClient, path: str) -> httpx.Response:
     try:
-        return await client.get(path, timeout=30.0)
-    except httpx.HTTPError as error:
+        async with asyncio.timeout(ANSWER_S):  # of the whole answer; httpx counts from byte to byte
+            return await client.get(path, timeout=ANSWER_S)
+    except (httpx.HTTPError, TimeoutError) as error:
         raise UserError(
             f"server {client.base_url} does not answer ({str(error) or type(error).__name__}); start it, or check --server"
         ) from error
@@ -254,9 +262,7 @@ async def ask(
         raise UserError(
             f"server {server.url} has not finished its reply to prompt {prompt.id} after {WHOLE_REPLY_S:g} s; look at its log"
         ) from error
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
+    except DocumentError as error:
         raise UserError(f"server {server.url} answers in an unknown form ({error}); is it the engine itself?") from error
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
@@ -293,8 +299,8 @@ async def _events(response: httpx.Response, server: Server) -> AsyncIterator[dic
         if text == "[DONE]":
             return
         try:
-            event = json.loads(text)
-        except ValueError as error:
+            event = json.loads(text, parse_constant=no_constant)
+        except (ValueError, RecursionError) as error:
             raise UserError(
                 f"server {server.url} sends a chunk that is not JSON ({text[:80]!r}); is it the engine itself?"
             ) from error
@@ -322,15 +328,15 @@ def _vllm(server: Server, prompt: Prompt, sampling: Sampling, room: int) -> tupl
 
 
 def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
-    if (usage := event.get("usage")) and reply.ids is None:
-        reply.tokens = int(usage["completion_tokens"])
-    for choice in event.get("choices") or []:
-        ids = choice.get("token_ids")
-        if ids:
-            reply.ids = [*(reply.ids or []), *ids]
+    chunk = convert(event, VllmChunk)
+    if chunk.usage is not None and reply.ids is None:
+        reply.tokens = chunk.usage.completion_tokens
+    for choice in chunk.choices:
+        if choice.token_ids:
+            reply.ids = [*(reply.ids or []), *choice.token_ids]
             reply.tokens = len(reply.ids)
-        reply.finish = choice.get("finish_reason") or reply.finish
-        if ids or choice.get("text") or (reply.finish and not reply.arrivals):
+        reply.finish = choice.finish_reason or reply.finish
+        if choice.token_ids or choice.text or (reply.finish and not reply.arrivals):
             reply.arrivals.append(now)
 
 
@@ -348,15 +354,16 @@ def _sglang(server: Server, prompt: Prompt, sampling: Sampling, room: int) -> tu
 
 
 def _read_sglang(reply: Reply, event: dict[str, Any], now: float) -> None:
-    meta = event.get("meta_info") or {}
-    reply.meta |= meta
-    total = int(meta.get("completion_tokens") or 0)
+    chunk = convert(event, SglangChunk)
+    meta = chunk.meta_info or SglangMeta()
+    reply.meta |= event.get("meta_info") or {}
+    total = meta.completion_tokens or 0
     if total > reply.tokens:
         reply.arrivals.append(now)
         reply.tokens = total
-    if (ids := event.get("output_ids")) is not None:
+    if (ids := chunk.output_ids) is not None:
         # Ids of the whole reply so far, or (a server option) of this chunk: the count of tokens tells which.
         both = [ids, [*(reply.ids or []), *ids]]
         reply.ids = next((found for found in both if len(found) == total), None)
-    reason = meta.get("finish_reason")
-    reply.finish = (reason.get("type", "") if isinstance(reason, dict) else reason or "") or reply.finish
+    reason = meta.finish_reason
+    reply.finish = (reason.type if isinstance(reason, SglangFinish) else reason or "") or reply.finish

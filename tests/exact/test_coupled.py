@@ -111,7 +111,7 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
     assert ended, "replies that end inside the batch must occur"
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(30, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", ["quickstart", "stories"])
 def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) -> None:
     target: Target = request.getfixturevalue(which)

@@ -21,7 +21,7 @@ from tests.tampered import seal
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 ALL = pytest.param(None, marks=pytest.mark.full, id="all")
-SAMPLE = pytest.param(12, id="sample")
+SAMPLE = pytest.param(8, id="sample")
 
 # What may be accepted, and why.
 HARMLESS = {
@@ -107,7 +107,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("count", [pytest.param(60, id="sample"), ALL])
+@pytest.mark.parametrize("count", [pytest.param(20, id="sample"), ALL])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_report(name: str, count: int | None, report: Path, tmp_path: Path) -> None:
     chosen = trials(report, 0, count)

@@ -85,13 +85,63 @@ MISBEHAVIOUR: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
 QUICK = ("a byte at a time", "negative ids", "a redirect to another host", "nested", "closed at once")
 
 
+def events(*lines: bytes | dict[str, Any]) -> Callable[[BaseHTTPRequestHandler], None]:
+    """A stream of server-sent events."""
+    data = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    return whole(b"".join(b"data: " + line + b"\n\n" for line in data))
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"text": "x", "token_ids": [3], "finish_reason": "stop", **fields}]}
+
+
+def trickle(handler: BaseHTTPRequestHandler) -> None:
+    """An event every quarter of a second, none of which brings a token."""
+    handler.send_response(200)
+    handler.end_headers()
+    for _ in range(40):
+        handler.wfile.write(b'data: {"choices": []}\n\n')
+        handler.wfile.flush()
+        time.sleep(0.25)
+
+
+STREAMS: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
+    "no token ever": trickle,
+    "only the end": events(b"[DONE]"),
+    "no finish": events(choice(finish_reason=None), b"[DONE]"),
+    "no JSON in an event": events(b"<html>"),
+    "nested event": events(b"[" * 100_000),
+    "a list for an event": events(b"[]"),
+    "NaN in an event": events(b'{"choices": [{"text": NaN}]}'),
+    "an error within": events({"error": {"message": "out of blocks"}}),
+    "choices are a number": events({"choices": 3}),
+    "text is a number": events(choice(text=3)),
+    "ids are words": events(choice(token_ids=["a"])),
+    "ids below zero": events(choice(token_ids=[-1])),
+    "ids beyond any vocabulary": events(choice(token_ids=[10**12])),
+    "a finish that is a number": events(choice(finish_reason=3)),
+    "usage below zero": events({**choice(token_ids=None), "usage": {"completion_tokens": -1}}),
+    "usage is a word": events({**choice(token_ids=None), "usage": "many"}),
+}
+QUICK_STREAMS = ("no token ever", "nested event", "ids below zero", "a redirect to another host")
+PATHS = {
+    "/v1/models": whole(b'{"data": [{"id": "m", "max_model_len": 200}]}'),
+    "/metrics": whole(b"vllm:generation_tokens_total 0.0\nvllm:num_requests_running 0.0\n"),
+    "/version": whole(b'{"version": "0.32.0"}'),
+}
+
+
 @contextmanager
-def serving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+def serving(
+    answer: Callable[[BaseHTTPRequestHandler], None], paths: dict[str, Callable[[BaseHTTPRequestHandler], None]] | None = None
+) -> Iterator[str]:
+    """The address of a server that answers so, but at `paths` as they say."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"] or 0))
             with suppress(OSError):  # the client has gone, which is what is tested
-                answer(self)
+                (paths or {}).get(self.path, answer)(self)
 
         do_GET = do_POST
 
@@ -119,6 +169,32 @@ def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> 
         found = outcome([*base, "--server.url", url, "--server.retries", "1", "--server.timeout-s", str(SECONDS)])
     assert found.wrong() is None and found.code == 2 and found.seconds < 10, found
     assert "does not answer" in found.errors and not out.read_text(), "nothing of a bad answer is kept"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK_STREAMS else pytest.mark.full, id=kind)
+        for kind in {**MISBEHAVIOUR, **STREAMS}
+    ],
+)
+def test_measuring_it_ends_in_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it writes replies, and (where it is no stream) while it says what it is."""
+    monkeypatch.setattr("draftsmith.inference.live.WHOLE_REPLY_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.live.ANSWER_S", SECONDS)
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
+    rows.write_text(json.dumps({"prompt": "def f():"}) + "\n")
+    bad = {**MISBEHAVIOUR, **STREAMS}[kind]
+    gone = whole(b"{}", 404)
+    ways = [(gone, {**PATHS, "/v1/completions": bad})]
+    if kind in MISBEHAVIOUR:
+        ways += [(gone, {**PATHS, "/v1/models": bad}), (gone, {**PATHS, "/metrics": bad})]
+    for answer, paths in ways:
+        with serving(answer, paths) as url:
+            base = ["evaluate", "--target", str(QUICKSTART), "--prompts", str(rows), "--max-new-tokens", "4"]
+            found = outcome([*base, "--server", url, "--json", str(out)])
+        assert found.wrong() is None and found.code == 2 and found.seconds < 10, found
+        assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_full_disk_behind_standard_output_is_said() -> None:
     )
 
 
-@pytest.mark.parametrize("closed", [0, 1, 2])
+@pytest.mark.parametrize("closed", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
 def test_closed_streams(closed: int) -> None:
     process = started(SIMULATE, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(closed))
     out, errors = process.communicate(timeout=60)

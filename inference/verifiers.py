@@ -113,7 +113,7 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
     chances, laws = weight.clone(), p.clone()
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
-        chances[:, :last] = mass / (mass + 1 - weight[:, :last]).clamp(min=TINY)
+        chances[:, :last] = share_of(mass, weight[:, :last])
         laws[:, :last] = rest
     return Plan(chances, laws, partial(select_first, tuple(range(last, -1, -1))))
 
@@ -123,6 +123,14 @@ def residual_weighted(weight: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Ten
     rest = (weight[..., None] * p - q).clamp(min=0)
     mass = rest.sum(-1)
     return torch.where(mass[..., None] > TINY, rest / mass.clamp(min=TINY)[..., None], p), mass
+
+
+def share_of(mass: Tensor, weight: Tensor) -> Tensor:
+    """`mass / (mass + 1 - weight)`, within [0, 1]; 0 for no mass.
+
+    `1 - weight` comes first: beside 1, float32 loses a mass below 6e-8, and the quotient would reach 1e4.
+    """
+    return (mass / (mass + (1 - weight)).clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
 
 def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
@@ -153,7 +161,7 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
             rest, mass = residual_weighted(weight[node], left[node], drawn[node])
             missing = x < 0
             left[node] = torch.where(missing[:, None], left[node], rest)
-            weight[node] = torch.where(missing, weight[node], mass / (mass + 1 - weight[node]).clamp(min=TINY))
+            weight[node] = torch.where(missing, weight[node], share_of(mass, weight[node]))
             drawn[node] = without(drawn[node], x)
         order.append(node)
 

@@ -7,6 +7,7 @@ of verification-and-trees 6.2 is planted the same way, and must be seen.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -207,6 +208,38 @@ def test_joint_law_is_the_targets(shape: str, verify: Verifier, seed: int, vocab
     if shape == "wide" and top_k:
         assert any(NO_NODE in tokens for _, tokens in drafts)
     assert error_of(enumerate_plan(SHAPES[shape], drafts, laws, verify), laws) < 1e-9
+
+
+SMALL = (0.0, 1e-45, 1e-39, 1.2e-38, 1e-37, 1e-30, 1e-20, 1e-13, 1e-12, 1e-10, 1e-8, 1e-7)
+
+
+def corner_laws(seed: int) -> Laws:
+    """Laws in float32 of which all but one or two entries lie between nothing and its smallest step beside 1."""
+    draw, laws = random.Random(seed), Laws(seed, 3, far=True)
+    for law in (laws.p, laws.q):
+        for prefix in law:
+            entries = [draw.choice(SMALL) for _ in range(laws.vocab)]
+            for place in draw.sample(range(laws.vocab), draw.choice([1, 1, 2])):
+                entries[place] = draw.random()
+            single = torch.tensor(entries, dtype=torch.float32)
+            law[prefix] = (single / single.sum()).double()
+    return laws
+
+
+@pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
+def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> None:
+    """A weight of 1 beside a mass that float32 loses beside 1 once gave chances of 1e4."""
+
+    def single(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+        plan = verify(shape, tokens, p.float(), q.float())
+        assert torch.isfinite(plan.laws).all() and (plan.laws >= 0).all()
+        assert ((plan.chances >= 0) & (plan.chances <= 1)).all()
+        return Plan(plan.chances.double(), plan.laws.double(), plan.select)
+
+    for seed in range(2 if shape in ("uneven", "wide") else 6):
+        laws = corner_laws(seed)
+        found, _ = enumerate_plan(SHAPES[shape], list(sampled_trees(SHAPES[shape], laws.q)), laws, single)
+        assert float((found - laws.joint(laws.p)).abs().max()) < 1e-6, seed
 
 
 @pytest.mark.parametrize("seed", range(2))

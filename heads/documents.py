@@ -50,7 +50,7 @@ class Document(Struct):
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
     """The JSON file at `path` as `kind`, and as it is. Raises `UserError` that names the file, the key and `remedy`."""
-    value = read_json(path, kind.finite)
+    value = read_json(path, kind.finite, remedy)
     theirs = value.get(kind.version_key) if isinstance(value, dict) else None
     if isinstance(theirs, int) and theirs > kind.newest:
         found = f"{kind.version_key} {theirs}, this one reads {kind.newest}"

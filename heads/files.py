@@ -205,22 +205,22 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path, finite: bool = True) -> Any:
+def read_json(path: Path, finite: bool = True, remedy: str = "copy or download it again") -> Any:
     """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or broken file, and, where numbers
     have to be `finite`, for NaN and infinities, which Python reads although they are no JSON."""
-    again = "copy or download it again"
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant if finite else None)
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+        what = "check the path" if isinstance(error, FileNotFoundError) else remedy
+        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {again}") from error
+        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {remedy}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {again}") from error
+        raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {remedy}") from error
     except RecursionError as error:
-        raise UserError(f"{path} is nested too deeply to be read; {again}") from error
+        raise UserError(f"{path} is nested too deeply to be read; {remedy}") from error
     except ValueError as error:  # such as an integer of more digits than Python converts
-        raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {again}") from error
+        raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}") from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     target = load_target(options.target)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
-    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split, options.bad_rows)
     check_room(prompts, target.max_positions)
     check_batches([setting.batch for setting in settings], prompts)
     theirs = assisted(options, target, proposers, left_out)

@@ -87,7 +87,7 @@ def load_reader(config: TargetConfig) -> Reader:
 def measure(options: Any, laws: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
     """Measure `options.server` at each law and concurrency. `options` are those of `evaluate`. Raises `UserError`."""
     reader = load_reader(options.target)
-    prompts = read_prompts(options.prompts, reader.tokenizer, reader.name, options.limit, options.split)
+    prompts = read_prompts(options.prompts, reader.tokenizer, reader.name, options.limit, options.split, options.bad_rows)
     return asyncio.run(_measure(options, reader, prompts, [law.resolved(reader.repetition_penalty) for law in laws], concurrency))
 
 

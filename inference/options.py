@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from ..heads.errors import UserError
 from .gains import GPUS
-from .settings import Sampling, TargetConfig
+from .settings import BadRows, Sampling, TargetConfig
 
 SAMPLES = 24  # rounds behind every median that tune takes
 SWEEPS = 4
@@ -62,6 +62,8 @@ class EvaluateOptions:
     MT-Bench's questions with all their turns."""
     split: str = "train"
     """Split to take of a hub data set."""
+    bad_rows: BadRows = "stop"
+    """What a malformed row does: stop, or skip it (it is named)."""
     features: str | None = None
     """Instead of a target and prompts: a feature store, on whose held-out texts drafters are replayed (greedy)."""
     drafter: list[str] = field(default_factory=list)
@@ -204,6 +206,8 @@ class TuneOptions:
     """A trained drafter's folder, a small model's folder, ngram or suffix. May be given several times."""
     split: str = "train"
     """Split to take of a hub data set."""
+    bad_rows: BadRows = "stop"
+    """What a malformed row does: stop, or skip it (it is named)."""
     limit: int = 24
     """Use the first so many prompts."""
     max_new_tokens: int = 96

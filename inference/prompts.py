@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from .rows import Conversation, RowError, conversation_of, prompt_ids, turns_of, warn_of_plain_text
+from .rows import Conversation, LeftOut, RowError, conversation_of, prompt_ids, turns_of, warn_of_plain_text
+from .settings import BadRows
 from .sources import rows_of
 
 
@@ -28,11 +29,12 @@ class Prompt:
 
 
 def read_prompts(
-    path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None, split: str = "train"
+    path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None, split: str = "train", bad_rows: BadRows = "stop"
 ) -> list[Prompt]:
-    """The prompts of whatever `sources.rows_of` reads; a malformed row is an error that names it."""
+    """The prompts of whatever `sources.rows_of` reads. Raises `UserError` for no prompts, and for a malformed row unless
+    `bad_rows` is skip."""
     prompts: list[Prompt] = []
-    plain = 0
+    plain, left_out = 0, LeftOut(str(path), bad_rows)
     for name, row in rows_of(str(path), split):
         if limit is not None and len(prompts) == limit:
             break
@@ -42,7 +44,8 @@ def read_prompts(
             conversation = conversation_of(row)
             ids = prompt_ids(conversation, tokenizer, target_name)
         except RowError as error:
-            raise UserError(f"{path}: row {name}: {error}; mend or remove it") from error
+            left_out.add(name, error)
+            continue
         plain += conversation.messages is None and conversation.token_ids is None
         own_id = str(row.get("id", row.get("question_id", name)))
         prompt = Prompt(own_id, ids, str(row.get("category", "")), len(prompts))
@@ -50,7 +53,8 @@ def read_prompts(
             prompt.conversation, prompt.later = conversation, turns[1:]
         prompts.append(prompt)
     if not prompts:
-        raise UserError(f"{path} holds no prompts; give at least one row")
+        why = f"; the first of {left_out.count} malformed rows is {left_out.first}" if left_out.count else ""
+        raise UserError(f"{path} holds no prompts{why}; give at least one row")
     warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..heads.errors import UserError
 from ..heads.files import no_constant
+from .settings import BadRows
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,30 @@ SHAREGPT_ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assista
 
 class RowError(ValueError):
     """Why one row is malformed."""
+
+
+class LeftOut:
+    """The malformed rows of a source: the first one ends the command, or each is left out and named."""
+
+    NAMED = 20
+
+    def __init__(self, source: str, bad_rows: BadRows, option: str = "--bad-rows") -> None:
+        """`option`: what the user writes to leave rows out."""
+        self._source, self._bad_rows, self._option = source, bad_rows, option
+        self.count = 0
+        self.first = ""
+
+    def add(self, name: str, error: RowError) -> None:
+        """Raise `UserError`, or count the row."""
+        if self._bad_rows == "stop":
+            remedy = f"mend or remove it, or leave out such rows with {self._option} skip"
+            raise UserError(f"{self._source}: row {name}: {error}; {remedy}")
+        self.count += 1
+        self.first = self.first or f"{name} ({error})"
+        if self.count <= self.NAMED:
+            log.warning("%s: row %s is left out: %s", self._source, name, error)
+        elif self.count == self.NAMED + 1:
+            log.warning("%s: more rows are left out, which are not named", self._source)
 
 
 @dataclass

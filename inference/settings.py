@@ -27,6 +27,10 @@ def check_url(url: str | None, option: str) -> None:
         raise UserError(f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1")
 
 
+BadRows = Literal["stop", "skip"]
+"""What a malformed row does: end the command, which names it, or be named and left out."""
+
+
 @dataclass
 class TargetConfig:
     """Where the target is and how it is loaded."""

@@ -41,7 +41,7 @@ def if_interrupted(options: Options) -> str:
 def run(options: Options) -> None:
     laws, batches, contexts = check(options)
     target = load_target(options.target)
-    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split)
+    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split, options.bad_rows)
     prompts = [replace(prompt, later=[]) for prompt in prompts]  # what is counted and what is timed are first turns
     check_room(prompts, target.max_positions)
     check_batches(batches, prompts)

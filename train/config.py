@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..heads.errors import UserError
-from ..inference.settings import TargetConfig, check_url
+from ..inference.settings import BadRows, TargetConfig, check_url
 
 __all__ = ["Checkpoints", "Data", "Evaluation", "HeldOut", "Optim", "RunConfig", "Source", "TargetConfig"]
 
@@ -62,8 +62,10 @@ class Data:
     held_out: HeldOut = field(default_factory=HeldOut)
     max_length: int = 1024
     """Tokens in a packed row; longer conversations are dropped and counted."""
+    bad_rows: BadRows = "stop"
+    """What a malformed row does: stop, or skip it (it is named)."""
     max_lost_share: float = 0.01
-    """Error if more than this share of a source's rows is malformed, over-long or has nothing to learn from."""
+    """Error if more than this share of a source's rows is left out, over-long or has nothing to learn from."""
     deduplicate: bool = True
     """Drop rows whose tokens equal an earlier row's."""
     decontaminate: bool = True

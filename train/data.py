@@ -26,7 +26,7 @@ from ..heads.errors import UserError
 from ..heads.files import differs, facts_of, inside, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.console import Progress
-from ..inference.rows import Conversation, RowError, conversation_of
+from ..inference.rows import Conversation, LeftOut, RowError, conversation_of
 from ..inference.sources import rows_of, source_files
 from ..inference.target import Target
 from .config import Data, HeldOut, Source
@@ -199,6 +199,7 @@ def _table(rows: list[_Row]) -> TokenTable:
 
 def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]) -> Iterator[_Row]:
     name = source.name or source.path
+    left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
     for row_name, raw in Progress(rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"):
         count["read"] += 1
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
@@ -213,6 +214,7 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
             _check_tokens(conversation, target)
             encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, data.chat_template_kwargs)
         except RowError as error:
+            left_out.add(row_name, error)
             count["malformed"] += 1
             lost.append(f"{row_name} ({error})")
             continue

@@ -18,7 +18,8 @@ from ..heads.files import check_output_folder, checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
 from ..inference.proposer import parse_spec
-from ..inference.rows import RowError, conversation_of
+from ..inference.rows import LeftOut, RowError, conversation_of
+from ..inference.settings import BadRows
 from ..inference.sources import rows_of
 from ..inference.target import Target
 from .eagle import special_ids
@@ -80,7 +81,7 @@ def beside_target(artifact: Artifact, target: Target, options: Options) -> Artif
         print(f"warning: {message}")
     if options.draft_vocab_size is None:
         return artifact
-    counts, always = token_counts(target, options.vocab_data), special_ids(target)
+    counts, always = token_counts(target, options.vocab_data, options.bad_rows), special_ids(target)
     ranked = counts.double()
     if (kept := getattr(artifact.drafter, "kept", None)) is not None:  # it cannot learn tokens that it never had
         if options.draft_vocab_size > len(kept):
@@ -98,10 +99,11 @@ def beside_target(artifact: Artifact, target: Target, options: Options) -> Artif
     return found
 
 
-def token_counts(target: Target, sources: list[str]) -> torch.Tensor:
+def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
     """How often each token `[V]` was written by the target in these replies. Raises `UserError` if none was."""
-    counts, lost = Counter[int](), []
+    counts = Counter[int]()
     for source in sources:
+        left_out = LeftOut(source, bad_rows)
         for name, row in rows_of(source):
             try:
                 if isinstance(row, RowError):
@@ -109,11 +111,9 @@ def token_counts(target: Target, sources: list[str]) -> torch.Tensor:
                 for text in encode(conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}):
                     counts.update(token for token, written in zip(text.token_ids, text.mask, strict=True) if written)
             except RowError as error:
-                lost.append(f"{name} ({error})")
+                left_out.add(name, error)
     if not counts:
-        raise UserError(f"{', '.join(sources)}: no token that the target wrote" + (f"; {lost[0]}" if lost else ""))
-    if lost:
-        print(f"warning: {len(lost)} rows are malformed, the first: {lost[0]}")
+        raise UserError(f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote")
     ids = torch.tensor(list(counts), dtype=torch.long)
     if int(ids.max()) >= target.vocab_size:
         raise UserError(f"{', '.join(sources)} were written with another tokenizer than the target's")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from ..heads.engine_names import EngineName
 from ..heads.errors import UserError
 from ..inference.gains import GPUS
-from ..inference.settings import COLDEST, TargetConfig, check_url
+from ..inference.settings import COLDEST, BadRows, TargetConfig, check_url
 from .methods import Method
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
@@ -140,6 +140,8 @@ class RegenerateOptions:
     """JSONL file to write, or to go on with."""
     sampling: Sampling = field(default_factory=Sampling)
     server: Server = field(default_factory=Server)
+    bad_rows: BadRows = "stop"
+    """What a malformed row does: stop, or skip it (it is named)."""
     limit: int | None = None
     """Take the first so many rows."""
     batch_size: int = 32
@@ -183,6 +185,8 @@ class ExportOptions:
     """EAGLE-3: keep the so many most frequent tokens of `vocab_data`, special tokens always among them."""
     vocab_data: list[str] = field(default_factory=list)
     """Replies that the target wrote, in which tokens are counted."""
+    bad_rows: BadRows = "stop"
+    """What a malformed row of `vocab_data` does: stop, or skip it (it is named)."""
     target: str | None = None
     """The target, where its tokenizer or its output matrix is needed; that and its embedding are all that is loaded."""
     push: str | None = None

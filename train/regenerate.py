@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from ..heads.errors import UserError
 from ..heads.files import check_output
 from ..inference.console import Progress
-from ..inference.rows import Conversation, RowError, conversation_of, prompt_ids, warn_of_plain_text
+from ..inference.rows import Conversation, LeftOut, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, load_target
 from .options import RegenerateOptions as Options
@@ -43,22 +43,20 @@ def run(options: Options) -> None:
     facts = provenance_of(options)
     finished, written = mend(out)
     _refuse_other(out, written, facts)
-    tasks, malformed, ids = [], [], Counter[str]()
+    tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
     for name, row in rows:
         try:
             task = Task.of(name, row, options.chat_template_kwargs)
         except RowError as error:
-            malformed.append(f"{name} ({error})")
+            left_out.add(name, error)
             continue
         ids[task.id] += 1
         if ids[task.id] > 1:
             task.id += f"#{ids[task.id]}"
         if task.id not in finished:
             tasks.append(task)
-    if malformed:
-        log.warning("%d of %d rows are malformed and left out; the first is %s", len(malformed), len(rows), malformed[0])
-    if len(malformed) == len(rows):
-        raise UserError(f"{options.data}: no row can be used; the first is {malformed[0]}")
+    if left_out.count == len(rows):
+        raise UserError(f"{options.data}: no row can be used; the first is {left_out.first}; mend it")
     if finished:
         log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
     if not tasks:
@@ -250,19 +248,19 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     room = target.max_positions - 1
     longest = min(options.max_prompt_tokens or room, room)
     waiting: list[tuple[list[int], Task]] = []
-    left_out = []
+    unreadable, overlong = LeftOut(options.data, options.bad_rows), []
     for task in tasks:
         try:
             prompt = task.prompt(target)
         except RowError as error:
-            left_out.append(f"{task.id} ({error})")
+            unreadable.add(task.id, error)
             continue
         if len(prompt) > longest:
-            left_out.append(f"{task.id} ({len(prompt)} tokens, at most {longest} fit)")
+            overlong.append(f"{task.id} ({len(prompt)} tokens, at most {longest} fit)")
         else:
             waiting.append((prompt, task))
-    if left_out:
-        log.warning("%d prompts are left out; the first is %s", len(left_out), left_out[0])
+    if overlong:
+        log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
     while waiting:
         batch = take_batch(waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions)
         replies = sample(target, [prompt for prompt, _ in batch], options.sampling, seed_of(options.sampling.seed, batch[0]))

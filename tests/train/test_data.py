@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.sources import rows_of
 from draftsmith.train.batches import PADDING, Batches, collate, pack
+from draftsmith.train.cli import main
 from draftsmith.train.config import Data, HeldOut, Source
-from draftsmith.train.data import TokenTable, build, prepare
+from draftsmith.train.data import TokenTable, build, load, prepare
 from draftsmith.train.templates import Encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,7 +46,7 @@ GOOD = [chat(f"question {i}", f"reply number {i}") for i in range(200)]
 def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     long = " ".join(str(i) for i in range(400))
     rows = [*GOOD, "{broken", chat("x", long), chat("a", "b") | {"messages": [{"role": "user", "content": "no reply"}]}, GOOD[3]]
-    tables = build(data(tmp_path, rows, max_length=128, max_lost_share=0.05), TARGET, seed=0)
+    tables = build(data(tmp_path, rows, max_length=128, max_lost_share=0.05, bad_rows="skip"), TARGET, seed=0)
     count = tables.counts["train"]
     assert count == {
         "read": 204, "malformed": 1, "overlong": 1, "nothing to learn": 1, "duplicates": 1, "train": 200,
@@ -55,7 +57,25 @@ def test_more_than_one_percent_lost_is_an_error_that_names_a_row(tmp_path: Path)
     with pytest.raises(
         UserError, match=r"would lose 3 of 203 rows \(3 malformed\); the first is train.jsonl:201 .*max_lost_share"
     ):
-        build(data(tmp_path, [*GOOD, "{", "[1]", '{"a": 1}']), TARGET, seed=0)
+        build(data(tmp_path, [*GOOD, "{", "[1]", '{"a": 1}'], bad_rows="skip"), TARGET, seed=0)
+
+
+def test_a_malformed_row_ends_the_command_unless_it_is_to_be_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One option, one default: training, prompts, regeneration."""
+    with pytest.raises(UserError, match=r"row train.jsonl:201: .*leave out such rows with --data.bad-rows skip"):
+        build(data(tmp_path, [*GOOD, "{"]), TARGET, seed=0)
+    path = write(tmp_path / "p.jsonl", [GOOD[0], {"messages": 3}, GOOD[1]])
+    with pytest.raises(UserError, match=r"row p.jsonl:2: .*leave out such rows with --bad-rows skip"):
+        read_prompts(path, TARGET.tokenizer, TARGET.name)
+    assert [p.id for p in read_prompts(path, TARGET.tokenizer, TARGET.name, bad_rows="skip")] == ["p.jsonl:1", "p.jsonl:3"]
+    assert "row p.jsonl:2 is left out" in caplog.text
+    regenerate = ["data", "regenerate", "--target", "no-such-name", "--data", path, "--out", str(tmp_path / "o.jsonl")]
+    for more, says in (([], "row p.jsonl:2"), (["--bad-rows", "skip"], "is no folder here")):
+        with pytest.raises(SystemExit):
+            main([*regenerate, *more])
+        assert says in capsys.readouterr().err
 
 
 def test_nothing_left_and_empty_sources_are_errors(tmp_path: Path) -> None:
@@ -180,3 +200,26 @@ def test_an_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
     batches = Batches(table(20), 4, rows=5, accumulation=1, ranks=1, seed=0)
     epochs = [[row[0] for step in range(4) for row in batches.micro_batch(4 * e + step, 0, 0).ids.tolist()] for e in range(2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20)) and epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("file", ["train.safetensors", "held_out.safetensors", "counts.json"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "a folder"])
+def test_damaged_tables_are_built_again_and_nothing_else_is(tmp_path: Path, file: str, how: str, caplog) -> None:
+    told, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
+    first = prepare(told, TARGET, folder, seed=0)
+    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
+    path = folder / file
+    if how == "truncated":
+        path.write_bytes(sound[file][:-7])
+    elif how == "flipped":
+        path.write_bytes(sound[file].replace(b'"key"', b'"kez"', 1) if file == "counts.json" else sound[file][:-9] + b"\7" * 9)
+    else:
+        path.unlink()
+        if how == "a folder":
+            path.mkdir()
+    if how != "missing" or file != "counts.json":
+        with pytest.raises(UserError, match="delete .*data and run the command that wrote it again"):
+            load(folder)
+    again = prepare(told, TARGET, folder, seed=0)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound and "built again" in caplog.text
+    assert np.array_equal(again.train.ids, first.train.ids) and again.counts == first.counts

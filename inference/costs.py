@@ -5,7 +5,9 @@ Measured in the decode loop itself, where a round really runs: caches are as col
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -87,9 +89,11 @@ def verification(
     text: Sequence[int],
     tick: Callable[[str], None],
     samples: int = SAMPLES,
+    seconds: float = math.inf,
 ) -> VerifyCosts:
     """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes take turns, round by round.
-    `samples`: rounds behind every median, fewer where positions are few.
+    `samples`: rounds behind every median, fewer where positions are few. `seconds`: the time for all; then there are fewer
+    samples, and long contexts whose prompts alone would take their part of it are left out.
 
     Contexts are rounded to what fits; each row of the table names the context that its rounds had on average.
     """
@@ -100,13 +104,20 @@ def verification(
         )
     rounds = samples * len(NODES) + SETTLE
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
+    fewest = SETTLE + len(NODES) * (1 + FEWEST)
     table: dict[int, dict[float, dict[int, float]]] = {}
+    lengths = sorted({max(1, min(context - rounds // 2, room)) for context in contexts})
+    part = seconds / (len(batches) * len(lengths))
     for batch in batches:
         table[batch] = {}
-        for length in sorted({max(1, min(context - rounds // 2, room)) for context in contexts}):
+        for length in lengths:
+            if table[batch] and length * batch * _token_seconds(table) > part:
+                tick(f"verification, batch {batch}, context {length + rounds // 2} is left out: it takes too long")
+                continue
             tick(f"verification, batch {batch}, context {length + rounds // 2}")
             prompt = [text[i % len(text)] for i in range(length)]
-            found = run(target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY)
+            until = time.monotonic() + part, fewest
+            found = run(target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY, until)
             sizes: dict[int, list[float]] = {size: [] for size in NODES}
             for number, record in enumerate(found):
                 if number >= SETTLE + len(NODES) and record.t_verify_s:
@@ -115,8 +126,22 @@ def verification(
     return VerifyCosts(table)
 
 
-def run(target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], rounds: int, sampling: Sampling) -> list[Round]:
-    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do.
+def _token_seconds(table: dict[int, dict[float, dict[int, float]]]) -> float:
+    """Of a token of a prompt, about: of a node of the largest tree at the first context that was timed."""
+    sizes = next(iter(next(iter(table.values())).values()))
+    return sizes[max(NODES)] / (max(NODES) + 1)
+
+
+def run(
+    target: Target,
+    proposer: Proposer,
+    prompts: Sequence[Sequence[int]],
+    rounds: int,
+    sampling: Sampling,
+    until: tuple[float, int] = (math.inf, 0),
+) -> list[Round]:
+    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do, and (but for so many) after
+    the moment `until`, of `time.monotonic`.
 
     A record's `drafted` is the most of any row.
     """
@@ -131,7 +156,7 @@ def run(target: Target, proposer: Proposer, prompts: Sequence[Sequence[int]], ro
             break
         record.drafted = max(step.drafted or 0 for _, step, _ in done)
         found.append(record)
-        if len(found) == rounds:
+        if len(found) == rounds or (len(found) >= until[1] and time.monotonic() > until[0]):
             break
     steps.close()
     return found

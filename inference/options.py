@@ -218,8 +218,10 @@ class TuneOptions:
     """Tune for each of these: 1,4,16."""
     contexts: str = "128,1024,4096"
     """Contexts at which verification is timed; cut to what the target allows."""
+    budget: float = 5.0
+    """Minutes that it may take, more or less: what follows is cut to fit. 0 takes as long as it takes."""
     finalists: int = 3
-    """Predictions that are measured, beside the default."""
+    """Predictions that are measured, beside the default; the most promising ones."""
     repeats: int = 3
     """Timed runs of every request."""
     samples: int = SAMPLES
@@ -233,6 +235,8 @@ class TuneOptions:
         for name in ("limit", "max_new_tokens", "finalists", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.budget < 1e6:
+            raise UserError(f"--budget is in minutes, 0 for no limit; it cannot be {self.budget:g}")
         if self.samples < SWEEPS:
             raise UserError(f"--samples must be at least {SWEEPS}, not {self.samples}")
         if self.sampling.rule not in ("auto", "coupled"):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -16,13 +19,26 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..heads.files import check_output, whole_file, write_json
+from .budget import (
+    DRAFTING,
+    MEASURING,
+    TRIAL_ROOTS,
+    VERIFICATION,
+    WALKS,
+    Budget,
+    finalists_that_fit,
+    roots_that_fit,
+    samples_that_fit,
+    texts_that_fit,
+)  # fmt: skip
 from .candidates import Candidate, candidates, check_tunable
 from .console import Console, Progress
-from .costs import PLAIN, DraftCosts, VerifyCosts, between, drafting, verification
+from .costs import NODES, PLAIN, SETTLE, SHORTEST, DraftCosts, VerifyCosts, between, drafting, verification
 from .decode import Generation, Request, generate
 from .evaluate import numbers, origin
 from .journal import Journal
 from .measure import Setting, compare, measured
+from .options import SWEEPS
 from .options import TuneOptions as Options
 from .prompts import Prompt, check_batches, check_room, read_prompts
 from .proposer import PlainDecoding, check_spec, load_proposer
@@ -31,6 +47,8 @@ from .sources import source_files
 from .target import Target, load_target
 from .tuned import SCHEMA, key_of, machine_of
 from .walk import Text
+
+log = logging.getLogger(__name__)
 
 
 def if_interrupted(options: Options) -> str:
@@ -58,19 +76,21 @@ def run(options: Options) -> None:
         "drafters": drafters,
     }
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
+    budget = Budget.of_minutes(options.budget)
+    parts = [(law, spec) for law in laws for spec in options.drafter]
+    announce(options, parts, batches)
     with Progress(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
             progress.now(what)
             progress.update()
 
-        bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick, journal)
+        bench = Bench(target, prompts, options, sorted({1, *batches}), contexts, tick, journal, budget.left)
         profile["verification_s"] = bench.verify.table
-        parts = [(law, spec) for law in laws for spec in options.drafter]
         for number, (law, spec) in enumerate(parts):
             key = f"{key_of(spec)}, T {law.temperature:g}"
             if (rows := journal.get(key)) is None:
-                rows = bench.tune(spec, law, batches)
+                rows = bench.tune(spec, law, batches, Budget(budget.left / (len(parts) - number)))
                 journal.put(key, rows)
             drafters[key_of(spec)] += rows
             if number + 1 < len(parts):
@@ -78,6 +98,18 @@ def run(options: Options) -> None:
     write(profile, options)
     journal.finish()
     show(profile, Console())
+    if options.budget:
+        log.info("took %.1f of %g minutes", (time.monotonic() - budget.started) / 60, options.budget)
+
+
+def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> None:
+    """Say what is about to be done and how long it takes."""
+    what = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
+    if options.budget:
+        more = "a larger --budget gives more prompts, timings and finalists, --budget 0 all that the options name"
+        log.info("tuning %s: about %g minutes; %s", what, options.budget, more)
+    else:
+        log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", what)
 
 
 def write(profile: dict[str, Any], options: Options) -> None:
@@ -121,15 +153,18 @@ class Bench:
         contexts: Sequence[int],
         tick: Any,
         journal: Journal,
+        seconds: float,
     ) -> None:
+        """`seconds`: for the whole tuning, of which timing verification takes its share."""
         self.target, self.prompts, self.options, self.batches, self.tick = target, prompts, options, batches, tick
         words = [token for prompt in prompts for token in prompt.token_ids]
         self.verify = stored_costs(journal.get("verification"))
         if not self.verify.table:
-            self.verify = verification(target, batches, contexts, words, tick, options.samples)
+            share = VERIFICATION * seconds
+            self.verify = verification(target, batches, contexts, words, tick, options.samples, share)
             journal.put("verification", self.verify.table)
 
-    def tune(self, spec: str, law: Sampling, batches: Sequence[int]) -> list[dict[str, Any]]:
+    def tune(self, spec: str, law: Sampling, batches: Sequence[int], budget: Budget) -> list[dict[str, Any]]:
         """A row of the profile for each batch size.
 
         Times are predicted in plain rounds, and plain decoding's own time is that of the moment at which the finalists are
@@ -137,26 +172,31 @@ class Bench:
         """
         target, options = self.target, self.options
         law = law.resolved(target.repetition_penalty)
-        requests = [Request(prompt.token_ids, i) for i, prompt in enumerate(self.prompts)]
-        self.tick(f"{PLAIN.kind}, T = {law.temperature:g}")
-        replies = generate(target, PlainDecoding(), requests, options.max_new_tokens, law)
-        texts = [Text.of(reply, (request.id, request.sample)) for reply, request in zip(replies, requests, strict=True)]
-        if not any(text.roots for text in texts):
-            raise UserError("the target answers every prompt with one token, so there is nothing to draft; give other prompts")
+        seconds = budget.left
+        count, tokens = texts_that_fit(len(self.prompts), options.max_new_tokens, batches, seconds, self._step)
+        prompts = [prompt.token_ids for prompt in self.prompts[:count]]
+        texts = self._texts(prompts, tokens, law)
+        texts = self._begun(texts, spec, law, WALKS * seconds)
         found, about = candidates(target, spec, texts, law, self.tick)
-        prompts = [prompt.token_ids for prompt in self.prompts]
-        costs, plain_costs = drafting(
-            target, probes_of(found), prompts, self.batches, self.verify, law, self.tick, options.samples
-        )
+        probes = probes_of(found)
+        samples = self._samples(probes, prompts, DRAFTING * seconds)
+        costs, plain_costs = drafting(target, probes, prompts, self.batches, self.verify, law, self.tick, samples)
+        about["effort"] = {"prompts": count, "max_new_tokens": tokens, "samples": samples}
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
         rows = []
-        for batch in batches:
+        for number, batch in enumerate(batches):
             price = lambda c, b=batch: predicted(c, texts, b, self.verify, costs)  # noqa: E731
             ranked = sorted(found, key=lambda c: -price(c)["tokens_s"])
-            chosen = [*ranked[: options.finalists], *([found[0]] if found[0] not in ranked[: options.finalists] else [])]
-            predictions = [predicted(plain, texts, batch, self.verify, plain_costs), *map(price, chosen)]
+            foretold = [predicted(plain, texts, batch, self.verify, plain_costs), *map(price, [found[0], *ranked[: options.finalists]])]
+            written = count * tokens
+            runs = [written / way["tokens_s"] for way in foretold]
+            share = (budget.left or MEASURING * seconds) / (len(batches) - number)
+            finalists, repeats = finalists_that_fit(options.finalists, options.repeats, runs, share)
+            promising = ranked[:finalists]
+            chosen = [*promising, *([found[0]] if found[0] not in promising else [])]
+            predictions = [foretold[0], *map(price, chosen)]
             self.tick(f"{len(chosen)} finalists, T = {law.temperature:g}, batch {batch}")
-            measurements = self._measure([plain, *chosen], law, batch)
+            measurements = self._measure([plain, *chosen], law, Setting(law, batch, tokens, repeats), self.prompts[:count])
             pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
             predictions = [{**p, "tokens_s": p["tokens_s"] * pace, "tokens_s_unscaled": p["tokens_s"]} for p in predictions]
             finals = [
@@ -171,11 +211,46 @@ class Bench:
             )
         return rows
 
-    def _measure(self, chosen: Sequence[Candidate], law: Sampling, batch: int) -> list[dict[str, float]]:
-        """Decode the calibration prompts with each, taking turns."""
-        setting = Setting(law, batch, self.options.max_new_tokens, self.options.repeats)
+    def _step(self, rows: int) -> float:
+        """Seconds of a plain step, about: a row more costs what a node more of a tree does."""
+        batch = max(b for b in self.verify.table if b <= rows)
+        return self.verify.seconds(batch, min(rows - batch, max(NODES)), SHORTEST)
+
+    def _texts(self, prompts: Sequence[Sequence[int]], tokens: int, law: Sampling) -> list[Text]:
+        """The target's own replies. Raises `UserError` where they leave nothing to draft."""
+        self.tick(f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = {law.temperature:g}")
+        requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
+        replies = generate(self.target, PlainDecoding(), requests, tokens, law)
+        texts = [Text.of(reply, (request.id, request.sample)) for reply, request in zip(replies, requests, strict=True)]
+        if not any(text.roots for text in texts):
+            raise UserError("the target answers every prompt with one token, so there is nothing to draft; give other prompts")
+        return texts
+
+    def _begun(self, texts: list[Text], spec: str, law: Sampling, seconds: float) -> list[Text]:
+        """As much of the beginnings of `texts` as can be walked over in `seconds`; all of them where there is no limit."""
+        if math.isinf(seconds):
+            return texts
+        self.tick("a first look at what the drafter takes")
+        started = time.monotonic()
+        candidates(self.target, spec, [text.begin(TRIAL_ROOTS) for text in texts], law, lambda what: None)
+        longest = max(len(text.roots) for text in texts)
+        roots = roots_that_fit(longest, time.monotonic() - started, seconds)
+        return [text.begin(roots) for text in texts]
+
+    def _samples(self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float) -> int:
+        """Rounds of each probe that fit into `seconds`, on top of its prompts and of the rounds that are not counted."""
+        rounds = [2 * self._step(batch) * (1 + len(probes)) for batch in self.batches]  # a draft takes about as long again
+        words = sum(map(len, prompts)) / len(prompts)
+        reading = sum(words * batch * self._step(max(NODES)) / max(NODES) for batch in self.batches) * (1 + len(probes))
+        fixed = SWEEPS * (reading + SETTLE * sum(rounds))
+        return samples_that_fit(self.options.samples, SWEEPS, fixed, sum(rounds), seconds)
+
+    def _measure(
+        self, chosen: Sequence[Candidate], law: Sampling, setting: Setting, prompts: Sequence[Prompt]
+    ) -> list[dict[str, float]]:
+        """Decode calibration prompts with each, taking turns."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
-        results = compare(self.target, ways, self.prompts, setting, progress_bar=False)
+        results = compare(self.target, ways, prompts, setting, progress_bar=False)
         found = measured(self.target, results, setting)["drafters"].values()
         return [{"tau": s["tau_incl_bonus"], "tokens_s": s["tokens_s"], "speedup": s["speedup"]} for s in found]
 

@@ -46,6 +46,10 @@ class Text:
     def of(cls, found: Generation, request: tuple[int, int]) -> Text:
         return cls(found.prompt_ids + found.token_ids, len(found.prompt_ids), request)
 
+    def begin(self, roots: int) -> Text:
+        """Its first `roots` roots."""
+        return Text(self.ids[: self.start + roots + 1], self.start, self.request)
+
     @property
     def roots(self) -> range:
         """Positions that have a next token to guess."""

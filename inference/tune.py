@@ -187,7 +187,10 @@ class Bench:
         for number, batch in enumerate(batches):
             price = lambda c, b=batch: predicted(c, texts, b, self.verify, costs)  # noqa: E731
             ranked = sorted(found, key=lambda c: -price(c)["tokens_s"])
-            foretold = [predicted(plain, texts, batch, self.verify, plain_costs), *map(price, [found[0], *ranked[: options.finalists]])]
+            foretold = [
+                predicted(plain, texts, batch, self.verify, plain_costs),
+                *map(price, [found[0], *ranked[: options.finalists]]),
+            ]
             written = count * tokens
             runs = [written / way["tokens_s"] for way in foretold]
             share = (budget.left or MEASURING * seconds) / (len(batches) - number)

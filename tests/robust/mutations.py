@@ -6,10 +6,12 @@ import copy
 import gc
 import io
 import json
+import os
 import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,10 @@ from typing import Any
 
 from draftsmith.train.cli import main
 
+from tests.conftest import PYTHON
+
 SECONDS = 20
+MANY = int(os.environ.get("MUTATIONS", "150"))  # of each folder under `--all`; 100000 tries every one, in some hours
 KEYS, ITEMS = 40, 2  # of each table and each list in a document
 GROWTH = 2 << 30  # bytes of memory that a damaged file may cost more than a sound one
 WRONG: tuple[Any, ...] = (
@@ -157,6 +162,17 @@ def outcome(arguments: list[str]) -> Outcome:
     return Outcome(code, errors.getvalue(), time.monotonic() - began, growth)
 
 
+def forked(arguments: list[str], usage: Path) -> Outcome:
+    """Run `python -m ARGUMENTS` in a process of its own, such as a training. `usage`: a scratch file."""
+    began = time.monotonic()
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "DRAFTSMITH_WARM_USAGE": str(usage)}
+    try:
+        done = subprocess.run([PYTHON, "-m", *arguments], capture_output=True, text=True, env=environment, timeout=3 * SECONDS)
+    except subprocess.TimeoutExpired:
+        return Outcome(-1, "still running", time.monotonic() - began, 0)
+    return Outcome(done.returncode, done.stderr, time.monotonic() - began, int(usage.read_text()))
+
+
 @contextmanager
 def _deadline() -> Iterator[None]:
     """A command that hangs ends as an internal error."""
@@ -174,10 +190,10 @@ def _deadline() -> Iterator[None]:
         signal.signal(signal.SIGINT, before[1])
 
 
-def trials(folder: Path, seed: int, count: int | None) -> list[Mutation]:
-    """All mutations of a folder, or a seeded sample of them."""
+def trials(folder: Path, seed: int, count: int) -> list[Mutation]:
+    """A seeded sample of the mutations of a folder; all of them where there are no more."""
     found = list(mutations(folder))
-    return found if count is None or count >= len(found) else random.Random(seed).sample(found, count)
+    return found if count >= len(found) else random.Random(seed).sample(found, count)
 
 
 def complaints(
@@ -186,17 +202,20 @@ def complaints(
     chosen: list[Mutation],
     command: Callable[[Path], list[str]],
     after: Callable[[Path], None] = lambda folder: None,
+    run: Callable[[list[str]], Outcome] = outcome,
+    accepted_is: Callable[[Path], str | None] = lambda folder: None,
 ) -> tuple[list[str], list[str]]:
     """What is wrong with how `command(folder)` takes each mutation of `sound`, and which mutations were accepted. `after` is done
-    to each folder when it is damaged."""
+    to each folder when it is damaged; `accepted_is` says what is wrong with what an accepted one became."""
     wrong, accepted = [], []
     for mutation in chosen:
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.copytree(sound, scratch)
         mutation.apply(scratch)
         after(scratch)
-        found = outcome(command(scratch))
-        if (reason := found.wrong()) is not None:
+        found = run(command(scratch))
+        reason = found.wrong() or (accepted_is(scratch) if found.code == 0 else None)
+        if reason is not None:
             wrong.append(f"{mutation.name}: {reason}")
         elif found.code == 0:
             accepted.append(mutation.name)

@@ -16,11 +16,11 @@ import pytest
 from draftsmith.heads.errors import UserError
 
 from tests.conftest import QUICKSTART, ROOT
-from tests.robust.mutations import complaints, trials
+from tests.robust.mutations import MANY, complaints, trials
 from tests.tampered import seal
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
-ALL = pytest.param(None, marks=pytest.mark.full, id="all")
+ALL = pytest.param(MANY, marks=pytest.mark.full, id="all")
 SAMPLE = pytest.param(8, id="sample")
 
 # What may be accepted, and why.
@@ -56,7 +56,7 @@ def sealed(folder: Path) -> None:
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 @pytest.mark.parametrize("after", [None, sealed], ids=["as written", "sealed"])
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "dspark"])
-def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, count: int | None, tmp_path: Path) -> None:
+def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, count: int, tmp_path: Path) -> None:
     def command(folder: Path) -> list[str]:
         base = ["generate", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", str(folder)]
         return [*base, "--prompt", "def f", "--max-new-tokens", "2"]
@@ -71,7 +71,7 @@ def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, c
 
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
-def test_a_damaged_target(count: int | None, tmp_path: Path) -> None:
+def test_a_damaged_target(count: int, tmp_path: Path) -> None:
     """transformers reads it, and takes many a value that nothing depends on; what is refused, is refused in one line."""
 
     def command(folder: Path) -> list[str]:
@@ -109,7 +109,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 
 @pytest.mark.parametrize("count", [pytest.param(20, id="sample"), ALL])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_damaged_report(name: str, count: int | None, report: Path, tmp_path: Path) -> None:
+def test_a_damaged_report(name: str, count: int, report: Path, tmp_path: Path) -> None:
     chosen = trials(report, 0, count)
     wrong, _ = complaints(report, tmp_path / "r", chosen, lambda folder: COMMANDS[name](folder, report))
     assert not wrong, "\n".join(wrong)

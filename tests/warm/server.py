@@ -70,7 +70,10 @@ def supervised(connection: socket.socket) -> dict[str, Any]:
         assert connection in ready
         for number in connection.recv(64) or [signal.SIGKILL]:  # an end of file: the client was killed
             os.kill(child, number)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    _, status, usage = os.wait4(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if (wanted := job["environment"].get("DRAFTSMITH_WARM_USAGE")) is not None:
+        Path(wanted).write_text(str(usage.ru_maxrss * 1024))
     try:
         connection.sendall(code.to_bytes(4, "big", signed=True))
     finally:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
+LEAST_FREE = 1 << 20  # bytes, for whatever is to be written
 CHECKSUMS = "checksums.json"
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
@@ -103,6 +104,18 @@ def _check_parent(path: Path, option: str) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with {option}") from error
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UserError(f"cannot write {path}: {folder} is not a folder that may be written to; name another with {option}")
+    check_space(path, LEAST_FREE, f"name another place with {option}")
+
+
+def check_space(path: Path, needed: float, remedy: str) -> None:
+    """Demand that many bytes of free space where `path` is or will be. Raises `UserError`."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise UserError(
+            f"cannot write {path}: {free / 1e6:,.1f} MB are free there and {needed / 1e6:,.1f} MB are needed; free some space, "
+            f"or {remedy}"
+        )
 
 
 @contextmanager

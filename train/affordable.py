@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import psutil
 import torch
 
 from ..heads.errors import UserError
+from ..heads.files import check_space
 from ..inference.target import resolve_device
 from .options import PlanOptions
 from .plan import plan_for, shape_of, size
@@ -32,6 +34,8 @@ def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
     shape = shape_of(method, run)
     plan = plan_for(shape, PlanOptions(""), run)
     lower = f"lower {', '.join(f'{part}.{name}' for part, name in COUNTS if hasattr(getattr(run, part, None), name))}"
+    checkpoint = plan["drafter_bytes"] * 3 / 4  # of weight, gradient and two moments, the gradient is not kept
+    check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")
     needed, there = plan["drafter_bytes"] / ranks + plan["activation_bytes"], memory_of(resolve_device(run.target.device))
     if needed > MOST_MEMORY * there:
         raise UserError(

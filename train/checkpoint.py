@@ -104,7 +104,10 @@ class RunFolder:
         aside = self.path / f".{name}.partial"
         aside.unlink(missing_ok=True)
         aside.symlink_to(os.path.relpath(to, self.path))
-        aside.replace(self.path / name)
+        old = self.path / name
+        if old.is_dir() and not old.is_symlink():  # a copy of the run that followed its links
+            shutil.rmtree(old)
+        aside.replace(old)
 
 
 def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None:

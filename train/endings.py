@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -75,6 +75,7 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
     debug = "--debug" in argv or os.environ.get(DEBUG, "") not in ("", "0")
     _open_closed_streams()
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     try:
         command([argument for argument in argv if argument != "--debug"])
         sys.stdout.flush()
@@ -141,10 +142,22 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "r" if name == "stdin" else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
+_ORDINARY = sys.unraisablehook
+
+
 def _interrupt(number: int, frame: object) -> None:
     """An import that is interrupted may hide that behind an error of its own: `guarded` asks here."""
     _INTERRUPTED.append(number)
     raise KeyboardInterrupt
+
+
+def _unraisable(found: Any) -> None:
+    """An interrupt within a destructor or a callback of the interpreter is lost there: it comes again a moment later."""
+    if isinstance(found.exc_value, KeyboardInterrupt):
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        _ORDINARY(found)
 
 
 def guarded(work: Callable[[], None], if_interrupted: str) -> None:

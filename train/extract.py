@@ -131,12 +131,13 @@ def begin(
         "tables": data_module.noted(store / "data").key,
         "held_out": {"prompts": config.evaluation.prompts, "max_new_tokens": config.evaluation.max_new_tokens},
     }
+    for place in (store, store / "shards"):
+        remove_partials(place)  # of workers that were killed
     if (store / MANIFEST).is_file():
         _, before = read_manifest(store)
         for name, value in facts.items():
             if before.get(name) != value:
                 raise UserError(f"{store} holds features of another run ({name} differs); choose another folder")
-        remove_partials(store / "shards")
         if whole_beside_shards(store):
             return
     elif (store / "shards").exists():

@@ -210,7 +210,7 @@ def complaints(
     wrong, accepted = [], []
     for mutation in chosen:
         shutil.rmtree(scratch, ignore_errors=True)
-        shutil.copytree(sound, scratch)
+        shutil.copytree(sound, scratch, symlinks=True)
         mutation.apply(scratch)
         after(scratch)
         found = run(command(scratch))

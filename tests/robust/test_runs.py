@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draftsmith.heads.files import write_checksums
+from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import QUICKSTART
@@ -41,6 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple[Pat
 def resealed(folder: Path) -> None:
     """With the checksums of what is there now."""
     for step in (folder / "checkpoints").iterdir():
+        (step / CHECKSUMS).unlink(missing_ok=True)
         write_checksums(step)
 
 
@@ -63,8 +64,9 @@ def test_a_damaged_run_goes_on_as_if_nothing_had_been(
         chosen = chosen[:: max(len(chosen) // count, 1)][:count]
     command = lambda folder: ["draftsmith.train", "medusa", "--config", str(config)]  # noqa: E731
     check = as_undamaged if after is not resealed else lambda folder: None
-    wrong, _ = complaints(sound, scratch, chosen, command, after, partial(forked, usage=tmp_path / "usage"), check)
+    wrong, accepted = complaints(sound, scratch, chosen, command, after, partial(forked, usage=tmp_path / "usage"), check)
     assert not wrong, "\n".join(wrong)
+    assert after is resealed or len(accepted) > 0.9 * count, "one damaged file of a run is no reason to stop"
 
 
 @pytest.fixture(scope="module")

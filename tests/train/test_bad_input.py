@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,31 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Pat
     expect(done, "cannot write")
     left = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name not in ("config.yaml", "metrics.jsonl")]
     assert all("data" in p.parts[-2:] for p in left), left
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("no file system may be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_found_before_anything_is_loaded(
+    full_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
+    prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
+    base = ("--target", "no-such-name")  # it would be the first thing to be looked for
+    says = "0.1 MB are free there and 1.0 MB are needed; free some space, or name another place with"
+    expect(quick(capsys, "evaluate", *base, "--prompts", prompts, "--json", full_disk / "o.json"), says + " --json")
+    expect(quick(capsys, "data", "regenerate", *base, "--data", prompts, "--out", full_disk / "o.jsonl"), says + " --out")
+    expect(quick(capsys, "tune", *base, "--drafter", "ngram", "--prompts", prompts, "--out", full_disk / "p"), says)
+    config = make_config(tmp_path, tmp_path / "no-such-target", output=str(full_disk / "run"))
+    expect(command(*TRAIN, config), says + " --output")
+    assert not list(full_disk.iterdir())
 
 
 def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path) -> None:

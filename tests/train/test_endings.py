@@ -49,6 +49,24 @@ def test_closed_streams(closed: int) -> None:
     assert process.returncode == 0 and not errors and (closed == 1 or "tokens a round" in out)
 
 
+def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
+    """So it is where a lock of the import system is let go: Python prints such an exception and goes on."""
+    code = (
+        "import os, signal, time\n"
+        "from draftsmith.train.endings import run_command\n"
+        "class Swallows:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.1)\n"
+        "def work(argv):\n"
+        "    Swallows()\n"
+        "    time.sleep(20)\n"
+        "run_command(work, [])\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stderr == "interrupted; nothing was written\n", done.stderr
+    assert time.monotonic() - began < 15
+
+
 def broken(argv: list[str]) -> None:
     raise {
         "memory": MemoryError(),

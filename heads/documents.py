@@ -109,6 +109,25 @@ class Export(Struct):
     sha256: dict[str, str] = {}
 
 
+class WeightsIndex(Document):
+    """`model.safetensors.index.json` and its like: which file holds which tensor."""
+
+    what: ClassVar[str] = "an index of weights"
+
+    weight_map: dict[str, str]
+
+    def __post_init__(self) -> None:
+        demand(bool(self.weight_map), "weight_map names no files of weights")
+
+
+class AdapterFile(Document):
+    """`adapter_config.json`: what a LoRA adapter is for."""
+
+    what: ClassVar[str] = "the config of an adapter"
+
+    base_model_name_or_path: str | None = None
+
+
 class OwnFile(Document):
     """`draftsmith.json`: what only we need of a drafter."""
 

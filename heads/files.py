@@ -135,9 +135,11 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def remove_partials(folder: Path) -> None:
-    """Delete what killed writers left in `folder`."""
+def remove_partials(folder: Path, but: str = "") -> None:
+    """Delete what killed writers left in `folder`, but of the file of that name, which somebody else may be writing."""
     for left in folder.glob(".*.partial"):
+        if but and left.name.startswith(f".{but}."):
+            continue
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from .errors import UserError, first_line
-from .files import inside, read_json
+from .stored_tensors import files_in
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -52,13 +52,7 @@ def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any)
 def check_weights(folder: Path) -> None:
     """Demand safetensors files, and an index (if there is one) that names files of the folder only. Raises `UserError`."""
     if (folder / WEIGHTS_INDEX).is_file():
-        table = read_json(folder / WEIGHTS_INDEX)
-        files = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(files, dict) or not files:
-            raise UserError(f"{folder / WEIGHTS_INDEX} names no files of weights; copy or download it again")
-        for name in sorted({str(file) for file in files.values()}):
-            if not inside(folder, name, WEIGHTS_INDEX).is_file():
-                raise UserError(f"{folder / WEIGHTS_INDEX} names {name}, which is not there; copy or download the model again")
+        files_in(folder / WEIGHTS_INDEX)
     elif not any(folder.glob("*.safetensors")):
         pickled = [file.name for pattern in PICKLES for file in sorted(folder.glob(pattern))]
         if pickled:

@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .documents import WeightsIndex, read_document
 from .errors import UserError
-from .files import inside, read_json
+from .files import inside
 
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
@@ -58,15 +59,17 @@ def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     found = sorted(path for pattern in patterns for path in folder.glob(pattern))
     for index in sorted(folder.glob("*.index.json")):
         if any(path.suffix == Path(index.name.removesuffix(".index.json")).suffix for path in found):
-            table = read_json(index)
-            try:
-                named = sorted({inside(folder, file, index.name) for file in table["weight_map"].values()})
-            except (KeyError, TypeError, AttributeError) as error:
-                raise UserError(f"{index} names no files of weights; copy or download it again") from error
-            if missing := [path.name for path in named if not path.is_file()]:
-                raise UserError(f"{index} names {missing[0]}, which is not there; copy or download it again")
-            return named
+            return files_in(index)
     return [path for path in found if not TRAINERS_OWN.match(path.name)]
+
+
+def files_in(index: Path) -> list[Path]:
+    """The files of weights that an index names, all of which are there. Raises `UserError`."""
+    table, _ = read_document(index, WeightsIndex, "copy or download it again")
+    named = sorted({inside(index.parent, file, index.name) for file in table.weight_map.values()})
+    if missing := [path.name for path in named if not path.is_file()]:
+        raise UserError(f"{index} names {missing[0]}, which is not there; copy or download it again")
+    return named
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:

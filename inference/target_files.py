@@ -9,6 +9,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ..heads import pretrained
+from ..heads.documents import AdapterFile, read_document
 from ..heads.errors import UserError, first_line
 from ..heads.files import read_json
 from ..heads.pretrained import clear_errors
@@ -96,9 +97,8 @@ def base_and_adapter(config: TargetConfig) -> tuple[str, str | None]:
     own = Path(config.path, ADAPTER_CONFIG)
     if config.adapter is not None or not own.is_file():
         return config.path, config.adapter
-    facts = read_json(own)
-    base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
-    if not isinstance(base, str) or not base:
+    base = read_document(own, AdapterFile, "save or copy the adapter again")[0].base_model_name_or_path
+    if not base:
         raise UserError(f"{own} names no base model; give it as --target, and the adapter as --target.adapter")
     if not Path(base).is_absolute() and (Path(base).exists() or ".." in Path(base).parts or base.startswith((".", "~"))):
         raise UserError(

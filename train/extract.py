@@ -49,7 +49,7 @@ from .options import ExtractOptions as Options
 from .parallel import load_models_whole, on_main
 from .provenance import provenance
 from .served import ServedFeatures, ServedTarget, served_texts
-from .store import Layout, ShardWriter, shard_path, shards_to_write, tell, wanted
+from .store import WANTED, Layout, ShardWriter, shard_path, shards_to_write, tell, wanted
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def begin(
         "held_out": {"prompts": config.evaluation.prompts, "max_new_tokens": config.evaluation.max_new_tokens},
     }
     for place in (store, store / "shards"):
-        remove_partials(place)  # of workers that were killed
+        remove_partials(place, WANTED)  # of workers that were killed; its trainer may be running
     if (store / MANIFEST).is_file():
         _, before = read_manifest(store)
         for name, value in facts.items():

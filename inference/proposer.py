@@ -145,6 +145,8 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UserError(f"drafter {spec!r}: {part!r} is not key=value")
         key = key.strip().replace("-", "_")
+        if key in settings:
+            raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
         settings[key] = next((kind(value) for kind, form in NUMBERS if re.fullmatch(form, value.strip())), value.strip())
     return name, settings
 

@@ -33,7 +33,8 @@ def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
             raise UserError(f"{part}.{name} is {value}, more than the {run.data.max_length} tokens of a row; lower it")
     shape = shape_of(method, run)
     plan = plan_for(shape, PlanOptions(""), run)
-    lower = f"lower {', '.join(f'{part}.{name}' for part, name in COUNTS if hasattr(getattr(run, part, None), name))}"
+    sizes = [f"{part}.{name}" for part, name in COUNTS if hasattr(getattr(run, part, None), name)]
+    lower = f"lower {', '.join(sizes) or 'the size of the student'}"
     checkpoint = plan["drafter_bytes"] * 3 / 4  # of weight, gradient and two moments, the gradient is not kept
     check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")
     needed, there = plan["drafter_bytes"] / ranks + plan["activation_bytes"], memory_of(resolve_device(run.target.device))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -57,10 +58,10 @@ class Journal:
         for line in lines[1:]:
             try:
                 entry = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 entry = None
-            if not isinstance(entry, dict) or entry.keys() != {"key", "value"}:
-                break  # a line that was being written when the process died
+            if not isinstance(entry, dict) or entry != _entry(entry.get("key"), entry.get("value")):
+                break  # a line that was being written when the process died, or that has changed since
             self._done[entry["key"]] = entry["value"]
             end += len(line)
         return end
@@ -79,7 +80,7 @@ class Journal:
         """Note a finished piece of work; `value` is anything that JSON can hold."""
         if self._file is not None:
             self._done[key] = value
-            self._append(json.dumps({"key": key, "value": value}))
+            self._append(json.dumps(_entry(key, value)))
 
     @property
     def resumed(self) -> bool:
@@ -91,6 +92,11 @@ class Journal:
         if self._file is not None and self.path is not None:
             self._file.close()
             self.path.unlink(missing_ok=True)
+
+
+def _entry(key: Any, value: Any) -> dict[str, Any]:
+    """A line: the checksum is of key and value as JSON writes them, which is how they come back."""
+    return {"key": key, "value": value, "crc32": zlib.crc32(json.dumps([key, value]).encode())}
 
 
 def journal_path(report: str) -> Path:

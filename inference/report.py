@@ -117,7 +117,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json_module.loads(line)
             _ = row["step"] + 0
             rows.append(row)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             if place < len(lines):
                 raise UserError(f"{path} is no log of a training run: line {place} holds no step; mend or remove it") from error
     if not rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from ..heads.documents import Document, FileFacts
 
@@ -59,6 +59,14 @@ class Counts(Document):
     files: dict[str, FileFacts] = {}
     """Of the tables; runs of version 0.1 noted none."""
     schema: Annotated[int, Meta(ge=1)] = 1
+
+
+class WrittenRow(Struct):
+    """A line of what `data regenerate` writes: what going on needs of it."""
+
+    id: str
+    last_part: bool
+    regenerated: dict[str, Any]
 
 
 class ShardNote(Document):

@@ -20,12 +20,14 @@ from typing import Any, TextIO
 import torch
 from transformers import GenerationConfig
 
+from ..heads.documents import DocumentError, convert
 from ..heads.errors import UserError
 from ..heads.files import check_output
 from ..inference.console import Progress
 from ..inference.rows import Conversation, LeftOut, RowError, conversation_of, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, load_target
+from .documents import WrittenRow
 from .options import RegenerateOptions as Options
 from .options import Sampling
 
@@ -204,17 +206,19 @@ def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
             end += len(line)
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise foreign from error
             if row is None:
                 if not finished:  # one unfinished line alone may be anybody's
                     raise foreign
                 continue
-            if not isinstance(row, dict) or not {"id", "last_part", "regenerated"} <= row.keys():
-                raise foreign
-            written = row["regenerated"]
-            if row["last_part"]:
-                finished.add(row["id"])
+            try:
+                known = convert(row, WrittenRow)
+            except DocumentError as error:
+                raise foreign from error
+            written = known.regenerated
+            if known.last_part:
+                finished.add(known.id)
                 keep = end
     if keep < end:
         with out.open("rb+") as file:

@@ -41,6 +41,17 @@ def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: P
     assert not journal_path(report).exists()
 
 
+def test_a_line_that_has_changed_is_work_to_be_done_again_and_so_is_what_follows(tmp_path: Path) -> None:
+    report = str(tmp_path / "o.json")
+    first = Journal(report, {}, "an evaluation")
+    for key in "abc":
+        first.put(key, {"tokens": [1.5, float("nan")], "name": key})
+    path = journal_path(report)
+    path.write_text(path.read_text().replace('"name": "b"', '"nome": "b"'))
+    second = Journal(report, {}, "an evaluation")
+    assert [second.get(key) is not None for key in "abc"] == [True, False, False]
+
+
 def test_without_a_report_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     journal = Journal(None, {}, "an evaluation")

@@ -132,7 +132,8 @@ def load(folder: Path) -> Tables:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
     try:
         train, held_out = (TokenTable(**load_file(folder / f"{name}.safetensors")) for name in ("train", "held_out"))
-        train.check(), held_out.check()
+        train.check()
+        held_out.check()
     except (OSError, SafetensorError, TypeError, ValueError) as error:
         raise UserError(f"{folder} holds no tables of tokens ({error}); {again_for(folder)}") from error
     return Tables(train, held_out, found.counts)

@@ -100,8 +100,8 @@ def ended(job: dict[str, Any]) -> NoReturn:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001  this process ends here, whatever happened
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:  # noqa: BLE001  this process ends here, whatever happened
+        sys.excepthook(type(error), error, error.__traceback__)
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -80,7 +80,7 @@ def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int,
     check(seeds, "llama", 30)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gpt2", "qwen2"])
+@pytest.mark.parametrize("kind", ["gemma3", "gpt2", pytest.param("qwen2", marks=pytest.mark.full)])
 def test_windows_and_learned_positions(kind: str) -> None:
     check((5, 13), kind, 10)
 

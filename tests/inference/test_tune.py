@@ -113,6 +113,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = folder / "p.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["--limit", "3", "--max-new-tokens", "20", "--repeats", "1", "--contexts", "128", "--finalists", "2"]
+    small += ["--samples", "8"]
     shared = ["--target", str(QUICKSTART), "--prompts", str(prompts)]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--drafter", MEDUSA, "--drafter", "ngram"]
     done = run_cli("tune", *shared, *sweep, *small, "--out", str(folder / "profile.json"))

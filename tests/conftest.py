@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "scripts" / "quickstart" / "target"
-PYTHON = str(Path(__file__).with_name("warm") / "python")
+PYTHON = str(Path(__file__).with_name("warm") / "python") if sys.platform == "linux" else sys.executable
 """Starts as `sys.executable` does, without its imports: for tests of what a command does, not of how it starts."""
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 

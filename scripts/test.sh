@@ -12,4 +12,5 @@ fi
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
 # The models in the tests are tiny: one thread each and a process a core is faster than threads.
 export OMP_NUM_THREADS=1
-exec python -m pytest -n "${TEST_PROCESSES:-auto}" -m "$select" "$@"
+# Work that is stolen late stays in its file as long as it can: fixtures of a file are made once.
+exec python -m pytest -n "${TEST_PROCESSES:-auto}" --dist worksteal -m "$select" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.inference.decode import generate_one
+from draftsmith.inference.decode import generate
 from draftsmith.inference.medusa import calibrate, teacher_forced
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.target import Target
@@ -20,20 +21,34 @@ from draftsmith.train.medusa import MedusaLoss, MedusaObjective
 
 from tests.conftest import ROOT
 
-PROMPTS, LENGTH, STEPS = 24, 48, 80
+PROMPTS, LENGTH, STEPS = 16, 48, 60
 _kept: dict[int, Artifact] = {}
 
 
 def chat_prompts(target: Target, split: str, count: int) -> list[list[int]]:
     """Functions of the standard library, as the quickstart asks for them."""
+    chats = [[{"role": "user", "content": asked}] for asked in questions(split, count)]
+    return [target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+
+
+@lru_cache
+def questions(split: str, count: int) -> list[str]:
+    chosen = functions_module().select(all_functions(), split, count, seed=1, min_body=80, max_chars=700)
+    return [function.prompt for function in chosen]
+
+
+@lru_cache
+def all_functions() -> list[Any]:
+    """Of the standard library: reading it takes six seconds, once a process."""
+    return list(functions_module().stdlib_functions())
+
+
+def functions_module() -> Any:
     sys.path.insert(0, str(ROOT / "scripts" / "quickstart"))
     try:
-        from functions import select, stdlib_functions
+        return importlib.import_module("functions")
     finally:
         sys.path.pop(0)
-    chosen = select(stdlib_functions(), split, count, seed=1, min_body=80, max_chars=700)  # type: ignore[arg-type]
-    chats = [[{"role": "user", "content": f.prompt}] for f in chosen]
-    return [target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
 
 
 STARTS = ["Once upon a time", "The dog", "Lily and Tom", "One day, a big", "There was a", "In the park", "Mom", "A cat"]
@@ -47,11 +62,9 @@ def story_prompts(target: Target, count: int) -> list[list[int]]:
 @lru_cache
 def greedy_texts(target: Target) -> tuple[tuple[tuple[int, ...], int], ...]:
     """(ids, start of the reply) of greedy replies to prompts of the target's kind."""
-    texts = []
-    for prompt in chat_prompts(target, "train", PROMPTS) if target.tokenizer.chat_template else story_prompts(target, PROMPTS):
-        reply = generate_one(target, PlainDecoding(), prompt, LENGTH, eos_ids=frozenset()).token_ids
-        texts.append((tuple(prompt + reply), len(prompt)))
-    return tuple(texts)
+    prompts = chat_prompts(target, "train", PROMPTS) if target.tokenizer.chat_template else story_prompts(target, PROMPTS)
+    replies = generate(target, PlainDecoding(), prompts, LENGTH, eos_ids=frozenset())
+    return tuple((tuple(prompt + reply.token_ids), len(prompt)) for prompt, reply in zip(prompts, replies, strict=True))
 
 
 def trained_artifact(target: Target) -> Artifact:

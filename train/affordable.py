@@ -23,9 +23,10 @@ COUNTS = (("heads", "num_heads"), ("heads", "block_size"), ("heads", "num_layers
 def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
     """Raise `UserError` where a step of `run` asks for far more memory or work than makes sense on this machine.
 
-    A run from a feature store is not looked at: its target may not be here.
+    A run from a feature store is not looked at, since its target may not be here; nor is one that begins with a drafter, whose
+    shape is that drafter's.
     """
-    if run.features.store is not None:
+    if run.features.store is not None or run.init_from is not None:
         return
     for part, name in COUNTS:
         value = getattr(getattr(run, part, None), name, None)

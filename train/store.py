@@ -80,7 +80,7 @@ def verify_shard(path: Path) -> None:
     """Demand that a shard is what was written. Raises `UserError`."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
     if (reason := differs(path, note.bytes, note.sha256)) is not None:
-        raise UserError(f"{path.parent}: {reason}; delete it with its .json and {AGAIN}, which fills it in")
+        raise UserError(f"{path.parent}: {reason}; delete {path.stem}.* and {AGAIN}, which fills it in")
 
 
 class ShardWriter:

@@ -31,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         for i in range(3)
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = ["--target", QUICKSTART, "--prompts", prompts, "--drafter", DRAFTERS / "eagle3", "--max-new-tokens", 24]
+    shared = ["--target", QUICKSTART, "--prompts", prompts, "--drafter", DRAFTERS / "eagle3", "--max-new-tokens", 16]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--repeats", "2"]
     done = run_cli("evaluate", *map(str, shared), *sweep, "--json", str(folder / "o.json"), "--spec-bench", str(folder / "rows"))
     assert done.returncode == 0, done.stderr

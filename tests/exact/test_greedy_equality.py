@@ -118,7 +118,7 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
     for settings in ("length=4", "threshold=auto", "length=4,width=3,nodes=9"):
         trained[f"committed distill {settings}"] = load_proposer(f"{folder}:{settings}", quickstart, print)
     drafters |= trained
-    found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 48, alone=1)
+    found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 32, alone=1)
     assert all(accepted(found[name]) > count for name in ("draft-lm length=4", "medusa", "ngram", "early-exit"))
     assert all(accepted(found[name]) > count for name in trained)
 

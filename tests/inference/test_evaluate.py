@@ -21,7 +21,7 @@ from tests.inference.test_simulate import run_cli
 DRAFTERS = QUICKSTART.parent / "drafters"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """Two turns each, two categories, T = 0 and 1, batches of 1 and 2."""
     folder = tmp_path_factory.mktemp("report")
@@ -112,7 +112,7 @@ def test_quantiles_by_the_nearest_rank() -> None:
     assert quantiles([None]) is None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A draft model, so transformers' own loop too; as in an engine; under a rule that keeps the law only; six prompts."""
     folder = tmp_path_factory.mktemp("second")

@@ -105,7 +105,7 @@ def test_probes_reach_from_the_smallest_to_the_largest() -> None:
     assert {(len(c.draft), c.nodes, max(c.draft)) for c in probes if c.kind == "dynamic"} >= {(1, 8, 2), (7, 64, 2), (7, 64, 8)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small but real run: two temperatures, two batch sizes, two drafters."""
     folder = tmp_path_factory.mktemp("tune")

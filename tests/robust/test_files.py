@@ -81,7 +81,7 @@ def test_a_damaged_target(count: int, tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small report of an evaluation."""
     from draftsmith.inference.evaluate import Options, run

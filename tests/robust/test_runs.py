@@ -26,7 +26,7 @@ SAMPLE = pytest.param(6, id="sample")
 ALL = pytest.param(MANY, marks=pytest.mark.full, id="all")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """A copy of a run that was killed behind its second checkpoint, its config, and the weights at its end."""
     folder = tmp_path_factory.mktemp("run")
@@ -69,7 +69,7 @@ def test_a_damaged_run_goes_on_as_if_nothing_had_been(
     assert after is resealed or len(accepted) > 0.9 * count, "one damaged file of a run is no reason to stop"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple[Path, Path, dict[str, torch.Tensor]]:
     """A feature store, the config of a run from a copy of it, and the weights that it ends in."""
     folder = tmp_path_factory.mktemp("store")

@@ -68,7 +68,7 @@ def raw(path: Path) -> dict[str, Any]:
     return {"head_dim": found["hidden_size"] // found["num_attention_heads"], **found}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return SCRIPT.plans(tmp_path_factory.mktemp("targets"))
 

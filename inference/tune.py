@@ -107,7 +107,7 @@ def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> 
     what = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
     if options.budget:
         more = "a larger --budget gives more prompts, timings and finalists, --budget 0 all that the options name"
-        log.info("tuning %s: about %g minutes; %s", what, options.budget, more)
+        log.info("tuning %s: at most about %g minutes; %s", what, options.budget, more)
     else:
         log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", what)
 

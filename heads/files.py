@@ -168,7 +168,12 @@ def checksum(path: Path) -> str:
 def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file below `folder`, by its path there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files}
+    return {str(path.relative_to(folder)): file_facts(path) for path in files}
+
+
+def file_facts(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def write_checksums(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM and SGLang answer, each as a type: the fields that are read. Others are left alone."""
+"""The answers of vLLM and SGLang, each as a type with the fields that are read. Other fields are ignored."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ..heads.documents import Token
-
-Count = Annotated[int, Meta(ge=0, le=1 << 50)]
+from ..heads.documents import Count, Token
 
 
 class ModelEntry(Struct):
@@ -32,7 +30,7 @@ class Usage(Struct):
 
 
 class VllmChoice(Struct):
-    """What a chunk brings to a reply."""
+    """One reply's part of a chunk."""
 
     text: str | None = None
     token_ids: list[Token] | None = None
@@ -42,7 +40,7 @@ class VllmChoice(Struct):
 class VllmChunk(Struct):
     """An event of vLLM's `/v1/completions`."""
 
-    choices: list[VllmChoice] = []
+    choices: list[VllmChoice] | None = None
     usage: Usage | None = None
 
 

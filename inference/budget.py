@@ -1,4 +1,4 @@
-"""How much of a tuning fits into the time that there is: prompts, reply lengths, timings and finalists are cut, in that order.
+"""The time that `draftsmith tune` may take: prompts, reply lengths, timings and finalists are reduced to fit, in that order.
 
 Everything is estimated from what was just measured on this machine, so that a run may end a little before or after its time.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 FEWEST_PROMPTS = 3
 SHORTEST_REPLY = 16
-TRIAL_ROOTS = 6  # of each text, from which the time of walking over all of them is foretold
+TRIAL_ROOTS = 6  # of each text, from which the time of walking over all of them is estimated
 LEAST_WAYS = 3  # plain decoding, the default and one prediction are always measured
 VERIFICATION, TEXTS, WALKS, DRAFTING = 0.2, 0.1, 0.25, 0.2  # shares of the time; measuring finalists has the rest
 MEASURING = 1 - VERIFICATION - TEXTS - WALKS - DRAFTING

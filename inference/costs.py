@@ -127,7 +127,7 @@ def verification(
 
 
 def _token_seconds(table: dict[int, dict[float, dict[int, float]]]) -> float:
-    """Of a token of a prompt, about: of a node of the largest tree at the first context that was timed."""
+    """About the seconds that a token of a prompt takes: those of a node of the largest tree at the first context timed."""
     sizes = next(iter(next(iter(table.values())).values()))
     return sizes[max(NODES)] / (max(NODES) + 1)
 

@@ -11,17 +11,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from ..heads.documents import Document, FileFacts, Tap, demand
+from ..heads.documents import Count, Document, FileFacts, Tap, demand
 from ..heads.fingerprint import Fingerprint
 
-Count = Annotated[int, Meta(ge=0, le=1 << 50)]
 Numbers = list[float | None]
 Interval = tuple[float | None, float | None]
 ByName = dict[str, float | None]
 
 
 class StoreLayout(Struct):
-    """How features lie in the shards of a feature store, see `train/store.py`."""
+    """The layout of features in the shards of a feature store, see `train/store.py`."""
 
     taps: list[Tap]
     all_last: bool

@@ -331,7 +331,7 @@ def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
     chunk = convert(event, VllmChunk)
     if chunk.usage is not None and reply.ids is None:
         reply.tokens = chunk.usage.completion_tokens
-    for choice in chunk.choices:
+    for choice in chunk.choices or []:
         if choice.token_ids:
             reply.ids = [*(reply.ids or []), *choice.token_ids]
             reply.tokens = len(reply.ids)

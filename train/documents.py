@@ -7,9 +7,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from ..heads.documents import Document, FileFacts
-
-Count = Annotated[int, Meta(ge=0, le=1 << 50)]
+from ..heads.documents import Count, Document, FileFacts
 
 
 class TrainerState(Document, kw_only=True):

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..heads.files import check_output_folder, facts_of, remove_partials, whole_directory, whole_file, write_json
+from ..heads.files import check_output_folder, file_facts, remove_partials, whole_directory, whole_file, write_json
 from ..inference.console import Progress
 from ..inference.metrics import repeats_itself
 from ..inference.stored import (
@@ -156,11 +156,16 @@ def begin(
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "counts": tables.counts,
-        "files": {name: facts for name, facts in facts_of(store).items() if not name.startswith(("data/", "shards/"))},
+        "files": {str(path.relative_to(store)): file_facts(path) for path in ends_and_texts(store)},
         "provenance": provenance(),
     }
     with whole_file(store / MANIFEST) as aside:
         write_json(aside, facts | more)
+
+
+def ends_and_texts(store: Path) -> list[Path]:
+    """The files that the manifest notes: `shards/` and `data/` have notes of their own, and `wanted.json` changes."""
+    return [*sorted(path for path in (store / "target").rglob("*") if path.is_file()), store / TEXTS_FILE, store / SAMPLE_FILE]
 
 
 def whole_beside_shards(store: Path) -> bool:

@@ -147,6 +147,9 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with plan.lock:
                 plan.flying -= 1
+        if not self.close_connection:  # behind the count: the client's next request may come before this one's end
+            self.event("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
 
     def reply(self, body: dict[str, Any], dies: bool) -> None:
         plan = self.plan
@@ -168,8 +171,8 @@ class Handler(BaseHTTPRequestHandler):
             if last:  # an engine counts before it sends, but a little later for who reads the counters
                 self.count(steps, len(ids))
             self.event((self.vllm if plan.engine == "vllm" else self.sglang)(ids[:at], tokens, steps, last))
-        self.event("[DONE]")
-        self.wfile.write(b"0\r\n\r\n")
+        if plan.engine == "vllm":  # an event of usage alone; some versions have no choices in it, others null
+            self.event({"choices": None, "usage": {"completion_tokens": at}})
 
     def count(self, steps: list[tuple[int, int]], tokens: int) -> None:
         plan = self.plan

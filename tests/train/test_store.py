@@ -164,6 +164,11 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
     extract(config, tmp_path / "one", "eagle")
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
     assert [path for path in one if path.stat().st_mtime_ns != written[path]] == one[1:3]
+    flip(tmp_path / "one" / "target" / "ends.safetensors")
+    (tmp_path / "one" / "wanted.json").write_text("[0, false]")  # as in a ring, where it changes with every step
+    assert "ends.safetensors has changed since it was written" in extract(config, tmp_path / "one", "eagle").stderr
+    (tmp_path / "one" / "wanted.json").write_text("[9, false]")
+    assert load_stored(tmp_path / "one").fingerprint() == load_stored(tmp_path / "two").fingerprint()
     other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
     with pytest.raises(AssertionError, match="holds features of another run"):
         extract(other, tmp_path / "one", "eagle")

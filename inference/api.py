@@ -13,11 +13,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
+from .conversations import Conversation, RowError, conversation_of
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
 from .proposer import Proposer, load_proposer
-from .rows import Conversation, RowError, prompt_ids
+from .rows import prompt_ids
 from .settings import Sampling, TargetConfig
 from .target import Target, load_target, target_of
 
@@ -130,9 +131,10 @@ class Decoder:
             chat = bool(self.target.tokenizer.chat_template) and not raw
             conversation = Conversation(messages=[{"role": "user", "content": given}]) if chat else Conversation(text=given)
         elif given and isinstance(given[0], dict):
-            if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in given):
-                raise UserError("every message of a conversation must be an object with a role")
-            conversation = Conversation(messages=list(given))
+            try:
+                conversation = conversation_of({"messages": list(given)})
+            except RowError as error:
+                raise UserError(f"the prompt is no conversation: {error}") from error
         elif all(isinstance(token, Integral) for token in given):
             return [int(token) for token in given]
         else:

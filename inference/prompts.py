@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.errors import UserError
-from .rows import Conversation, LeftOut, RowError, conversation_of, prompt_ids, turns_of, warn_of_plain_text
+from .conversations import Conversation, RowError, conversation_of
+from .rows import LeftOut, prompt_ids, warn_of_plain_text
 from .settings import BadRows
 from .sources import rows_of
 
@@ -49,8 +50,8 @@ def read_prompts(
         plain += conversation.messages is None and conversation.token_ids is None
         own_id = str(row.get("id", row.get("question_id", name)))
         prompt = Prompt(own_id, ids, str(row.get("category", "")), len(prompts))
-        if turns := turns_of(row):
-            prompt.conversation, prompt.later = conversation, turns[1:]
+        if conversation.later:
+            prompt.conversation, prompt.later = conversation, conversation.later
         prompts.append(prompt)
     if not prompts:
         why = f"; the first of {left_out.count} malformed rows is {left_out.first}" if left_out.count else ""

@@ -26,7 +26,8 @@ from ..heads.errors import UserError
 from ..heads.files import differs, facts_of, inside, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.console import Progress
-from ..inference.rows import Conversation, LeftOut, RowError, conversation_of
+from ..inference.conversations import Conversation, RowError, conversation_of
+from ..inference.rows import LeftOut
 from ..inference.sources import rows_of, source_files
 from ..inference.target import Target
 from .config import Data, HeldOut, Source

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from ..heads.errors import UserError
 from ..inference.console import Console
+from ..inference.conversations import Conversation, RowError
 from ..inference.footprint import footprint, gigabytes, too_large
-from ..inference.rows import Conversation, RowError
 from ..inference.settings import TargetConfig
 from ..inference.sources import rows_of, source_files
 from ..inference.target import Target, load_target, resolve_device, resolve_dtype

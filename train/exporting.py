@@ -17,8 +17,9 @@ from ..heads.exports import BLOCKS, DRAFTS, Order
 from ..heads.files import check_output_folder, checksum
 from ..heads.vocabulary import most_frequent
 from ..inference.compare import load_measured
+from ..inference.conversations import RowError, conversation_of
 from ..inference.proposer import parse_spec
-from ..inference.rows import LeftOut, RowError, conversation_of
+from ..inference.rows import LeftOut
 from ..inference.settings import BadRows
 from ..inference.sources import rows_of
 from ..inference.target import Target

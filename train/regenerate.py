@@ -24,7 +24,8 @@ from ..heads.documents import DocumentError, convert
 from ..heads.errors import UserError
 from ..heads.files import check_output
 from ..inference.console import Progress
-from ..inference.rows import Conversation, LeftOut, RowError, conversation_of, prompt_ids, warn_of_plain_text
+from ..inference.conversations import Conversation, RowError, conversation_of
+from ..inference.rows import LeftOut, prompt_ids, warn_of_plain_text
 from ..inference.sources import rows_of
 from ..inference.target import PROCESSORS, Target, load_target
 from .documents import WrittenRow

@@ -11,7 +11,7 @@ import msgspec
 
 from ..heads.documents import DocumentError, Token, convert, demand
 from ..heads.errors import UserError
-from ..inference.rows import RowError
+from ..inference.conversations import RowError
 from .regenerate import Options, Sink, Task
 
 log = logging.getLogger(__name__)

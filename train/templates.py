@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..inference.rows import Conversation, RowError, template_of
+from ..inference.conversations import Conversation, RowError
+from ..inference.rows import template_of
 
 
 @dataclass

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.rows import RowError, conversation_of, read_json_rows
+from draftsmith.inference.conversations import RowError, conversation_of
+from draftsmith.inference.rows import read_json_rows
+from hypothesis import given
+from hypothesis import strategies as st
 
+KEYS = [
+    "token_ids", "response_spans", "regenerated", "messages", "conversations", "request", "body", "response", "turns", "prompt",
+    "completion", "text", "tools", "chat_template_kwargs", "role", "content", "from", "value", "choices", "message",
+]  # fmt: skip
 SOUND = '{"prompt": "x"}'
 BROKEN = {
     "nested": ("[" * 100_000, "nested too deeply"),
@@ -41,17 +49,64 @@ def test_a_byte_order_mark_and_whole_surrogate_pairs_are_text(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("ids", "spans", "says"),
     [
-        ([1, 2, True], [[0, 1]], "list of integers"),
-        ([1, -2], [[0, 1]], "none below 0"),
+        ([1, 2, True], [[0, 1]], r"token_ids\[2\]: Expected int, got bool"),
+        ([1, -2], [[0, 1]], r"token_ids\[1\]: Expected int >= 0"),
         ([1, 2, 3, 4], [[0, 2], [1, 3]], "overlap"),
         ([1, 2, 3, 4], [[2, 4], [0, 3]], "overlap"),
         ([1, 2], [[1, 3]], "lies outside"),
-        ([1, 2], [[0, True]], "pairs"),
+        ([1, 2], [[0, True]], r"response_spans\[0\]\[1\]: Expected int, got bool"),
     ],
 )
 def test_token_exact_rows_are_checked(ids: list[int], spans: list[list[int]], says: str) -> None:
     with pytest.raises(RowError, match=says):
         conversation_of({"token_ids": ids, "response_spans": spans})
+
+
+SAID = [{"role": "user", "content": "a"}]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | st.sampled_from(["", "x", "user", "gpt"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]: a message of role user has no content or tool calls"),
+        ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\].role: Expected str, got int"),
+        ({"messages": SAID, "tools": "[]"}, "tools: Expected array"),
+        ({"messages": SAID, "chat_template_kwargs": [1]}, "chat_template_kwargs: Expected object"),
+        ({"request": {"messages": SAID, "chat_template_kwargs": [1]}}, "request.chat_template_kwargs: Expected object"),
+        ({"request": {"messages": SAID}, "response": {"choices": 3}}, "response.choices: Expected array"),
+        ({"request": {"messages": SAID}, "response": {"body": {}}}, r"response.body: there is no choices\[0\].message"),
+        ({"conversations": [{"from": "x", "value": "y"}]}, r"conversations\[0\].from: Invalid enum value 'x'"),
+        ({"prompt": ["a", *SAID]}, "prompt mixes texts and messages"),
+        ({"prompt": "a", "completion": SAID}, "the reply to a text is a text"),
+        ({"turns": ["a", 3]}, r"turns\[1\]: Expected str, got int"),
+        ({"text": 3}, "text: Expected str, got int"),
+        ({"token_ids": [1], "response_spans": [[0, 1]], "regenerated": [1]}, "regenerated: Expected object"),
+    ],
+)
+def test_the_value_that_is_wrong_is_named(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(RowError, match=f"^{says}"):
+        conversation_of(row)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), JSON, max_size=5))
+def test_any_row_is_a_conversation_or_says_why_not(row: dict[str, Any]) -> None:
+    try:
+        found = conversation_of(row)
+    except RowError as error:
+        assert str(error)
+    else:
+        assert [found.messages, found.text, found.token_ids] != [None, None, None]
+        assert all(isinstance(message["role"], str) for message in found.messages or [])
+
+
+def test_a_log_may_hold_the_answer_as_text() -> None:
+    found = conversation_of({"request": {"messages": SAID}, "response": "b"})
+    assert found.messages == [*SAID, {"role": "assistant", "content": "b"}]
 
 
 def test_spans_may_touch() -> None:

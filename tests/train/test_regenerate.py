@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.rows import conversation_of
+from draftsmith.inference.conversations import conversation_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
 from draftsmith.train.options import RegenerateOptions as Options

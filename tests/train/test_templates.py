@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.rows import Conversation, RowError, conversation_of
+from draftsmith.inference.conversations import Conversation, RowError, conversation_of
 from draftsmith.train.templates import Encoded, encode
 
 from tests.conftest import MARKED_TEMPLATE, make_tokenizer

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["DRAFTSMITH_WARM_SOCKET"] = f"{folder}/socket"
         os.environ["DRAFTSMITH_WARM_PYTHON"] = sys.executable
         os.environ["DRAFTSMITH_WARM_PARENT"] = str(os.getpid())
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many damaged files tests/robust tried, and what came of them."""
+    ended = [r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", None) == "teardown"]
+    found = Counter[str]()
+    for report in ended:
+        found.update({name: number for name, number in report.user_properties if name in ("tried", "accepted", "wrong")})
+    if found["tried"]:
+        refused = found["tried"] - found["accepted"] - found["wrong"]
+        terminalreporter.write_line(
+            f"damaged files: {found['tried']} tried, {refused} refused in one line, {found['accepted']} accepted without harm, "
+            f"{found['wrong']} wrong"
+        )
 
 
 MARKED_TEMPLATE = (

@@ -12,8 +12,8 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ SECONDS = 20
 MANY = int(os.environ.get("MUTATIONS", "150"))  # of each folder under `--all`; 100000 tries every one, in some hours
 KEYS, ITEMS = 40, 2  # of each table and each list in a document
 GROWTH = 2 << 30  # bytes of memory that a damaged file may cost more than a sound one
+TOTALS: Counter[str] = Counter()
+"""What `complaints` found in this process, by outcome; what was neither accepted nor wrong was refused in one line."""
 WRONG: tuple[Any, ...] = (
     None, True, -1, 0, 1, 10**9, 10**30, -0.5, 1e308, float("nan"), float("inf"), "", "x", "../../x", [], [[]], {}, {"x": 1},
 )  # fmt: skip
@@ -219,6 +221,5 @@ def complaints(
             wrong.append(f"{mutation.name}: {reason}")
         elif found.code == 0:
             accepted.append(mutation.name)
-    refused = len(chosen) - len(accepted) - len(wrong)
-    print(f"{len(chosen)} mutations: {refused} refused in one line, {len(accepted)} accepted", file=sys.stderr)
+    TOTALS.update(tried=len(chosen), accepted=len(accepted), wrong=len(wrong))
     return wrong, accepted

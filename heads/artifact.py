@@ -21,7 +21,7 @@ import torch
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
 from .ends import TargetEnds
 from .errors import UserError, first_line
-from .files import differs, facts_of, inside, whole_directory, write_json
+from .files import differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
 
 OWN_FILE = "draftsmith.json"
@@ -132,7 +132,7 @@ def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> N
     if not noted:
         warn(f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files cannot be seen")
     for name, (size, sha256) in noted.items():
-        if (reason := differs(inside(directory, name, OWN_FILE), size, sha256)) is not None:
+        if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
     unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if noted and path.name not in noted]
     if unlisted:

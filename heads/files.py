@@ -181,13 +181,17 @@ def write_checksums(folder: Path) -> None:
     write_json(folder / CHECKSUMS, facts_of(folder))
 
 
-def differs(path: Path, size: int | None, sha256: str) -> str | None:
-    """How a file differs from what was noted of it, or None."""
+def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: str) -> str | None:
+    """A sentence about how a file of `folder` differs from what the file `noted_in` says of it, or None.
+
+    Raises `UserError` for a name that leads out of the folder.
+    """
+    path = inside(folder, name, noted_in)
     if not path.is_file():
-        return f"{path.name} is missing"
+        return f"{name} is missing"
     if size is not None and (now := path.stat().st_size) != size:
-        return f"{path.name} has {now} bytes instead of {size}"
-    return None if checksum(path) == sha256 else f"{path.name} has changed since it was written (its SHA-256 differs)"
+        return f"{name} has {now} bytes instead of {size}"
+    return None if checksum(path) == sha256 else f"{name} has changed since it was written (its SHA-256 differs)"
 
 
 def damage(folder: Path) -> str | None:
@@ -195,7 +199,7 @@ def damage(folder: Path) -> str | None:
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
-            if (reason := differs(inside(folder, name, CHECKSUMS), facts["bytes"], facts["sha256"])) is not None:
+            if (reason := differs(folder, name, CHECKSUMS, facts["bytes"], facts["sha256"])) is not None:
                 return reason
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"

@@ -10,21 +10,57 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from huggingface_hub.errors import StrictDataclassError
+from msgspec import Meta, Struct
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from .documents import DocumentError, convert
 from .errors import UserError, first_line
+from .files import read_json
 from .stored_tensors import files_in
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
+LayerCount = Annotated[int, Meta(ge=0, le=1 << 10)]
+ExpertCount = Annotated[int, Meta(ge=0, le=1 << 16)]
+
+
+class Repeated(Struct):
+    """The numbers of a config.json by which a model repeats its parts.
+
+    transformers makes a list or a module for each, even of a model whose tensors take no memory, before it compares anything
+    with the weights: a damaged number would keep it busy for hours.
+    """
+
+    num_hidden_layers: LayerCount | None = None
+    num_layers: LayerCount | None = None
+    n_layers: LayerCount | None = None
+    n_layer: LayerCount | None = None
+    num_experts: ExpertCount | None = None
+    num_local_experts: ExpertCount | None = None
+    n_routed_experts: ExpertCount | None = None
+    text_config: Repeated | None = None
+
+
+def check_repeated(folder: Path) -> None:
+    """Demand numbers of layers and experts that a model may have. Raises `UserError`."""
+    if not (folder / "config.json").is_file():
+        return
+    try:
+        convert(read_json(folder / "config.json"), Repeated)
+    except DocumentError as error:
+        raise UserError(f"{folder / 'config.json'} is damaged ({error}); copy or download it again") from error
+
+
 def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model. Raises what transformers raises; see `clear_errors`."""
+    """The configuration of a model. Raises `UserError` for a damaged number of layers, else what transformers raises; see
+    `clear_errors`."""
+    check_repeated(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
@@ -40,6 +76,7 @@ def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options:
     raises; see `clear_errors`.
     """
     if Path(path).is_dir():
+        check_repeated(Path(path))
         check_weights(Path(path))
     return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=trust_remote_code, use_safetensors=True, **options)
 

@@ -94,11 +94,11 @@ class CategoryFigures(Struct):
 class Figures(Struct):
     """What was measured of one drafter in one setting."""
 
-    requests: Count = 0
-    tau_incl_bonus: float | None = None
-    tau_ci95: Interval | None = None
-    tokens_s: float | None = None
-    mean_n_draft: float | None = None
+    requests: Count
+    tau_incl_bonus: float | None
+    tau_ci95: Interval | None
+    tokens_s: float | None
+    mean_n_draft: float | None
     rounds: Count = 0
     tokens: Count = 0
     tau_untruncated: float | None = None
@@ -113,7 +113,7 @@ class Figures(Struct):
     tpot_quantiles_s: ByName | None = None
     chunk_gap_quantiles_s: ByName | None = None
     tau_by_position: ByName | None = None
-    split_s: ByName | None = None
+    split_s: dict[str, Annotated[float, Meta(ge=0)]] | None = None
     speedup: float | None = None
     speedup_ci95: Interval | None = None
     predicted_speedup: float | None = None
@@ -134,9 +134,9 @@ class Setting(Struct):
     """A temperature and a batch size, and every drafter in it."""
 
     drafters: dict[str, Figures]
-    temperature: Annotated[float, Meta(ge=0)] = 0.0
-    batch: Annotated[int, Meta(ge=1)] = 1
-    lossless: bool = True
+    temperature: Annotated[float, Meta(ge=0)]
+    batch: Annotated[int, Meta(ge=1)]
+    lossless: bool
 
     def __post_init__(self) -> None:
         demand("plain" in self.drafters, "plain decoding is not among the drafters")
@@ -175,7 +175,7 @@ class PromptSet(Struct):
     """The prompts that were decoded."""
 
     sha256: str
-    prompts: Count = 0
+    prompts: Count
     path: str | None = None
     categories: dict[str, Count] = {}
 
@@ -203,6 +203,7 @@ class ReportFile(Document):
     dtype: str | None = None
     device: str | None = None
     threads: Count | None = None
+    peak_memory_bytes: Count | None = None
     machine: dict[str, Any] | None = None
     versions: dict[str, str] = {}
     sampling: dict[str, Any] | None = None

@@ -21,8 +21,6 @@ from .tables import Report, Training, categories, firsts, served, summary, train
 
 METRICS_FILE = "metrics.jsonl"  # of a training run
 HTML_FILE = "report.html"
-OF_SETTING = ("temperature", "batch", "lossless", "drafters")
-OF_DRAFTER = ("requests", "tau_incl_bonus", "tau_ci95", "tokens_s", "mean_n_draft")
 
 
 @dataclass
@@ -60,7 +58,7 @@ def gather(paths: Sequence[str]) -> Found:
     for text in paths:
         path = Path(text)
         if path.is_file() and path.name != METRICS_FILE:
-            reports[path.resolve()] = (text, checked(load_report(text), text))
+            reports[path.resolve()] = (text, load_report(text))
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
@@ -70,7 +68,7 @@ def gather(paths: Sequence[str]) -> Found:
                     runs[log.parent.resolve()] = read_metrics(log)
             for file in sorted(folder.glob("*.json")):
                 if is_report(file):
-                    reports[file.resolve()] = (str(file), checked(load_report(str(file)), str(file)))
+                    reports[file.resolve()] = (str(file), load_report(str(file)))
             if len(reports) + len(runs) == before and not known:
                 raise UserError(
                     f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name a training run's folder, or "
@@ -90,19 +88,6 @@ def is_report(file: Path) -> bool:
     except UserError:
         return False
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
-
-
-def checked(report: Report, path: str) -> Report:
-    """The same report, if it holds what every page shows. Raises `UserError`."""
-    of = lambda value, names: [n for n in names if not isinstance(value, dict) or n not in value]  # noqa: E731
-    missing = of(report["prompt_set"], ("prompts",)) + [
-        name for setting in report["settings"] for name in of(setting, OF_SETTING)
-    ]
-    if not missing:
-        missing = [name for setting in report["settings"] for s in setting["drafters"].values() for name in of(s, OF_DRAFTER)]
-    if missing:
-        raise UserError(f"{path} lacks {missing[0]!r}; write it again with draftsmith evaluate --json")
-    return report
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -129,7 +114,7 @@ def html(found: Found) -> bytes:
     """The page."""
     reports = [report for _, report in found.reports]
     colours = sections.colours_of(reports, BASELINES)
-    targets = list(dict.fromkeys(str(report.get("target", {}).get("name", "target")) for report in reports))
+    targets = list(dict.fromkeys(str((report.get("target") or {}).get("name", "target")) for report in reports))
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
     body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
     links: list[tuple[str, str]] = []
@@ -174,7 +159,7 @@ def markdown(found: Found) -> str:
     """The tables alone."""
     blocks = []
     for path, report in found.reports:
-        name = report.get("target", {}).get("name", "target")
+        name = (report.get("target") or {}).get("name", "target")
         blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
         blocks += [summary(setting, report.get("drafter_bytes", {})).markdown() for setting in report["settings"]]
         blocks += [table.markdown()] if (table := served(report)) is not None else []

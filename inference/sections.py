@@ -48,7 +48,7 @@ def facts(report: Report, path: str) -> str:
     memory = report.get("peak_memory_bytes")
     rows = {
         "report": path,
-        "target": report.get("target", {}).get("name"),
+        "target": (report.get("target") or {}).get("name"),
         "measured": str(report.get("started_at", "")).replace("T", " ").replace("+00:00", " UTC"),
         "machine": ", ".join(
             f"{word}{value}"

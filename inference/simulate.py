@@ -36,6 +36,7 @@ from .options import SimulateOptions as Options
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
 TRIALS = 200_000
+AGAIN = "write the report again with draftsmith evaluate --json"
 
 
 def run(options: Options) -> None:
@@ -149,11 +150,18 @@ def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
         for name, drafter in setting["drafters"].items():
             if not drafter["cond_accept"]:
                 continue
+            for who, figures, parts in ((name, drafter, {"draft", "verify"}), ("plain", plain, set())):
+                if not figures["rounds"] or figures["split_s"] is None or not parts <= figures["split_s"].keys():
+                    raise UserError(f"{path} does not say how long the rounds of {who} took; {AGAIN}")
+            if None in drafter["cond_accept"] or drafter["tau_incl_bonus"] is None or not sum(plain["split_s"].values()):
+                raise UserError(f"{path} lacks figures of {name}; {AGAIN}")
             plain_step = sum(plain["split_s"].values()) / plain["rounds"]
             levels = len(drafter["cond_accept"])
             step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / levels
             # Only where what was drafted is a chain, and no longer than what was seen of it.
-            chain = drafter["split_s"]["verify"] > 0 and max(r[0] for q in drafter["per_request"] for r in q["rounds"]) == levels
+            chain = drafter["split_s"]["verify"] > 0 and levels == max(
+                (r[0] for q in drafter["per_request"] for r in q["rounds"]), default=0
+            )
             best = asdict(best_length(drafter["cond_accept"], step, min(longest, levels))) if chain else None
             label = name if len(settings) == 1 else f"{name}, T = {setting['temperature']:g}, batch {setting['batch']}"
             found[label] = {
@@ -221,8 +229,8 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
     )
     for name, row in found.items():
         table.add_row(
-            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", f"{row['round_cost']:.2f}", f"{row['speedup_predicted']:.2f}x",
-            f"{row['speedup_measured']:.2f}x",
+            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", _decimals(row["round_cost"]),
+            _decimals(row["speedup_predicted"], "x"), _decimals(row["speedup_measured"], "x"),
             f"{best['length']}: {best['speedup']:.2f}x" if (best := row["best_chain"]) is not None else "-",
         )  # fmt: skip
     console.print(table)
@@ -230,6 +238,10 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
         "tau: tokens kept. By products: 1 + sum of products of the measured acceptances, before cuts. Round cost: in plain "
         "steps. Predicted: tau over round cost. Best chain: with this draft step, if verification costs a plain step."
     )
+
+
+def _decimals(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from ..heads.documents import FileFacts, read_document
 from ..heads.errors import UserError
-from ..heads.files import differs, inside
+from ..heads.files import differs
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import make_causal_lm, read_config, read_tokenizer
 from .documents import Manifest
@@ -152,7 +152,7 @@ def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
     if facts is None:
         raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
     size, sha256 = (facts.bytes, facts.sha256) if isinstance(facts, FileFacts) else (None, facts)
-    if (reason := differs(inside(store, name, MANIFEST), size, sha256)) is not None:
+    if (reason := differs(store, name, MANIFEST, size, sha256)) is not None:
         raise UserError(f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew")
 
 

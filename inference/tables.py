@@ -143,7 +143,7 @@ def summary(setting: Report, sizes: Mapping[str, int]) -> Table:
             number(s.get("tau_untruncated")),
             number(s.get("accept_rate")) if drafts else NOTHING,
             number(s.get("mean_n_draft"), ".1f") if drafts else NOTHING,
-            number(s["tokens_s"], ".0f" if s["tokens_s"] >= 100 else ".1f"),
+            number(s["tokens_s"], ".0f" if (s["tokens_s"] or 0) >= 100 else ".1f"),
             factor(s.get("speedup")),
             interval(s.get("speedup_ci95")) if name != "plain" else NOTHING,
             number(first.get("p50"), ".1f", 1000),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from .settings import TargetConfig
 
 HUB = "https://huggingface.co/"
 DRAFTER_FILE = "draftsmith.json"
+LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")  # a tensor of a decoder layer
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -75,6 +77,12 @@ def read_model(path: str, options: dict[str, Any]) -> nn.Module:
                 f"target {path}: its files {what} {len(names)} of the tensors that its config.json describes, such as "
                 f"{names[0]}; weights and config are not of one model, or the download is not complete"
             )
+    surplus = {int(place[1]) for name in found.get("unexpected_keys", ()) if (place := LAYER.match(name))}
+    if len(surplus) > (getattr(model.config, "num_nextn_predict_layers", None) or 0):
+        raise UserError(
+            f"target {path}: its files hold {len(surplus)} decoder layers that its config.json does not describe; weights and "
+            "config are not of one model"
+        )
     return model
 
 

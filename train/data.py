@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 
 from ..heads.documents import read_document
 from ..heads.errors import UserError
-from ..heads.files import differs, facts_of, inside, whole_directory, write_json
+from ..heads.files import differs, facts_of, whole_directory, write_json
 from ..heads.fingerprint import tokenizer_hash
 from ..inference.console import Progress
 from ..inference.conversations import Conversation, RowError, conversation_of
@@ -129,7 +129,7 @@ def load(folder: Path) -> Tables:
     """The tables that `prepare` wrote. Raises `UserError` for a file that is not as it was written."""
     found = noted(folder)
     for name, facts in found.files.items():
-        if (reason := differs(inside(folder, name, COUNTS_FILE), facts.bytes, facts.sha256)) is not None:
+        if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
     try:
         train, held_out = (TokenTable(**load_file(folder / f"{name}.safetensors")) for name in ("train", "held_out"))

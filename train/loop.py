@@ -39,7 +39,7 @@ from .endings import Stopped
 from .evaluation import HeldOut, evaluate
 from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums
-from .parallel import engine_of, load_models_whole, on_main
+from .parallel import end_training, engine_of, load_models_whole, on_main
 from .profiling import profiler
 from .schedule import rate_at
 from .trainer import Trainer
@@ -110,7 +110,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     try:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
-        accelerator.end_training()
+        end_training(accelerator)
     if trainer.stopping:
         raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()

@@ -33,6 +33,21 @@ def engine_of(accelerator: Accelerator) -> str:
     return "replicated"
 
 
+_groups: list[Any] = []
+
+
+def end_training(accelerator: Accelerator) -> None:
+    """End trackers and process groups, when there is nothing left to wait for.
+
+    The default group stays referenced from Python. DDP's reducer, which outlives this, would otherwise drop the last reference
+    while it holds the GIL, and gloo's destructor then waits for a thread that waits for the GIL. The Python binding of a group
+    releases the GIL first (pytorch/pytorch#154976).
+    """
+    if torch.distributed.is_initialized():
+        _groups.append(torch.distributed.group.WORLD)
+    accelerator.end_training()
+
+
 def load_models_whole(accelerator: Accelerator) -> None:
     """Keep transformers from splitting all that is loaded from here on, the frozen target too, once accelerate has told it of
     ZeRO-3."""

@@ -79,7 +79,7 @@ def taught(batch: Batch) -> Tensor:
 def verify_shard(path: Path) -> None:
     """Demand that a shard is what was written. Raises `UserError`."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
-    if (reason := differs(path, note.bytes, note.sha256)) is not None:
+    if (reason := differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)) is not None:
         raise UserError(f"{path.parent}: {reason}; delete {path.stem}.* and {AGAIN}, which fills it in")
 
 

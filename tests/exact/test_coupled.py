@@ -105,8 +105,9 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
         for name, proposer in {**drafters, **future}.items():
             found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **law))
             assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
-            matched = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law))
-            assert [g.token_ids for g in matched] == expected, f"{name} by match, seed {seed}"
+            if (seed + seed // len(LAWS)) % 2:  # half of the seeds, with every law and every batch size among them
+                matched = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law))
+                assert [g.token_ids for g in matched] == expected, f"{name} by match, seed {seed}"
             if name in accepted:
                 accepted[name] += sum(r.accepted for g in found for r in g.rounds)
             ended += sum(g.finish_reason == "eos" for g in found)
@@ -130,7 +131,7 @@ def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) ->
             specs += [
                 str(ROOT / "scripts/quickstart/drafters" / name) + f":{s}" for s in ("length=4,width=1", "length=4,nodes=12")
             ]
-    for law in LAWS:
+    for law in LAWS if count > 2 else (LAWS[0], LAWS[-1]):
         expected = [oracle(target, prompt, 24, i, 0, 11, law) for i, prompt in enumerate(prompts)]
         for spec in specs:
             found = generate(target, load_proposer(spec, target, print), prompts, 24, Sampling(seed=11, **law))

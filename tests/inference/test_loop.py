@@ -94,11 +94,13 @@ def test_interleaved_requests_give_the_same_text_as_alone() -> None:
     """Two decoders over one target, taking turns: nothing is kept on the model."""
     target = tiny_target(seed=5, dtype=torch.float64)
     drafter = near_copy(target)
-    for name in proposers(target, drafter):
-        for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
-            requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS[:2])]
-            alone = [generate(target, proposers(target, drafter)[name], [r], 16, sampling, NONE)[0].token_ids for r in requests]
-            streams = [decode(target, proposers(target, drafter)[name], [r], 16, sampling, NONE) for r in requests]
+    requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS[:2])]
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
+        alone, *each = (proposers(target, drafter) for _ in range(3))
+        for name in alone:
+            expected = [generate(target, alone[name], [request], 16, sampling, NONE)[0].token_ids for request in requests]
+            pairs = zip(each, requests, strict=True)
+            streams = [decode(target, own[name], [request], 16, sampling, NONE) for own, request in pairs]
             together: list[list[int]] = [[], []]
             running = [0, 1]
             while running:
@@ -108,7 +110,7 @@ def test_interleaved_requests_give_the_same_text_as_alone() -> None:
                         running.remove(i)
                     else:
                         together[i] += steps[0][1].tokens
-            assert together == alone, name
+            assert together == expected, name
 
 
 def test_a_proposer_starts_afresh_with_every_call() -> None:

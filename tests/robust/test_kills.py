@@ -132,7 +132,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if any(str(folder) in word for word in process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and any(str(folder) in word for word in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
@@ -184,8 +184,9 @@ def test_killed_and_started_again(name: str, count: int, tmp_path: Path, saved_t
             late, length = late + 1, 0.9 * length
             outputs_gone(folder, inputs)
             assert late < 20
-        time.sleep(0.3 if not stage.family else 2.5)  # a child notices within a second or two that its launcher is gone
-        left = [process for process in processes_of(folder) if process.status() != psutil.STATUS_ZOMBIE]
+        until = time.monotonic() + 15  # a child notices within a second or two that its launcher is gone
+        while (left := processes_of(folder)) and time.monotonic() < until:
+            time.sleep(0.1)
         assert not left, left
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -27,7 +27,7 @@ RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 WRITTEN = {"share": 0.3, "every": 3, "prompts": 6, "max_new_tokens": 12, "batch_size": 4}
 METHODS: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": {"num_heads": 3}, "optim": {"clip_norm": 0.1}},  # its norms are about 0.25, EAGLE-1's 0.35
+    "medusa": {"heads": {"num_heads": 3}, "optim": {"clip_norm": 0.1}},  # its norms are about 0.25, DSpark's too, EAGLE-1's 0.35
     "eagle": {
         "heads": {"taps": [0, 1], "draft_vocab_size": 80},
         "objective": {"steps": 3, "single_step_share": 0.4},
@@ -38,6 +38,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dspark": {
         "heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4, "mask_token": 2},
         "objective": {"anchors": 20},
+        "optim": {"clip_norm": 0.1},
     },
     "distill": {"student": {"layers": 1}, "objective": {"temperatures": [0.0, 1.0]}, "rollouts": WRITTEN, "errors": WRITTEN},
 }

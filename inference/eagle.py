@@ -110,7 +110,8 @@ class EagleProposer(Planned):
         count = tokens.shape[1]
         cache.open(count, masked=True)
         see = None
-        if count > 1 or not cache.uniform:
+        alone = count == 1 and (visible is None or slots == 1)  # and so it sees every slot
+        if not (alone and cache.uniform):
             if visible is None:  # a chain sees all of itself so far
                 visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
             see = visible_slots(visible, cache, cache.seen(count))[:, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,28 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
     assert [[(r.drafted, r.accepted) for r in g.rounds] for g in again] == [
         [(r.drafted, r.accepted) for r in g.rounds] for g in decoded
     ]
+
+
+def test_a_fixed_tree_is_the_same_alone_and_in_a_batch(quickstart: Target) -> None:
+    """Its deep levels have one node each, which must not see the other branches of the levels above."""
+    shape = [[0], [1], [2], [0, 0], [1, 0], [2, 0], [1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0, 0]]
+    prompts = chat_prompts(quickstart, "valid", 3)
+    drafted: list[list[list[int]]] = []
+    for batches in ([prompts], [[prompt] for prompt in prompts]):
+        proposer = load_proposer(SPECS[0], quickstart, print, {"shape": shape})
+        trees: list[list[int]] = []
+        propose = proposer.propose
+
+        def spy(root: torch.Tensor, draws: Any, propose: Any = propose, trees: list[list[int]] = trees) -> DraftTree:
+            tree = propose(root, draws)
+            trees.extend(tree.tokens.tolist())
+            return tree
+
+        proposer.propose = spy  # type: ignore[method-assign]
+        for batch in batches:
+            generate(quickstart, proposer, batch, 24)
+        drafted.append(sorted(trees))
+    assert drafted[0] == drafted[1] and len(drafted[0]) > 9
 
 
 def test_the_fitted_score_temperature_is_the_one_that_accepts_most() -> None:

@@ -72,19 +72,6 @@ def convert(value: Any, kind: type[T]) -> T:
         raise DocumentError(f"{key}: {what}" if key else what) from error
 
 
-def with_defaults(document: Struct, value: dict[str, Any]) -> dict[str, Any]:
-    """`value`, which `document` was read from, with the defaults of keys that it does not have."""
-
-    def overlaid(below: Any, above: Any) -> Any:
-        if isinstance(below, dict) and isinstance(above, dict):
-            return {**below, **{key: overlaid(below.get(key), each) for key, each in above.items()}}
-        if isinstance(below, list) and isinstance(above, list):
-            return [overlaid(*pair) for pair in zip(below, above, strict=True)]
-        return above
-
-    return overlaid(msgspec.to_builtins(document), value)
-
-
 def demand(holds: bool, what: str) -> None:
     """Raise `ValueError`, which msgspec turns into its own error, unless `holds`."""
     if not holds:

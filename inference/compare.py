@@ -14,7 +14,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..heads.documents import read_document, with_defaults
+from ..heads.documents import read_document
 from ..heads.errors import UserError
 from ..heads.files import check_output, whole_file, write_json
 from .console import Console
@@ -48,7 +48,7 @@ def run(options: Options) -> None:
 
 def load_report(path: str) -> dict[str, Any]:
     """A report of `draftsmith evaluate`. Raises `UserError`."""
-    return with_defaults(*read_document(Path(path), ReportFile, "write the report again with draftsmith evaluate --json"))
+    return read_document(Path(path), ReportFile, "write the report again with draftsmith evaluate --json")[1]
 
 
 def load_measured(path: str) -> dict[str, Any]:

@@ -56,11 +56,11 @@ class Manifest(Document):
 class Request(Struct):
     """One reply of one drafter."""
 
-    id: str | int = ""
-    prompt: Count = 0
-    category: str = ""
-    turn: Count = 0
-    rounds: list[tuple[Count, Count, Count]] = []
+    id: str | int
+    category: str
+    turn: Count
+    rounds: list[tuple[Count, Count, Count]]
+    prompt: Count | None = None
     top2_gap: float | None = None
 
     def __post_init__(self) -> None:

@@ -10,13 +10,13 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ..heads.documents import read_document
+from ..heads.documents import convert, read_document
 from ..heads.errors import UserError
 from ..heads.files import check_output, whole_file, write_json
 from .compare import load_measured
 from .console import Console
 from .costs import between
-from .documents import ProfileFile
+from .documents import ProfileFile, ReportFile
 from .evaluate import numbers
 from .gains import (
     GPUS,
@@ -144,33 +144,33 @@ def _gains(options: Options, acceptance: list[float], batch: int, context: int, 
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
     """What the model says of each drafter and setting that a report measured, beside what was measured."""
-    settings = [(s, s["drafters"]["plain"]) for s in load_measured(path)["settings"]]
+    settings = convert(load_measured(path), ReportFile).settings
     found = {}
-    for setting, plain in settings:
-        for name, drafter in setting["drafters"].items():
-            if not drafter["cond_accept"]:
+    for setting in settings:
+        plain = setting.drafters["plain"]
+        for name, drafter in setting.drafters.items():
+            if not drafter.cond_accept:
                 continue
-            for who, figures, parts in ((name, drafter, {"draft", "verify"}), ("plain", plain, set())):
-                if not figures["rounds"] or figures["split_s"] is None or not parts <= figures["split_s"].keys():
-                    raise UserError(f"{path} does not say how long the rounds of {who} took; {AGAIN}")
-            if None in drafter["cond_accept"] or drafter["tau_incl_bonus"] is None or not sum(plain["split_s"].values()):
-                raise UserError(f"{path} lacks figures of {name}; {AGAIN}")
-            plain_step = sum(plain["split_s"].values()) / plain["rounds"]
-            levels = len(drafter["cond_accept"])
-            step = drafter["split_s"]["draft"] / drafter["rounds"] / plain_step / levels
+            acceptance = [share for share in drafter.cond_accept if share is not None]
+            levels = len(drafter.cond_accept)
+            whole, parts = sum((plain.split_s or {}).values()), drafter.split_s or {}
+            if not (whole and plain.rounds and drafter.rounds and {"draft", "verify"} <= parts.keys()):
+                raise UserError(f"{path} does not say how long the rounds of {name} and of plain decoding took; {AGAIN}")
+            if len(acceptance) < levels or drafter.tau_incl_bonus is None:
+                raise UserError(f"{path} does not say what of {name} was accepted; {AGAIN}")
+            step = parts["draft"] / drafter.rounds / (whole / plain.rounds) / levels
             # Only where what was drafted is a chain, and no longer than what was seen of it.
-            chain = drafter["split_s"]["verify"] > 0 and levels == max(
-                (r[0] for q in drafter["per_request"] for r in q["rounds"]), default=0
-            )
-            best = asdict(best_length(drafter["cond_accept"], step, min(longest, levels))) if chain else None
-            label = name if len(settings) == 1 else f"{name}, T = {setting['temperature']:g}, batch {setting['batch']}"
+            longest_draft = max((drafted for request in drafter.per_request for drafted, *_ in request.rounds), default=0)
+            chain = parts["verify"] > 0 and longest_draft == levels
+            best = asdict(best_length(acceptance, step, min(longest, levels))) if chain else None
+            label = name if len(settings) == 1 else f"{name}, T = {setting.temperature:g}, batch {setting.batch}"
             found[label] = {
-                "tokens": profile_tokens(drafter["cond_accept"]),
-                "tau_untruncated": drafter["tau_untruncated"],
-                "tau": drafter["tau_incl_bonus"],
-                "round_cost": drafter["round_cost"],
-                "speedup_predicted": drafter["predicted_speedup"],
-                "speedup_measured": drafter["speedup"],
+                "tokens": profile_tokens(acceptance),
+                "tau_untruncated": drafter.tau_untruncated,
+                "tau": drafter.tau_incl_bonus,
+                "round_cost": drafter.round_cost,
+                "speedup_predicted": drafter.predicted_speedup,
+                "speedup_measured": drafter.speedup,
                 "draft_step_cost": step,
                 "best_chain": best,
             }

@@ -20,7 +20,9 @@ def report(code: list[int], chat: list[int], name: str = "head", temperature: fl
         for category, kept in (("code", code), ("chat", chat))
         for i in range(10)
     ]
-    drafters = {"plain": {"per_request": []}, "ngram": {"per_request": []}, name: {"per_request": requests}}
+    figures = {"requests": 20, "tau_incl_bonus": 2.0, "tau_ci95": None, "tokens_s": 1.0, "mean_n_draft": 0.0}
+    plain: dict[str, Any] = {**figures, "per_request": []}
+    drafters = {"plain": plain, "ngram": plain, name: {**figures, "per_request": requests}}
     setting = {"temperature": temperature, "batch": 1, "lossless": True, "drafters": drafters}
     return {"settings": [setting], "prompt_set": {"sha256": sha, "prompts": 20}}
 
@@ -99,7 +101,7 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             {
                 "server": {"url": "x", "engine": "vllm", "version": "1", "settings": []},
                 "settings": [],
-                "prompt_set": {"sha256": "y"},
+                "prompt_set": {"sha256": "y", "prompts": 20},
             },
             {},
             "figures of a server only",

@@ -303,8 +303,11 @@ def test_what_a_folder_holds_is_found_once(inputs: Path) -> None:
         (None, "does not exist; name a JSON"),
         ("{}", "is not a report of draftsmith evaluate"),
         ("{", "is not valid JSON"),
-        ({**made(), "settings": [{"drafters": {"plain": {}}}]}, "lacks 'temperature'; write it again"),
-        ({**made(), "settings": [{**made()["settings"][0], "drafters": {"plain": {"requests": 1}}}]}, "lacks 'tau_incl_bonus'"),
+        ({**made(), "settings": [{"drafters": {"plain": {}}}]}, "required field requests; write the report again"),
+        (
+            {**made(), "settings": [{**made()["settings"][0], "drafters": {"plain": {"requests": 1}}}]},
+            "required field tau_incl_bonus",
+        ),
     ],
 )
 def test_what_is_no_report_is_said(tmp_path: Path, content: Any, why: str) -> None:

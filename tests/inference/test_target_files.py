@@ -45,7 +45,7 @@ def without_tokenizer(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda t: (t / "config.json").unlink(), "holds no config.json"),
-    "a broken config": (lambda t: (t / "config.json").write_text('{"model_type": "llama",'), "not a valid JSON file"),
+    "a broken config": (lambda t: (t / "config.json").write_text('{"model_type": "llama",'), "not valid JSON"),
     "a config that contradicts itself": (lambda t: config(t, hidden_size=33), "config.json contradicts itself"),
     "an unknown model type": (lambda t: config(t, model_type="wizard"), "model type `wizard`"),
     "an encoder and decoder": (lambda t: config(t, model_type="t5"), "no causal language model"),

@@ -118,7 +118,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("second")
     rows = [{"prompt": f"def add{i}(a, b):\n    # Add two numbers."} for i in range(6)]
     (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = ["--target", QUICKSTART, "--prompts", folder / "p.jsonl", "--max-new-tokens", 24, "--repeats", 1]
+    shared = ["--target", QUICKSTART, "--prompts", folder / "p.jsonl", "--max-new-tokens", 14, "--repeats", 1]
     ways = ["--drafter", QUICKSTART.parent / "draft_lm", "--like", "vllm:drafts=2", "--like", "sglang", "--drafter", "suffix"]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,3", "--rule", "rejection"]
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))

@@ -135,7 +135,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("count", [pytest.param(20, id="sample"), ALL])
+@pytest.mark.parametrize("count", [pytest.param(10, id="sample"), ALL])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_report(name: str, count: int, report: Path, tmp_path: Path) -> None:
     chosen = trials(report, 0, count)

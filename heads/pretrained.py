@@ -41,9 +41,9 @@ class Repeated(Struct):
     num_layers: LayerCount | None = None
     n_layers: LayerCount | None = None
     n_layer: LayerCount | None = None
-    num_experts: ExpertCount | None = None
-    num_local_experts: ExpertCount | None = None
-    n_routed_experts: ExpertCount | None = None
+    num_experts: ExpertCount | list[ExpertCount] | None = None
+    num_local_experts: ExpertCount | list[ExpertCount] | None = None
+    n_routed_experts: ExpertCount | list[ExpertCount] | None = None
     text_config: Repeated | None = None
 
 

@@ -34,17 +34,17 @@ class Conversation:
     completion: str | None = None
     token_ids: list[int] | None = None
     response_spans: list[tuple[int, int]] = field(default_factory=list)
-    """Where in `token_ids` the target wrote: [start, end)."""
+    """Spans [start, end) of `token_ids` that the target wrote."""
     tokenizer_hash: str | None = None
-    """Of the tokenizer that `token_ids` belong to, where the row says so."""
+    """The hash of the tokenizer of `token_ids`, if the row has it."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """What this row asks of the chat template, such as enable_thinking."""
+    """Arguments of the chat template for this row, such as enable_thinking."""
     later: list[str] = field(default_factory=list)
-    """What the user says next, turn by turn, where the replies between are still to be written."""
+    """The user's next turns; the replies between them are still to be written."""
 
     def words(self) -> str:
-        """What people and model said, without system prompts (they recur in every row): the text compared for overlap."""
+        """The text of people and model that is compared for overlap. System prompts are left out: they recur in every row."""
         if self.messages is not None:
             spoken = [m.get("content") for m in self.messages if m.get("role") in ("user", "assistant")]
             return "\n".join(content if isinstance(content, str) else json.dumps(content) for content in spoken if content)

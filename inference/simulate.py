@@ -32,6 +32,7 @@ from .gains import (
     stretched,
 )
 from .options import SimulateOptions as Options
+from .tables import factor, number
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
@@ -229,8 +230,8 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
     )
     for name, row in found.items():
         table.add_row(
-            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", _decimals(row["round_cost"]),
-            _decimals(row["speedup_predicted"], "x"), _decimals(row["speedup_measured"], "x"),
+            name, f"{row['tau']:.2f}", f"{row['tokens']:.2f}", number(row["round_cost"]),
+            factor(row["speedup_predicted"]), factor(row["speedup_measured"]),
             f"{best['length']}: {best['speedup']:.2f}x" if (best := row["best_chain"]) is not None else "-",
         )  # fmt: skip
     console.print(table)
@@ -238,10 +239,6 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
         "tau: tokens kept. By products: 1 + sum of products of the measured acceptances, before cuts. Round cost: in plain "
         "steps. Predicted: tau over round cost. Best chain: with this draft step, if verification costs a plain step."
     )
-
-
-def _decimals(value: float | None, unit: str = "") -> str:
-    return "-" if value is None else f"{value:.2f}{unit}"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -156,7 +156,10 @@ def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
 
 
 def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
-    """A report of drafters on the quickstart target: tokens by products are tau_untruncated, tau over cost is the speed-up."""
+    """A report of drafters on the quickstart target: tokens by products are tau_untruncated, speed-ups are the report's own.
+
+    That tau over a round's cost is the measured speed-up is tested in test_evaluate.py, over more drafters than these two.
+    """
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3)))
     report = tmp_path / "report.json"
@@ -165,9 +168,11 @@ def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = from_report(str(report), 16)
     assert len(found) == 2
-    for row in found.values():
+    written = json.loads(report.read_text())["settings"][0]["drafters"]
+    for name, row in found.items():
         assert row["tokens"] == pytest.approx(row["tau_untruncated"])
-        assert row["speedup_predicted"] == pytest.approx(row["speedup_measured"], rel=0.1)
+        assert row["speedup_predicted"] == written[name]["predicted_speedup"] > 0
+        assert row["speedup_measured"] == written[name]["speedup"] > 0
     done = run_cli("simulate", "--report", str(report))
     assert done.returncode == 0 and "measured" in done.stdout
     report.write_text("{}")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..heads.draft_lm import DraftModel
+from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
 from ..heads.pretrained import make_causal_lm, read_config
 from ..inference.spread import decoder_layers

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError, first_line
 from .files import differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
@@ -167,8 +167,13 @@ def check_shape(drafter: DrafterModule, taps: list[int], shape: dict[str, Any], 
             raise UserError(f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them was changed")
 
 
+MODULES = {"draft_lm": "draft_model"}
+"""Methods whose file has another name."""
+
+
 def drafter_class(method: str) -> Any:
     """The module class of a method: `Drafter` in the file of that name in this folder."""
-    if not method.isidentifier() or importlib.util.find_spec(f".{method}", __package__) is None:
+    module = MODULES.get(method, method)
+    if not module.isidentifier() or importlib.util.find_spec(f".{module}", __package__) is None:
         raise UserError(f"unknown drafting method {method!r}; this version may be too old for that drafter")
-    return importlib.import_module(f".{method}", __package__).Drafter
+    return importlib.import_module(f".{module}", __package__).Drafter

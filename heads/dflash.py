@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .documents import BlockFile
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import dflash
 from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
 from .documents import DSparkFile
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError
 
 INIT_STD = 0.02

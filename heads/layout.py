@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .documents import convert
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError
 from .files import read_json, write_json
 from .stored_tensors import header

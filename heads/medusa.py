@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .documents import MedusaFile
-from .ends import TargetEnds
+from .embedding_and_head import TargetEnds
 from .errors import UserError
 from .layout import EngineLayout
 

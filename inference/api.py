@@ -13,12 +13,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
-from .conversations import Conversation, RowError, conversation_of
+from .conversations.formats import Conversation, RowError, conversation_of
+from .conversations.rows import prompt_ids
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
 from .metrics import kept_per_round, tau
 from .proposer import Proposer, load_proposer
-from .rows import prompt_ids
 from .settings import Sampling, TargetConfig
 from .target import Target, load_target, target_of
 

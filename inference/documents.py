@@ -20,7 +20,7 @@ ByName = dict[str, float | None]
 
 
 class StoreLayout(Struct):
-    """The layout of features in the shards of a feature store, see `train/store.py`."""
+    """The layout of features in the shards of a feature store, see `train/data/store.py`."""
 
     taps: list[Tap]
     all_last: bool
@@ -40,7 +40,7 @@ class Manifest(Document):
     max_length: Annotated[int, Meta(ge=2)]
     seed: int
     tables: str
-    """The key of its data, see `train/data.py`."""
+    """The key of its data, see `train/data/tables.py`."""
     tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
     files: dict[str, FileFacts | str]
     """Size and SHA-256 of all but shards and data, of which they stand beside them; version 0.1 noted three SHA-256."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.artifact import MODULES, OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
 from .cache import TreeCache
@@ -120,10 +120,10 @@ class PlainDecoding:
 # Proposers that need no training, by the name that a user gives: module and class.
 UNTRAINED = {
     "none": ("proposer", "PlainDecoding"),
-    "ngram": ("ngram", "NgramLookup"),
-    "suffix": ("suffix", "SuffixLookup"),
-    "lookahead": ("lookahead", "Lookahead"),
-    "early-exit": ("early_exit", "EarlyExit"),
+    "ngram": ("proposers.ngram", "NgramLookup"),
+    "suffix": ("proposers.suffix", "SuffixLookup"),
+    "lookahead": ("proposers.lookahead", "Lookahead"),
+    "early-exit": ("proposers.early_exit", "EarlyExit"),
 }
 MOST = 1024  # drafted nodes, and whatever they are made of
 SPELLING = (
@@ -189,7 +189,7 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None],
         make = method_module(artifact.method).make_proposer
         arguments = (artifact,)
     else:
-        make = importlib.import_module(".draft_lm", __package__).load_draft_lm
+        make = importlib.import_module(".proposers.draft_model", __package__).load_draft_lm
         arguments = (name, target)
     known = [p for p in inspect.signature(make).parameters if p not in ("self", "target", "artifact", "folder", "name")]
     if unknown := sorted(settings.keys() - set(known)):
@@ -216,8 +216,8 @@ def _weights(part: Any) -> Iterable[Tensor]:
 
 
 def method_module(method: str) -> ModuleType:
-    """The file of a method in this folder: how it drafts."""
-    return importlib.import_module(f".{method}", __package__)
+    """The file of a method in `proposers/`: how it drafts."""
+    return importlib.import_module(f".proposers.{MODULES.get(method, method)}", __package__)
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

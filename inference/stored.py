@@ -1,6 +1,6 @@
 """What a feature store knows of its target without holding it: both ends, tokenizer, fingerprint, and held-out texts.
 
-STORE/manifest.json     what the features are of, and how they lie in `shards/` (train/store.py)
+STORE/manifest.json     what the features are of, and how they lie in `shards/` (train/data/store.py)
 STORE/target/           config and tokenizer; ends.safetensors: embedding, head and final norm
 STORE/held_out.safetensors   prompts with the target's own greedy replies, and their features
 """

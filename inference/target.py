@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.ends import TargetEnds
+from ..heads.embedding_and_head import TargetEnds
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import clear_errors

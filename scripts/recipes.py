@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from draftsmith.train.methods import METHODS
-from draftsmith.train.plan import Options, Shape, count, hours, planned, size
+from draftsmith.train.commands.plan import Options, Shape, count, hours, planned, size
+from draftsmith.train.method import METHODS
 
 ROOT = Path(__file__).parents[1]
 TARGETS = ROOT / "tests" / "targets"

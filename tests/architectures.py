@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from draftsmith.inference.draft_lm import DraftLM
-from draftsmith.inference.eagle import EagleProposer
-from draftsmith.inference.early_exit import EarlyExit
-from draftsmith.inference.lookahead import Lookahead
-from draftsmith.inference.medusa import MedusaProposer
-from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Accepted, PlainDecoding, Prompts, Proposer
+from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.early_exit import EarlyExit
+from draftsmith.inference.proposers.lookahead import Lookahead
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.suffix import SuffixLookup
 from draftsmith.inference.sampling import Draws
-from draftsmith.inference.suffix import SuffixLookup
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
 from transformers import (

@@ -11,8 +11,8 @@ from draftsmith.heads import dflash, dspark
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
-from draftsmith.inference.dflash import DFlashProposer
-from draftsmith.inference.dspark import DSparkProposer
+from draftsmith.inference.proposers.dflash import DFlashProposer
+from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.target import Target
 
 from tests.eagles import committed

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.exports import BLOCKS
-from draftsmith.inference.evaluate import Options, run
+from draftsmith.heads.exchange.exports import BLOCKS
+from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.settings import TargetConfig
 
 from tests.conftest import QUICKSTART, ROOT

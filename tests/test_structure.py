@@ -1,52 +1,96 @@
-"""The plan of the house: imports point one way, the wheel holds what the tree holds, every shipped config parses."""
+"""The structure of the package: imports point one way, the wheel holds what the tree holds, every shipped config parses."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from draftsmith.train.arguments import parse
-from draftsmith.train.cli import VERBS
-from draftsmith.train.methods import METHODS, method_module
+from draftsmith.train.commands.cli import VERBS
+from draftsmith.train.method import METHODS, method_module
 
 from tests.conftest import ROOT
 
-ROOMS = ("heads", "inference", "distill", "train")  # each may import those before it
-MODULES = [(room, file) for room in ROOMS for file in sorted((ROOT / room).glob("*.py"))]
+ROOTS = ("heads", "inference", "distill", "train")
+LAYERS = (  # packages of one line may import each other and all lines above
+    ("heads",),
+    ("heads.exchange",),
+    ("inference", "inference.conversations"),
+    ("inference.proposers",),
+    ("inference.evaluation", "inference.evaluation.report", "inference.evaluation.server", "inference.evaluation.tuning"),
+    ("distill",),
+    ("train", "train.data"),
+    ("train.methods",),
+    ("train.commands",),
+)
+LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+FILES = sorted(file for root in ROOTS for file in (ROOT / root).rglob("*.py"))
+MOST_MODULES = 25  # of one folder
 
 
-def imported_rooms(room: str, file: Path) -> set[str]:
-    """Rooms that a file imports from; relative imports are resolved, absolute ones of our own are errors."""
-    found = set()
+def module_of(file: Path) -> str:
+    """`inference/proposers/eagle.py` -> `inference.proposers.eagle`; a package is its `__init__.py`."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_of(file: Path) -> str:
+    return ".".join(file.parent.relative_to(ROOT).parts)
+
+
+MODULES = {module_of(file): file for file in FILES}
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Modules of ours that a file imports, inside functions too. Absolute imports of our own are errors."""
+    modules = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            parts = (node.module or "").split(".")
-            found.add(room if node.level == 1 else parts[0])
+            parts = package_of(file).split(".")
+            parts = parts[: len(parts) - node.level + 1] + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                nested = ".".join([*parts, alias.name])
+                modules.add(nested if nested in MODULES else ".".join(parts))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             for name in names:
-                assert name.split(".")[0] not in (*ROOMS, "draftsmith"), f"{file.name}: import relatively inside the package"
-    return found
+                assert name.split(".")[0] not in (*ROOTS, "draftsmith"), f"{file}: import relatively inside the package"
+    return modules
 
 
-@pytest.mark.parametrize(("room", "file"), MODULES, ids=lambda value: getattr(value, "stem", value))
-def test_imports_point_one_way(room: str, file: Path) -> None:
-    allowed = set(ROOMS[: ROOMS.index(room) + 1])
-    assert imported_rooms(room, file) <= allowed
+IMPORTS = {module: imported_modules(file) for module, file in MODULES.items()}
 
 
-def test_rooms_are_flat() -> None:
-    for room in ROOMS:
-        nested = [p for p in (ROOT / room).iterdir() if p.is_dir() and p.name != "__pycache__"]
-        assert not nested, "a nested package is silently left out of the wheel"
+def test_the_packages_are_those_of_the_layers() -> None:
+    assert {package_of(file) for file in FILES} == set(LAYER)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    if module == "train.__main__":  # the entry of `python -m draftsmith.train`: it hands over to the commands
+        return
+    own = LAYER[package_of(MODULES[module])]
+    upwards = [other for other in IMPORTS[module] if LAYER[package_of(MODULES[other])] > own]
+    assert not upwards, f"{module} imports {upwards}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """`TopologicalSorter` raises `CycleError`, which names the circle."""
+    assert len([*graphlib.TopologicalSorter(IMPORTS).static_order()]) == len(MODULES)
+
+
+def test_no_folder_holds_too_many_modules() -> None:
+    counts = Counter(package_of(file) for file in FILES if file.name != "__init__.py")
+    assert max(counts.values()) <= MOST_MODULES, counts.most_common(1)
 
 
 def test_files_and_functions_stay_small() -> None:
-    for _, file in MODULES:
+    for file in FILES:
         text = file.read_text()
         assert text.count("\n") <= 500, file
         for node in ast.walk(ast.parse(text)):
@@ -55,8 +99,8 @@ def test_files_and_functions_stay_small() -> None:
 
 
 def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb() -> None:
-    names = ["train.cli", *(f"inference.{file.stem}" for room, file in MODULES if room == "inference")]
-    code = "".join(f"import draftsmith.{name.removesuffix('.__init__')}\n" for name in names)
+    names = ["train.commands.cli", "train.commands.generate", *(name for name in MODULES if name.startswith("inference"))]
+    code = "".join(f"import draftsmith.{name}\n" for name in names)
     code += "import sys; print([m for m in ('datasets', 'deepspeed', 'wandb') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
@@ -70,8 +114,8 @@ def test_the_wheel_holds_the_modules_of_the_tree(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if name.endswith(".py")}
         entry = next(archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt"))
-    assert inside == {f"draftsmith/{room}/{file.name}" for room, file in MODULES}
-    assert "draftsmith = draftsmith.train.cli:main" in entry
+    assert inside == {f"draftsmith/{file.relative_to(ROOT)}" for file in FILES}
+    assert "draftsmith = draftsmith.train.commands.cli:main" in entry
 
 
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name != "accelerate")
@@ -108,7 +152,7 @@ ANSWERED_AT_ONCE = [
 @pytest.mark.parametrize(("words", "code", "said"), ANSWERED_AT_ONCE, ids=lambda value: str(value).replace(" ", "_"))
 def test_help_and_mistakes_are_answered_without_torch(words: str, code: int, said: str) -> None:
     """Counted in imports, not in seconds: torch and transformers together take four."""
-    asked = "import sys; from draftsmith.train.cli import main\n"
+    asked = "import sys; from draftsmith.train.commands.cli import main\n"
     asked += f"try: main({words.split()!r})\nexcept SystemExit as e: code = e.code\n"
     asked += "else: code = 0\nheavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pandas', 'scipy'} & {*sys.modules}\n"
     asked += "assert not heavy, heavy\nassert len(sys.modules) < 700, len(sys.modules)\nsys.exit(code)"

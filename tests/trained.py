@@ -12,12 +12,12 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
-from draftsmith.inference.medusa import calibrate, teacher_forced
 from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposers.medusa import calibrate, teacher_forced
 from draftsmith.inference.target import Target
-from draftsmith.train.batches import collate
+from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
-from draftsmith.train.medusa import MedusaLoss, MedusaObjective
+from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
 
 from tests.conftest import ROOT
 

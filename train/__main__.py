@@ -1,6 +1,6 @@
 """`python -m draftsmith.train METHOD`."""
 
-from .cli import train_main
+from .commands.cli import train_main
 
 if __name__ == "__main__":
     train_main()

@@ -12,8 +12,8 @@ import torch
 from ..heads.errors import UserError
 from ..heads.files import check_space
 from ..inference.target import resolve_device
+from .commands.plan import plan_for, shape_of, size
 from .options import PlanOptions
-from .plan import plan_for, shape_of, size
 
 MOST_MEMORY = 2.0  # times what there is; the estimate of activations is an upper bound
 MOST_WORK = 100.0  # times the target's forward pass over the same token; common recipes stay below 10

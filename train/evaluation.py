@@ -31,7 +31,7 @@ from ..inference.settings import Sampling
 from ..inference.stored import HeldOutText
 from ..inference.target import Hidden, Target
 from .config import Evaluation
-from .data import TokenTable
+from .data.tables import TokenTable
 
 log = logging.getLogger(__name__)
 

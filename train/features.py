@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from ..inference.target import Hidden, Target
-from .batches import Batch
+from .data.batches import Batch
 
 
 @dataclass

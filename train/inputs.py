@@ -19,14 +19,14 @@ from ..heads.pretrained import read_tokenizer
 from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
 from ..inference.target import Target, load_target, resolve_device, resolve_dtype
 from ..inference.target_files import check_there
-from . import data as data_module
-from .batches import Batches
+from .data import tables as data_module
+from .data.batches import Batches
+from .data.served import Client, ServedFeatures, ServedTarget, served_texts
+from .data.store import StoredFeatures
 from .evaluation import held_out_prompts
 from .features import FeatureSource, LiveTarget
 from .objectives import Objective
 from .parallel import on_main
-from .served import Client, ServedFeatures, ServedTarget, served_texts
-from .store import StoredFeatures
 
 log = logging.getLogger(__name__)
 

@@ -27,14 +27,14 @@ from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
 from ..heads.errors import UserError
 from ..heads.files import check_output_folder
 from ..inference.console import Progress
-from ..inference.sources import source_files
+from ..inference.conversations.sources import source_files
 from ..inference.stored import manifest_of
 from ..inference.target import resolve_device
 from ..inference.target_files import check_there
 from .affordable import check_affordable
-from .batches import Batches
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
+from .data.batches import Batches
 from .endings import Stopped
 from .evaluation import HeldOut, evaluate
 from .inputs import inputs_of
@@ -54,7 +54,7 @@ UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    `method` is a file of this folder (train/medusa.py). Raises `Stopped` after a last checkpoint if the run was asked to end.
+    `method` is a module of `train/methods/`. Raises `Stopped` after a last checkpoint if the run was asked to end.
     """
     folder = RunFolder(run.output)
     check_before_loading(run)

@@ -17,8 +17,8 @@ OWN_PARTS = ("heads", "student", "objective")  # of a run: what only its method 
 
 
 def method_module(method: str) -> Any:
-    """The module in this folder that has the method's `Run`, its drafter and its objective."""
-    return importlib.import_module(f".{'draft_lm' if method == 'distill' else method}", __package__)
+    """The module in `methods/` that has the method's `Run`, its drafter and its objective."""
+    return importlib.import_module(f".methods.{'draft_model' if method == 'distill' else method}", __package__)
 
 
 def method_for(path: str, given: Method | None = None) -> Method:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .batches import Batch
+from .data.batches import Batch
 from .features import Features
 
 Sums = dict[str, tuple[Tensor, Tensor]]

@@ -9,11 +9,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from ..heads.engine_names import EngineName
 from ..heads.errors import UserError
-from ..inference.gains import GPUS
-from ..inference.settings import COLDEST, BadRows, TargetConfig, check_url
-from .methods import Method
+from ..heads.exchange.engine_names import EngineName
+from ..inference.evaluation.gains import GPUS
+from ..inference.settings import COLDEST, BadRows, Sampling, TargetConfig, check_url
+from .method import Method
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 
@@ -84,7 +84,7 @@ class ExtractOptions:
 
 
 @dataclass
-class Sampling:
+class ReplySampling:
     """How the target writes: use what will be used in serving."""
 
     temperature: float = 0.7
@@ -138,7 +138,7 @@ class RegenerateOptions:
     """JSON, JSONL or parquet file, folder, or hub data set of conversations or prompts."""
     out: str
     """JSONL file to write, or to go on with."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: ReplySampling = field(default_factory=ReplySampling)
     server: Server = field(default_factory=Server)
     bad_rows: BadRows = "stop"
     """What a malformed row does: stop, or skip it (it is named)."""
@@ -226,6 +226,35 @@ class ImportOptions:
     """Whether the layer adds to the normed state, where the checkpoint leaves it open."""
     target_embedding: bool = False
     """Use the target's embedding although the checkpoint's differs."""
+
+
+@dataclass
+class GenerateOptions:
+    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own tokens plain.
+
+    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
+    """
+
+    example: ClassVar[str] = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
+
+    target: TargetConfig
+    prompt: str
+    """The user's words; `-` reads them from standard input."""
+    drafter: str = "none"
+    """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit; settings follow a colon:
+    ngram:length=8."""
+    profile: str | None = None
+    """What draftsmith tune wrote: draft with its settings."""
+    max_new_tokens: int = 256
+    """Longest reply."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """Greedy if not given."""
+    stop: list[str] = field(default_factory=list)
+    """Text that ends the reply, as it is (a line break in bash: $'\\n'); may be given several times."""
+    color: bool | None = None
+    """Colour accepted drafts; only on a terminal if not given."""
+    raw: bool = False
+    """Give the prompt to the target as it is, without the chat template."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..heads.ends import TargetEnds
+from ..heads.embedding_and_head import TargetEnds
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config
 from ..inference.target_files import check_there
 

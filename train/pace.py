@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..inference.gains import GPUS
+from ..inference.evaluation.gains import GPUS
 
 PARTS = ("data", "target", "drafter", "optimiser")
 """Making batches and counting their weights; the target's features; the drafter forward and backward; clipping and the step."""

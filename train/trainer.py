@@ -16,7 +16,8 @@ from torch import Tensor
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.target import Target
-from .batches import Batch, Batches
+from .data.batches import Batch, Batches
+from .data.rollouts import Writer, Written
 from .endings import Stop
 from .features import FeatureSource
 from .inputs import Inputs
@@ -25,7 +26,6 @@ from .pace import Pace
 from .parallel import gather, norm_of, prepare, twin_of
 from .provenance import provenance
 from .schedule import make_optimizer, rate_at
-from .written import Writer, Written
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .artifact import Artifact
+from ..artifact import Artifact
 from .exports import CHAINS_ONLY, TITLES, Order, Recipe, kind_of
 
 NAMES = TITLES | {"draft_lm": "Draft model"}

@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .artifact import OWN_FILE, Artifact, not_a_drafter
+from ..artifact import OWN_FILE, Artifact, not_a_drafter
+from ..documents import OwnFile, read_document
+from ..eagle import EagleDrafter
+from ..errors import UserError
+from ..files import checksum, read_json, whole_directory, write_json
+from ..fingerprint import Fingerprint, tokenizer_hash
+from ..layout import place
+from ..pretrained import clear_errors, read_tokenizer
+from ..vocabulary import offsets
 from .card import Measured, card
-from .documents import OwnFile, read_document
-from .eagle import EagleDrafter
-from .errors import UserError
 from .exports import Order, Recipe, files_for, kind_of, recipe_for
-from .files import checksum, read_json, whole_directory, write_json
-from .fingerprint import Fingerprint, tokenizer_hash
-from .layout import place
-from .pretrained import clear_errors, read_tokenizer
 from .selfcheck import check_export, check_name, side_of
-from .vocabulary import offsets
 
 CARD = "README.md"
 

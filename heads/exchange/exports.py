@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .artifact import Artifact
+from ..artifact import Artifact
+from ..errors import UserError
+from ..fingerprint import Fingerprint
+from ..layout import stored_as
 from .engine_names import ENGINES, EngineName
-from .errors import UserError
-from .fingerprint import Fingerprint
-from .layout import stored_as
 
 CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
 SPECULATORS_FORMAT = "0.9.0"  # of the layout that is written

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ends import TargetEnds
-from .errors import UserError
-from .layout import fill_from, place
+from ..embedding_and_head import TargetEnds
+from ..errors import UserError
+from ..layout import fill_from, place
 
 SAME = 2**-7  # relative: an embedding that was rounded to bf16 on the way is still the target's
 

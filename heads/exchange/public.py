@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from .eagle import ARCHITECTURES, EagleDrafter, default_taps
-from .errors import UserError
-from .files import read_json
+from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
+from ..errors import UserError
+from ..files import read_json
+from ..medusa import MedusaConfig, MedusaHeads
+from ..stored_tensors import StoredTensors
 from .foreign import Answers, Checkpoint, Public, TargetSide, drop_embedding, rope_of, same_matrix, same_size
-from .medusa import MedusaConfig, MedusaHeads
 from .public_blocks import block_drafter, is_block, speculators_block
-from .stored_tensors import StoredTensors
 
 MIDDLE = re.compile(r"^midlayer\.")
 LAYER = re.compile(r"^layers\.(\d+)\.")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .dflash import DFlashDrafter
-from .dspark import DSparkDrafter
-from .errors import UserError
+from ..dflash import DFlashDrafter
+from ..dspark import DSparkDrafter
+from ..errors import UserError
 from .foreign import Checkpoint, Public, drop_embedding, rope_of, same_matrix, same_size
 
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .artifact import Artifact
-from .draft_lm import DraftModel
-from .ends import TargetEnds
-from .errors import UserError
+from ..artifact import Artifact
+from ..draft_model import DraftModel
+from ..embedding_and_head import TargetEnds
+from ..errors import UserError
+from ..files import read_json
+from ..fingerprint import Fingerprint
+from ..layout import place, stored_as
 from .exports import BLOCKS, Order, Recipe, kind_of, sglang_taps, vllm_guess
-from .files import read_json
-from .fingerprint import Fingerprint
 from .foreign import Answers, TargetSide
-from .layout import place, stored_as
 from .public import read_public
 
 BORROWED = ("ends", "target_head")  # attributes of drafters

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from ..heads.documents import Count, DocumentError, Token, convert, demand
+from ...heads.documents import Count, DocumentError, Token, convert, demand
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..heads.errors import UserError
-from .conversations import Conversation, RowError, conversation_of
+from ...heads.errors import UserError
+from ..settings import BadRows
+from .formats import Conversation, RowError, conversation_of
 from .rows import LeftOut, prompt_ids, warn_of_plain_text
-from .settings import BadRows
 from .sources import rows_of
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..heads.errors import UserError
-from ..heads.files import no_constant
-from .conversations import Conversation, RowError
-from .settings import BadRows
+from ...heads.errors import UserError
+from ...heads.files import no_constant
+from ..settings import BadRows
+from .formats import Conversation, RowError
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
 from .rows import read_json_rows
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from ..heads.errors import UserError
-from .decode import Generation, Request, Round
-from .draft_lm import DraftLM
-from .settings import Sampling
-from .target import Target
+from ...heads.errors import UserError
+from ..decode import Generation, Request, Round
+from ..proposers.draft_model import DraftLM
+from ..settings import Sampling
+from ..target import Target
 
 
 class Assisted:

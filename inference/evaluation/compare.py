@@ -14,14 +14,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..heads.documents import read_document
-from ..heads.errors import UserError
-from ..heads.files import check_output, whole_file, write_json
-from .console import Console
-from .documents import ReportFile
+from ...heads.documents import read_document
+from ...heads.errors import UserError
+from ...heads.files import check_output, whole_file, write_json
+from ..console import Console
+from ..documents import ReportFile
+from ..metrics import bootstrap, pooled, tau
 from .evaluate import BASELINES
 from .measure import FEWEST
-from .metrics import bootstrap, pooled, tau
 from .options import CompareOptions as Options
 
 REGRESSED = 3  # exit code

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..heads.errors import UserError
-from ..heads.exports import block_obstacle, eagle_obstacle
-from .decode import Generation, Request, generate
-from .dflash import DFlashProposer
-from .draft_lm import DraftLM
-from .eagle import EagleProposer
-from .medusa import MedusaProposer
-from .ngram import NgramLookup
-from .proposer import Proposer, load_proposer, parse_spec, positive, without_tree
-from .settings import Rule, Sampling
-from .target import Target
+from ...heads.errors import UserError
+from ...heads.exchange.exports import block_obstacle, eagle_obstacle
+from ..decode import Generation, Request, generate
+from ..proposer import Proposer, load_proposer, parse_spec, positive, without_tree
+from ..proposers.dflash import DFlashProposer
+from ..proposers.draft_model import DraftLM
+from ..proposers.eagle import EagleProposer
+from ..proposers.medusa import MedusaProposer
+from ..proposers.ngram import NgramLookup
+from ..settings import Rule, Sampling
+from ..target import Target
 
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"drafts": 3, "draws": "greedy", "verify": "standard"},

@@ -21,25 +21,26 @@ import transformers
 from rich import box
 from rich.table import Table
 
-from ..heads.errors import UserError
-from ..heads.files import check_output, checksum, whole_directory, whole_file, write_json
-from ..heads.fingerprint import tokenizer_hash
-from . import live_report, replayed
+from ...heads.errors import UserError
+from ...heads.files import check_output, checksum, whole_directory, whole_file, write_json
+from ...heads.fingerprint import tokenizer_hash
+from ..console import Console
+from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ..conversations.sources import source_files
+from ..metrics import kept_per_round
+from ..proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
+from ..proposers.draft_model import DraftLM
+from ..settings import check_url
+from ..target import Target, load_target
+from . import replayed
 from .assisted import Assisted
-from .console import Console
-from .draft_lm import DraftLM
 from .engines import AsIn, Engine
 from .journal import Journal
 from .measure import DEFINITIONS, SAMPLES, Results, Setting, Way, compare, distinct_names, measured, model_batches
-from .metrics import kept_per_round
 from .options import EvaluateOptions as Options
-from .prompts import Prompt, check_batches, check_room, read_prompts
-from .proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
-from .settings import check_url
-from .sources import source_files
-from .tables import firsts, law, loop_shares
-from .target import Target, load_target
-from .tuned import Profile, Tuned, key_of, machine_of
+from .report.tables import firsts, law, loop_shares
+from .server import report as live_report
+from .tuning.profile import Profile, Tuned, key_of, machine_of
 
 SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # it takes seconds to import, and the table of GPUs needs none of it
     import torch
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
 
 
 def chain_tokens(acceptance: float, length: int) -> float:

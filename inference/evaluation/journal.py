@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..heads.errors import UserError
-from .decode import Generation, Round
+from ...heads.errors import UserError
+from ..decode import Generation, Round
 
 log = logging.getLogger(__name__)
 

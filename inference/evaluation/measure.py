@@ -14,10 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from .console import Progress
-from .decode import Generation, Request, generate
-from .journal import Journal, as_json, from_json
-from .metrics import (
+from ..console import Progress
+from ..conversations.prompts import Prompt, next_turn
+from ..decode import Generation, Request, generate
+from ..metrics import (
     alpha,
     batch_seconds,
     bootstrap,
@@ -30,10 +30,10 @@ from .metrics import (
     tau,
     time_per_token,
 )
-from .prompts import Prompt, next_turn
-from .proposer import Proposer
-from .settings import Sampling
-from .target import Target
+from ..proposer import Proposer
+from ..settings import Sampling
+from ..target import Target
+from .journal import Journal, as_json, from_json
 
 
 @dataclass

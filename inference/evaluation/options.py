@@ -8,41 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
+from ..settings import BadRows, Sampling, TargetConfig
 from .gains import GPUS
-from .settings import BadRows, Sampling, TargetConfig
 
 SAMPLES = 24  # rounds behind every median that tune takes
 SWEEPS = 4
-
-
-@dataclass
-class GenerateOptions:
-    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own tokens plain.
-
-    `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
-    """
-
-    example: ClassVar[str] = "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
-
-    target: TargetConfig
-    prompt: str
-    """The user's words; `-` reads them from standard input."""
-    drafter: str = "none"
-    """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit; settings follow a colon:
-    ngram:length=8."""
-    profile: str | None = None
-    """What draftsmith tune wrote: draft with its settings."""
-    max_new_tokens: int = 256
-    """Longest reply."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """Greedy if not given."""
-    stop: list[str] = field(default_factory=list)
-    """Text that ends the reply, as it is (a line break in bash: $'\\n'); may be given several times."""
-    color: bool | None = None
-    """Colour accepted drafts; only on a terminal if not given."""
-    raw: bool = False
-    """Give the prompt to the target as it is, without the chat template."""
 
 
 @dataclass

@@ -15,14 +15,14 @@ import transformers
 from rich import box
 from rich.table import Table
 
-from ..heads.errors import UserError
-from ..heads.files import whole_file, write_json
-from .console import Console, Progress
-from .metrics import bootstrap, repeats_itself, survival, tau
-from .proposer import Proposer, load_proposer
-from .replay import rounds_on_text
-from .stored import HeldOutText, StoredTarget, load_stored, load_texts
-from .target import Hidden
+from ...heads.errors import UserError
+from ...heads.files import whole_file, write_json
+from ..console import Console, Progress
+from ..metrics import bootstrap, repeats_itself, survival, tau
+from ..proposer import Proposer, load_proposer
+from ..replay import rounds_on_text
+from ..stored import HeldOutText, StoredTarget, load_stored, load_texts
+from ..target import Hidden
 
 SHOWN = 3
 

@@ -10,13 +10,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ..heads.documents import convert, read_document
-from ..heads.errors import UserError
-from ..heads.files import check_output, whole_file, write_json
+from ...heads.documents import convert, read_document
+from ...heads.errors import UserError
+from ...heads.files import check_output, whole_file, write_json
+from ..console import Console
+from ..documents import ProfileFile, ReportFile
 from .compare import load_measured
-from .console import Console
-from .costs import between
-from .documents import ProfileFile, ReportFile
 from .evaluate import numbers
 from .gains import (
     GPUS,
@@ -32,7 +31,8 @@ from .gains import (
     stretched,
 )
 from .options import SimulateOptions as Options
-from .tables import factor, number
+from .report.tables import factor, number
+from .tuning.costs import between
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-from .cache import TreeCache
+from ...heads.errors import UserError
+from ..cache import TreeCache
+from ..proposer import MOST, Accepted, positive
+from ..sampling import Draws
+from ..target import Target
+from ..tree import DraftTree, TreeShape
 from .growth import Continue, Level, Ranks, Slots, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
-from .proposer import MOST, Accepted, positive
-from .sampling import Draws
-from .target import Target
-from .tree import DraftTree, TreeShape
 
 # How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be chosen before anything is known:
 # measured on the quickstart target at T = 0.7 and 1 (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.

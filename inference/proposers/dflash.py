@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..heads.artifact import Artifact
-from ..heads.dflash import DFlashDrafter
-from ..heads.errors import UserError
+from ...heads.artifact import Artifact
+from ...heads.dflash import DFlashDrafter
+from ...heads.errors import UserError
+from ..cache import TreeCache, visible_slots
+from ..device import send
+from ..proposer import Accepted, Prompts, positive
+from ..replay import rank_accuracy
+from ..sampling import Draws
+from ..target import PREFILL_CHUNK
+from ..tree import NO_NODE, DraftTree, TreeShape
 from .autoregressive import Planned, TreePlan, depth_row
-from .cache import TreeCache, visible_slots
-from .device import send
 from .growth import Continue, Ranks, Slots, grow_chain
-from .proposer import Accepted, Prompts, positive
-from .replay import rank_accuracy
-from .sampling import Draws
-from .target import PREFILL_CHUNK
-from .tree import NO_NODE, DraftTree, TreeShape
 
 DEFAULT_NODES = 16
 RANKS = 10  # places among the best that `calibrate` counts

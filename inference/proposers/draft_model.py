@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.artifact import Artifact
-from ..heads.draft_lm import DraftModel
-from ..heads.errors import UserError
+from ...heads.artifact import Artifact
+from ...heads.draft_model import DraftModel
+from ...heads.errors import UserError
+from ..cache import TreeCache
+from ..device import send
+from ..proposer import Accepted, Prompts
+from ..replay import replay
+from ..sampling import Draws
+from ..target import Target
+from ..tree import DraftTree
 from .autoregressive import Planned, TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
-from .cache import TreeCache
-from .device import send
 from .growth import Ranks
-from .proposer import Accepted, Prompts
-from .replay import replay
-from .sampling import Draws
-from .target import Target
-from .tree import DraftTree
 
 DEFAULT_LENGTH = 4
 LONGEST = 12  # drafts a round that `calibrate` looks at

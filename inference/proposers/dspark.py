@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.artifact import Artifact
-from ..heads.dspark import DSparkDrafter
+from ...heads.artifact import Artifact
+from ...heads.dspark import DSparkDrafter
 from . import dflash
 from .dflash import DFlashProposer, tree_of
 from .growth import Continue, Level, Ranks

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..heads.artifact import Artifact
-from ..heads.eagle import EagleDrafter, EagleShape
-from ..heads.vocabulary import to_target
+from ...heads.artifact import Artifact
+from ...heads.eagle import EagleDrafter, EagleShape
+from ...heads.vocabulary import to_target
+from ..cache import TreeCache, visible_slots
+from ..device import send
+from ..proposer import Accepted, Prompts, positive
+from ..replay import rank_accuracy
+from ..sampling import Draws
+from ..target import PREFILL_CHUNK
+from ..tree import DraftTree
 from .autoregressive import Planned, TreePlan, depth_row
-from .cache import TreeCache, visible_slots
-from .device import send
 from .growth import Level, Ranks
-from .proposer import Accepted, Prompts, positive
-from .replay import rank_accuracy
-from .sampling import Draws
-from .target import PREFILL_CHUNK
-from .tree import DraftTree
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 RANKS = 10  # places among the best that `calibrate` counts

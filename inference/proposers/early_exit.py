@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
+from ..cache import TreeCache
+from ..proposer import Accepted, Prompts, positive
+from ..sampling import Draws
+from ..target import Target
+from ..tree import DraftTree
 from .autoregressive import TreePlan, depth_row
-from .cache import TreeCache
 from .growth import Level
-from .proposer import Accepted, Prompts, positive
-from .sampling import Draws
-from .target import Target
-from .tree import DraftTree
 
 DEFAULT_LENGTH = 4
 

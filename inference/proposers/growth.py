@@ -13,9 +13,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-from .sampling import Draws
-from .tree import NO_NODE, DraftTree, TreeShape
+from ...heads.errors import UserError
+from ..sampling import Draws
+from ..tree import NO_NODE, DraftTree, TreeShape
 
 Ranks = tuple[int, ...]
 

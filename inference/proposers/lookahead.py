@@ -14,11 +14,11 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-from .device import send
-from .proposer import MOST, Accepted, Prompts, positive
-from .sampling import Draws
-from .tree import NO_NODE, DraftTree, TreeShape
+from ...heads.errors import UserError
+from ..device import send
+from ..proposer import MOST, Accepted, Prompts, positive
+from ..sampling import Draws
+from ..tree import NO_NODE, DraftTree, TreeShape
 
 
 class _Row:

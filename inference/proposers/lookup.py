@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .device import send
-from .proposer import Accepted, Prompts, positive
-from .sampling import Draws
-from .tree import NO_NODE, DraftTree, TreeShape
+from ..device import send
+from ..proposer import Accepted, Prompts, positive
+from ..sampling import Draws
+from ..tree import NO_NODE, DraftTree, TreeShape
 
 
 class Index(Protocol):

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.artifact import Artifact
-from ..heads.errors import UserError
-from ..heads.medusa import MedusaHeads
-from .device import send
+from ...heads.artifact import Artifact
+from ...heads.errors import UserError
+from ...heads.medusa import MedusaHeads
+from ..device import send
+from ..proposer import Accepted, Prompts, positive
+from ..replay import rank_accuracy
+from ..sampling import Draws
+from ..tree import DraftTree, TreeShape
 from .growth import Ranks, best_first, grow, independent, shape_of_ranks
-from .proposer import Accepted, Prompts, positive
-from .replay import rank_accuracy
-from .sampling import Draws
-from .tree import DraftTree, TreeShape
 
 MAX_RANK = 10
 DEFAULT_NODES = 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
+from ..proposer import positive
 from .lookup import LookupProposer, copy_from
-from .proposer import positive
 
 
 class _Ngrams:

@@ -6,8 +6,8 @@ time a token, no window to choose.
 
 from __future__ import annotations
 
+from ..proposer import positive
 from .lookup import LookupProposer, copy_from
-from .proposer import positive
 
 
 class SuffixAutomaton:

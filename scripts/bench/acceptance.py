@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.draft_lm import load_draft_lm
-from draftsmith.inference.early_exit import first_layers
-from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposers.draft_model import load_draft_lm
+from draftsmith.inference.proposers.early_exit import first_layers
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target

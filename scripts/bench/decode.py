@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.assisted import Assisted
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Request, generate_one
-from draftsmith.inference.draft_lm import DraftLM
+from draftsmith.inference.evaluation.assisted import Assisted
 from draftsmith.inference.metrics import kept_per_round, split, tau
-from draftsmith.inference.prompts import read_prompts
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
+from draftsmith.inference.proposers.draft_model import DraftLM
 from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.target import Target, load_target
 from draftsmith.inference.tree import TreeShape

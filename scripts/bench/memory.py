@@ -27,8 +27,8 @@ import psutil
 import torch
 from draftsmith.distill.students import StudentConfig
 from draftsmith.inference.target import Target
-from draftsmith.train.batches import Batch
 from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.objectives import TrainingModule
 from rich.console import Console
@@ -46,7 +46,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("distill", "in chunks (the default)", {}),
     ("distill", "recompute", {"recompute": True}),
 ]
-MODULES = {"distill": "draft_lm"}
+MODULES = {"distill": "draft_model"}
 
 
 def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any]):
@@ -59,7 +59,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
         tie_word_embeddings=False,
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config).to(arguments.device), None, "random")
-    method = importlib.import_module(f"draftsmith.train.{MODULES.get(name, name)}")
+    method = importlib.import_module(f"draftsmith.train.methods.{MODULES.get(name, name)}")
     run = method.Run(output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
     for option, value in options.items():
         setattr(run.objective, option, value)

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 import torch
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
-from draftsmith.heads.ends import TargetEnds
-from draftsmith.train.batches import Batch
-from draftsmith.train.eagle import EagleLoss, EagleObjective
+from draftsmith.heads.embedding_and_head import TargetEnds
+from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import Features
+from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
 from rich.console import Console
 from rich.table import Table
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 # The steps run in forks of this process: what is imported here, none of them imports again. Nothing may be computed here.
-import draftsmith.inference.evaluate
+import draftsmith.inference.evaluation.evaluate
 import draftsmith.train.loop  # noqa: F401
 from draftsmith.heads.errors import UserError
 from rich.console import Console

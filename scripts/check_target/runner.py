@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.heads.errors import UserError
-from draftsmith.train import cli
+from draftsmith.train.commands import cli
 
 TABLE = "│┃└┘─━┏┓┡┩┴┳╇┼"  # what tables on a terminal are drawn with
 REFUSED = 2  # exit code of every command for what a user has to change

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from draftsmith.heads.exports import RECIPES
+from draftsmith.heads.exchange.exports import RECIPES
 from draftsmith.heads.files import checksum
 from draftsmith.train.outline import config_at
 from runner import TRAIN, Command, Step

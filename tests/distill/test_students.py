@@ -20,11 +20,11 @@ from draftsmith.distill.students import (
     scale_norm,
 )
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.draft_lm import DraftModel, tokenizer_difference
+from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
-from draftsmith.inference.draft_lm import make_proposer
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.features import check_packing

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.growth import Continue, Level
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
-from draftsmith.train import dflash, dspark
-from draftsmith.train.batches import collate
-from draftsmith.train.blocks import contexts, run_blocks
+from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.methods import dflash, dspark
+from draftsmith.train.methods.blocks import contexts, run_blocks
 
 from tests.blocks import KINDS, proposer_of, random_block
 from tests.conftest import tiny_target

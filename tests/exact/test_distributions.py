@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.draft_lm import DraftLM
-from draftsmith.inference.eagle import EagleProposer
-from draftsmith.inference.medusa import MedusaProposer
-from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target

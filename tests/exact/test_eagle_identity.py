@@ -12,15 +12,15 @@ import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode
-from draftsmith.inference.eagle import EagleProposer
-from draftsmith.inference.growth import Continue, Level
 from draftsmith.inference.proposer import Accepted, Prompts
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.target import Hidden, Target
 from draftsmith.inference.tree import DraftTree, TreeShape
-from draftsmith.train.batches import collate
+from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
-from draftsmith.train.unroll import unroll
+from draftsmith.train.methods.unroll import unroll
 
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, committed, random_eagle

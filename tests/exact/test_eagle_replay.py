@@ -6,13 +6,13 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
-from draftsmith.inference.eagle import EagleProposer
-from draftsmith.inference.medusa import MedusaProposer
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.target import Hidden, Target
-from draftsmith.train.eagle import accepted_by_root, teacher_forced
+from draftsmith.train.methods.eagle import accepted_by_root, teacher_forced
 
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 from draftsmith.inference.decode import Generation, generate, generate_one
-from draftsmith.inference.medusa import make_proposer
 from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.growth import grow
-from draftsmith.inference.medusa import MedusaProposer, accepted_by_root, calibrate, make_proposer, teacher_forced
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposers.growth import grow
+from draftsmith.inference.proposers.medusa import MedusaProposer, accepted_by_root, calibrate, make_proposer, teacher_forced
 from draftsmith.inference.replay import replay
 from draftsmith.inference.target import Target
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.candidates import Candidate, along, candidates, cut, fitted_heat, rank_table, runs
 from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.evaluation.tuning.candidates import Candidate, along, candidates, cut, fitted_heat, rank_table, runs
+from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, Text, nodes_needed
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.replay import replay
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import DraftTree
-from draftsmith.inference.walk import BEST, NEVER, Text, nodes_needed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, linear_fit, shape_for
 from draftsmith.heads.dspark import DSparkConfig
-from draftsmith.heads.ends import TargetEnds
+from draftsmith.heads.embedding_and_head import TargetEnds
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate

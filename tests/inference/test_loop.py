@@ -11,10 +11,10 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.draft_lm import DraftLM
-from draftsmith.inference.early_exit import EarlyExit
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import PlainDecoding, Proposer
+from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 

@@ -14,7 +14,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.footprint import Footprint, footprint
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import load_target
-from draftsmith.train.doctor import check_memory
+from draftsmith.train.commands.doctor import check_memory
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import QUICKSTART

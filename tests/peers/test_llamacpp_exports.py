@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads import exports as layouts
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exporter import export
-from draftsmith.heads.exports import Order
+from draftsmith.heads.exchange import exports as layouts
+from draftsmith.heads.exchange.exporter import export
+from draftsmith.heads.exchange.exports import Order
+from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.dflash import DFlashProposer
-from draftsmith.inference.engines import Engine
-from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.evaluation.engines import Engine
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.target import Target
 
 from tests.blocks import changed_block

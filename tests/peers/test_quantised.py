@@ -15,9 +15,9 @@ from draftsmith.inference.target import load_target
 from draftsmith.train.config import TargetConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
 from tests.train.test_loop import logged, train
-from tests.train.test_store import config_for, extract
 
 pytestmark = pytest.mark.peers
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.exporter import export, load_alone
-from draftsmith.heads.exports import Order, kind_of
-from draftsmith.inference.prompts import read_prompts
+from draftsmith.heads.exchange.exporter import export, load_alone
+from draftsmith.heads.exchange.exports import Order, kind_of
+from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
 

@@ -20,17 +20,17 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import load_target
-from draftsmith.train.batches import PADDING, collate
+from draftsmith.train.data.batches import PADDING, collate
+from draftsmith.train.data.served import Client, ServedFeatures, served_texts
 from draftsmith.train.evaluation import write_text
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import ends_in
-from draftsmith.train.served import Client, ServedFeatures, served_texts
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import QUICKSTART, ROOT
+from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
 from tests.train.test_loop import launch, make_config, train
-from tests.train.test_store import config_for, extract
 
 pytestmark = [
     pytest.mark.peers,

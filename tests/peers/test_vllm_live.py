@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.counters import read_counters
-from draftsmith.inference.evaluate import Options, run
-from draftsmith.inference.prompts import read_prompts
+from draftsmith.inference.conversations.prompts import read_prompts
+from draftsmith.inference.evaluation.evaluate import Options, run
+from draftsmith.inference.evaluation.server.counters import read_counters
 from draftsmith.inference.settings import TargetConfig
 from transformers import AutoTokenizer
 

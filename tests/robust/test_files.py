@@ -112,7 +112,7 @@ def test_a_damaged_target(count: int, tmp_path: Path) -> None:
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small report of an evaluation."""
-    from draftsmith.inference.evaluate import Options, run
+    from draftsmith.inference.evaluation.evaluate import Options, run
     from draftsmith.inference.settings import TargetConfig
 
     folder = tmp_path_factory.mktemp("report")

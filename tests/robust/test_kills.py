@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from tests.conftest import PYTHON, QUICKSTART, ROOT
-from tests.train.test_data import write
+from tests.train.data.test_store import config_for
+from tests.train.data.test_tables import write
 from tests.train.test_loop import LAUNCH, environment, make_config
-from tests.train.test_store import config_for
 
 DRAFTER = QUICKSTART.parent / "drafters" / "eagle3"
-CLI = ["-c", "from draftsmith.train.cli import main; main()"]
+CLI = ["-c", "from draftsmith.train.commands.cli import main; main()"]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 

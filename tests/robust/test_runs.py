@@ -17,9 +17,9 @@ from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import QUICKSTART
 from tests.robust.mutations import MANY, complaints, forked, outcome, trials
+from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import command_of, disturb
 from tests.train.test_loop import make_config, train, weights
-from tests.train.test_store import config_for, extract
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 SAMPLE = pytest.param(6, id="sample")

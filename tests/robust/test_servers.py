@@ -180,8 +180,8 @@ def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> 
 )
 def test_measuring_it_ends_in_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it writes replies, and (where it is no stream) while it says what it is."""
-    monkeypatch.setattr("draftsmith.inference.live.WHOLE_REPLY_S", SECONDS)
-    monkeypatch.setattr("draftsmith.inference.live.ANSWER_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.WHOLE_REPLY_S", SECONDS)
+    monkeypatch.setattr("draftsmith.inference.evaluation.server.client.ANSWER_S", SECONDS)
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.json"
     rows.write_text(json.dumps({"prompt": "def f():"}) + "\n")
     bad = {**MISBEHAVIOUR, **STREAMS}[kind]

@@ -10,12 +10,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from draftsmith.inference.target import load_target
 from draftsmith.train.arguments import parse
-from draftsmith.train.batches import Batch, Batches
-from draftsmith.train.data import build
+from draftsmith.train.data.batches import Batch, Batches
+from draftsmith.train.data.tables import build
 from draftsmith.train.endings import leave
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import Inputs
-from draftsmith.train.methods import method_module
+from draftsmith.train.method import method_module
 from draftsmith.train.trainer import Trainer
 from safetensors.torch import save_file
 

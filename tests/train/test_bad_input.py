@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.train.cli import main
+from draftsmith.train.commands.cli import main
 
 from tests.conftest import PYTHON, STORIES, make_tokenizer, random_heads, tiny_target
-from tests.train.test_data import chat, write
+from tests.train.data.test_tables import chat, write
 from tests.train.test_loop import environment, make_config
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -294,7 +294,7 @@ def test_a_nan_in_the_target_is_found_before_training(tmp_path: Path, command: C
 
 @pytest.mark.parametrize("seconds", [0.7, 1.4])
 def test_an_interrupt_is_answered_while_the_imports_still_run(saved_tiny: Path, seconds: float) -> None:
-    command = [sys.executable, "-c", "from draftsmith.train.cli import main; main()"]
+    command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
     process = subprocess.Popen(
         [*command, "generate", "--target", str(saved_tiny), "--prompt", "x"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

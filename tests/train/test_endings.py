@@ -20,7 +20,7 @@ SIMULATE = ["simulate", "--acceptance", "0.8"]
 
 
 def started(arguments: list[str], **options) -> subprocess.Popen[str]:
-    code = "from draftsmith.train.cli import main; main()"
+    code = "from draftsmith.train.commands.cli import main; main()"
     return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.PIPE, **options)
 
 

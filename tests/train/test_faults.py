@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
         "        found.last[:] = float('nan')\n"
         "    return found\n"
         "features.LiveTarget.features = poisoned\n"
-        "from draftsmith.train.cli import train_main\n"
+        "from draftsmith.train.commands.cli import train_main\n"
         "train_main(sys.argv[1:])\n"
     )
     config = make_config(tmp_path, saved_tiny)

@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from tests.conftest import PYTHON, tiny_target
-from tests.train.test_data import chat, write
+from tests.train.data.test_tables import chat, write
 
 RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from draftsmith.distill.students import StudentConfig, make_student
 from draftsmith.heads.errors import UserError
-from draftsmith.train.draft_lm import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.eagle import EagleLoss, EagleObjective
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.memory import recomputed, recomputing
+from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
 from torch import Tensor, nn
 
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
-from tests.train.test_alignment import batch_of
+from tests.train.methods.test_alignment import batch_of
 
 Maker = Callable[..., tuple[nn.Module, Callable[[], Tensor]]]
 TARGET = tiny_target(seed=4, num_hidden_layers=4)

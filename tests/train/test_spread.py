@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.train.data.test_store import config_for, extract
 from tests.train.test_faults import curve
 from tests.train.test_loop import launch, logged, make_config, train
-from tests.train.test_store import config_for, extract
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from typing import Any, NoReturn
 
 IMPORTED = (
     "accelerate.commands.launch", "torch.distributed.run", "datasets", "transformers.models.llama.modeling_llama",
-    "draftsmith.train.cli", "draftsmith.train.loop", "draftsmith.train.extract", "draftsmith.train.exporting",
-    "draftsmith.inference.evaluate", "draftsmith.inference.report",
+    "draftsmith.train.commands.cli", "draftsmith.train.loop", "draftsmith.train.data.extract",
+    "draftsmith.train.commands.exporting", "draftsmith.inference.evaluation.evaluate",
+    "draftsmith.inference.evaluation.report.report",
 )  # fmt: skip
 LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
 CLIENT = Path(__file__).with_name("python")

@@ -7,24 +7,50 @@ import importlib
 import sys
 from importlib import metadata
 
-from .endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 
 # Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
 
 VERBS = {  # the module of each command, the class of its options, and what it is for
-    "data plan": ("train.plan", "PlanOptions", "what a training run will cost, before anything runs"),
-    "data extract": ("train.extract", "ExtractOptions", "store the target's features, so that training needs no target"),
-    "data regenerate": ("train.regenerate", "RegenerateOptions", "let the target write the replies of a data set"),
-    "export": ("train.exporting", "ExportOptions", "a drafter as a serving engine loads it, with the command that serves it"),
-    "import": ("train.importing", "ImportOptions", "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter"),
-    "evaluate": ("inference.evaluate", "EvaluateOptions", "acceptance and speed of drafters on held-out prompts"),
-    "compare": ("inference.compare", "CompareOptions", "tau before and after by category, from reports of one drafter's lineage"),
-    "report": ("inference.report", "ReportOptions", "evaluations and training runs as one HTML page, or as Markdown tables"),
-    "simulate": ("inference.simulate", "SimulateOptions", "what an acceptance is worth: tokens a round, best draft length"),
-    "tune": ("inference.tune", "TuneOptions", "which tree pays on this machine: measures, searches, writes a profile"),
-    "generate": ("inference.show", "GenerateOptions", "decode one prompt and show what was accepted"),
-    "doctor": ("train.doctor", "DoctorOptions", "is this machine, target and data fit to run?"),
+    "data plan": ("train.commands.plan", "PlanOptions", "what a training run will cost, before anything runs"),
+    "data extract": ("train.data.extract", "ExtractOptions", "store the target's features, so that training needs no target"),
+    "data regenerate": ("train.data.regenerate", "RegenerateOptions", "let the target write the replies of a data set"),
+    "export": (
+        "train.commands.exporting",
+        "ExportOptions",
+        "a drafter as a serving engine loads it, with the command that serves it",
+    ),
+    "import": (
+        "train.commands.importing",
+        "ImportOptions",
+        "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter",
+    ),
+    "evaluate": ("inference.evaluation.evaluate", "EvaluateOptions", "acceptance and speed of drafters on held-out prompts"),
+    "compare": (
+        "inference.evaluation.compare",
+        "CompareOptions",
+        "tau before and after by category, from reports of one drafter's lineage",
+    ),
+    "report": (
+        "inference.evaluation.report.report",
+        "ReportOptions",
+        "evaluations and training runs as one HTML page, or as Markdown tables",
+    ),
+    "simulate": (
+        "inference.evaluation.simulate",
+        "SimulateOptions",
+        "what an acceptance is worth: tokens a round, best draft length",
+    ),
+    "tune": (
+        "inference.evaluation.tuning.tune",
+        "TuneOptions",
+        "which tree pays on this machine: measures, searches, writes a profile",
+    ),
+    "generate": ("train.commands.generate", "GenerateOptions", "decode one prompt and show what was accepted"),
+    "doctor": ("train.commands.doctor", "DoctorOptions", "is this machine, target and data fit to run?"),
 }
+
+OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,7 +65,7 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "--version":
         print(f"draftsmith {metadata.version('draftsmith')}")
         return
-    from .arguments import parse
+    from ..arguments import parse
 
     words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
     verb = " ".join(argv[:words])
@@ -51,9 +77,9 @@ def _main(argv: list[str]) -> None:
         fail(f"unknown command {verb!r}; " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"))
     name, options_name, _ = VERBS[verb]
     # Options stand in a file that needs no torch: a help text or a mistyped option is answered without it.
-    options_module = importlib.import_module(f"..{name.partition('.')[0]}.options", __package__)
+    options_module = importlib.import_module(OPTIONS[name.partition(".")[0]], __package__)
     options, _ = parse(getattr(options_module, options_name), argv[words:], f"draftsmith {verb}")
-    module = importlib.import_module(f"..{name}", __package__)
+    module = importlib.import_module(f"...{name}", __package__)
     of_module = getattr(module, "if_interrupted", lambda options: "nothing was written")
     resumable = "the same command goes on where it stopped" if words == 2 else of_module(options)
     guarded(lambda: module.run(options), resumable)
@@ -67,8 +93,8 @@ def train_main(argv: list[str] | None = None) -> None:
 
 
 def _train_main(argv: list[str]) -> None:
-    from .arguments import parse
-    from .methods import METHODS, method_module
+    from ..arguments import parse
+    from ..method import METHODS, method_module
 
     if argv[:2] == ["data", "extract"]:  # the one other command that many processes share
         return _main(argv)
@@ -81,7 +107,7 @@ def _train_main(argv: list[str]) -> None:
     run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}")
 
     def start() -> None:
-        from .loop import train
+        from ..loop import train
 
         best = train(run, method, config_yaml)
         if is_main_rank():
@@ -92,7 +118,7 @@ def _train_main(argv: list[str]) -> None:
 
 def _usage(of: str = "") -> str:
     """What there is; `of`: only commands that begin so."""
-    from .methods import METHODS
+    from ..method import METHODS
 
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, (*_, what) in VERBS.items() if verb.startswith(of))

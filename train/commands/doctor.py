@@ -13,19 +13,19 @@ import psutil
 import torch
 from rich.table import Table
 
-from ..heads.errors import UserError
-from ..inference.console import Console
-from ..inference.conversations import Conversation, RowError
-from ..inference.footprint import footprint, gigabytes, too_large
-from ..inference.settings import TargetConfig
-from ..inference.sources import rows_of, source_files
-from ..inference.target import Target, load_target, resolve_device, resolve_dtype
-from .arguments import parse
-from .features import LiveTarget
-from .methods import Method, method_for, method_module
-from .options import DoctorOptions as Options
-from .provenance import versions
-from .templates import encode
+from ...heads.errors import UserError
+from ...inference.console import Console
+from ...inference.conversations.formats import Conversation, RowError
+from ...inference.conversations.sources import rows_of, source_files
+from ...inference.footprint import footprint, gigabytes, too_large
+from ...inference.settings import TargetConfig
+from ...inference.target import Target, load_target, resolve_device, resolve_dtype
+from ..arguments import parse
+from ..data.templates import encode
+from ..features import LiveTarget
+from ..method import Method, method_for, method_module
+from ..options import DoctorOptions as Options
+from ..provenance import versions
 
 GIB = 2**30
 SNUG = 0.6  # share of the free memory that weights may take before the rest is tight

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 
-from ..heads.artifact import OWN_FILE, Artifact
-from ..heads.card import Measured
-from ..heads.errors import UserError
-from ..heads.exporter import export, load_alone, with_vocabulary
-from ..heads.exports import BLOCKS, DRAFTS, Order
-from ..heads.files import check_output_folder, checksum
-from ..heads.vocabulary import most_frequent
-from ..inference.compare import load_measured
-from ..inference.conversations import RowError, conversation_of
-from ..inference.proposer import parse_spec
-from ..inference.rows import LeftOut
-from ..inference.settings import BadRows
-from ..inference.sources import rows_of
-from ..inference.target import Target
-from .eagle import special_ids
-from .inputs import ends_in
-from .options import ExportOptions as Options
-from .templates import encode
+from ...heads.artifact import OWN_FILE, Artifact
+from ...heads.errors import UserError
+from ...heads.exchange.card import Measured
+from ...heads.exchange.exporter import export, load_alone, with_vocabulary
+from ...heads.exchange.exports import BLOCKS, DRAFTS, Order
+from ...heads.files import check_output_folder, checksum
+from ...heads.vocabulary import most_frequent
+from ...inference.conversations.formats import RowError, conversation_of
+from ...inference.conversations.rows import LeftOut
+from ...inference.conversations.sources import rows_of
+from ...inference.evaluation.compare import load_measured
+from ...inference.proposer import parse_spec
+from ...inference.settings import BadRows
+from ...inference.target import Target
+from ..data.templates import encode
+from ..inputs import ends_in
+from ..methods.eagle import special_ids
+from ..options import ExportOptions as Options
 
 
 def run(options: Options) -> None:

@@ -7,16 +7,16 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from ..heads.errors import UserError
-from .api import Decoder
-from .decode import Generation, Request, Round, decode
-from .detokenize import StreamedText
-from .metrics import kept_per_round, tau
-from .options import GenerateOptions as Options
-from .proposer import check_spec, load_proposer
-from .settings import GREEDY, Sampling
-from .target import load_target
-from .tuned import Profile
+from ...heads.errors import UserError
+from ...inference.api import Decoder
+from ...inference.decode import Generation, Request, Round, decode
+from ...inference.detokenize import StreamedText
+from ...inference.evaluation.tuning.profile import Profile
+from ...inference.metrics import kept_per_round, tau
+from ...inference.proposer import check_spec, load_proposer
+from ...inference.settings import GREEDY, Sampling
+from ...inference.target import load_target
+from ..options import GenerateOptions as Options
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 
-from ..heads.artifact import OWN_FILE, Artifact, check_files, check_shape, check_target, drafter_class
-from ..heads.documents import OwnFile, read_document
-from ..heads.errors import UserError
-from ..heads.files import check_output_folder, checksum
-from ..heads.foreign import Answers, Public, TargetSide
-from ..heads.public import read_public
-from ..heads.stored_tensors import StoredTensors
-from ..inference.stored import StoredTarget
-from .inputs import ends_in
-from .options import ImportOptions as Options
-from .provenance import provenance
+from ...heads.artifact import OWN_FILE, Artifact, check_files, check_shape, check_target, drafter_class
+from ...heads.documents import OwnFile, read_document
+from ...heads.errors import UserError
+from ...heads.exchange.foreign import Answers, Public, TargetSide
+from ...heads.exchange.public import read_public
+from ...heads.files import check_output_folder, checksum
+from ...heads.stored_tensors import StoredTensors
+from ...inference.stored import StoredTarget
+from ..inputs import ends_in
+from ..options import ImportOptions as Options
+from ..provenance import provenance
 
 READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 

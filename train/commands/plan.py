@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..heads.files import check_output, whole_file, write_json
-from ..inference.console import Console
-from ..inference.gains import GPUS
-from .arguments import parse
-from .methods import method_for, method_module
-from .options import PlanOptions as Options
-from .outline import ConfigOnly, Outline, config_at, empty
+from ...heads.files import check_output, whole_file, write_json
+from ...inference.console import Console
+from ...inference.evaluation.gains import GPUS
+from ..arguments import parse
+from ..method import method_for, method_module
+from ..options import PlanOptions as Options
+from ..outline import ConfigOnly, Outline, config_at, empty
 
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments

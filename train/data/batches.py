@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .data import TokenTable
+from .tables import TokenTable
 
 PADDING = -1  # document number of padding
 GOLDEN = (5**0.5 - 1) / 2
@@ -36,7 +36,7 @@ class Batch:
     numbers: tuple[int, ...] = ()
     """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
     rounds: Tensor | None = None
-    """[B, S]; in texts decoded with the drafter (train/written.py), at the root of each round: how many of its drafts were looked
+    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each round: how many of its drafts were looked
     at, m > 0 if the last of them was rejected, -m if all were accepted; 0 elsewhere. ANY, or no tensor: ordinary text."""
 
     def __post_init__(self) -> None:

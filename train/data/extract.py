@@ -20,11 +20,11 @@ from accelerate.utils import InitProcessGroupKwargs
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..heads.errors import UserError
-from ..heads.files import check_output_folder, file_facts, remove_partials, whole_directory, whole_file, write_json
-from ..inference.console import Progress
-from ..inference.metrics import repeats_itself
-from ..inference.stored import (
+from ...heads.errors import UserError
+from ...heads.files import check_output_folder, file_facts, remove_partials, whole_directory, whole_file, write_json
+from ...inference.console import Progress
+from ...inference.metrics import repeats_itself
+from ...inference.stored import (
     MANIFEST,
     SAMPLE_FILE,
     TEXTS_FILE,
@@ -35,19 +35,19 @@ from ..inference.stored import (
     save_texts,
     verify_noted,
 )  # fmt: skip
-from ..inference.target import Target, load_target
-from . import data as data_module
-from .arguments import parse
+from ...inference.target import Target, load_target
+from ..arguments import parse
+from ..config import RunConfig
+from ..evaluation import held_out_prompts, write_text
+from ..features import FeatureSource, LiveTarget
+from ..inputs import on_rank, served_target
+from ..loop import check_before_loading
+from ..method import method_for, method_module
+from ..options import ExtractOptions as Options
+from ..parallel import load_models_whole, on_main
+from ..provenance import provenance
+from . import tables as data_module
 from .batches import Batches, collate
-from .config import RunConfig
-from .evaluation import held_out_prompts, write_text
-from .features import FeatureSource, LiveTarget
-from .inputs import on_rank, served_target
-from .loop import check_before_loading
-from .methods import method_for, method_module
-from .options import ExtractOptions as Options
-from .parallel import load_models_whole, on_main
-from .provenance import provenance
 from .served import ServedFeatures, ServedTarget, served_texts
 from .store import WANTED, Layout, ShardWriter, shard_path, shards_to_write, tell, wanted
 

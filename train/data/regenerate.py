@@ -20,17 +20,17 @@ from typing import Any, TextIO
 import torch
 from transformers import GenerationConfig
 
-from ..heads.documents import DocumentError, convert
-from ..heads.errors import UserError
-from ..heads.files import check_output
-from ..inference.console import Progress
-from ..inference.conversations import Conversation, RowError, conversation_of
-from ..inference.rows import LeftOut, prompt_ids, warn_of_plain_text
-from ..inference.sources import rows_of
-from ..inference.target import PROCESSORS, Target, load_target
-from .documents import WrittenRow
-from .options import RegenerateOptions as Options
-from .options import Sampling
+from ...heads.documents import DocumentError, convert
+from ...heads.errors import UserError
+from ...heads.files import check_output
+from ...inference.console import Progress
+from ...inference.conversations.formats import Conversation, RowError, conversation_of
+from ...inference.conversations.rows import LeftOut, prompt_ids, warn_of_plain_text
+from ...inference.conversations.sources import rows_of
+from ...inference.target import PROCESSORS, Target, load_target
+from ..documents import WrittenRow
+from ..options import RegenerateOptions as Options
+from ..options import ReplySampling
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     ):
         sink = Sink(file, progress, facts, written)
         if options.server.url is not None:
-            from .server import regenerate_on_server
+            from .replies import regenerate_on_server
 
             regenerate_on_server(tasks, options, sink)
         else:
@@ -305,7 +305,7 @@ def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
 
 
 @torch.inference_mode()
-def sample(target: Target, prompts: list[list[int]], sampling: Sampling, seed: int) -> list[list[int]]:
+def sample(target: Target, prompts: list[list[int]], sampling: ReplySampling, seed: int) -> list[list[int]]:
     """One reply for each prompt, cut behind its end token; `generate` with left padding."""
     width = max(map(len, prompts))
     pad = next(iter(target.eos_ids), 0)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 
-from ..heads.documents import DocumentError, Token, convert, demand
-from ..heads.errors import UserError
-from ..inference.conversations import RowError
+from ...heads.documents import DocumentError, Token, convert, demand
+from ...heads.errors import UserError
+from ...inference.conversations.formats import RowError
 from .regenerate import Options, Sink, Task
 
 log = logging.getLogger(__name__)

@@ -18,15 +18,15 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
 
-from ..heads.artifact import Artifact
-from ..heads.errors import UserError
-from ..inference.console import Progress
-from ..inference.decode import Generation, Request, generate
-from ..inference.proposer import PlainDecoding, Proposer, method_module
-from ..inference.settings import Sampling
-from ..inference.target import Target
+from ...heads.artifact import Artifact
+from ...heads.errors import UserError
+from ...inference.console import Progress
+from ...inference.decode import Generation, Request, generate
+from ...inference.proposer import PlainDecoding, Proposer, method_module
+from ...inference.settings import Sampling
+from ...inference.target import Target
 from .batches import ANY, Batches, pack
-from .data import TokenTable
+from .tables import TokenTable
 
 Document = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids, mask, rounds: see `Batch`."""

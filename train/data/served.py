@@ -21,13 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_bytes
 from torch import Tensor
 
-from ..heads.errors import UserError
-from ..heads.vocabulary import spread_ids
-from ..inference.console import Progress
-from ..inference.stored import HeldOutText, StoredTarget
-from ..inference.target import Hidden, Target
+from ...heads.errors import UserError
+from ...heads.vocabulary import spread_ids
+from ...inference.console import Progress
+from ...inference.stored import HeldOutText, StoredTarget
+from ...inference.target import Hidden, Target
+from ..features import Features
 from .batches import PADDING, Batch
-from .features import Features
 
 
 @dataclass

@@ -25,16 +25,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..heads.documents import read_document
-from ..heads.errors import UserError
-from ..heads.files import checksum, differs, whole_file, write_json
-from ..inference.documents import Manifest
-from ..inference.stored import manifest_of
-from ..inference.target import Target
+from ...heads.documents import read_document
+from ...heads.errors import UserError
+from ...heads.files import checksum, differs, whole_file, write_json
+from ...inference.documents import Manifest
+from ...inference.stored import manifest_of
+from ...inference.target import Target
+from ..documents import ShardNote, Wanted
+from ..features import Features
+from ..options import StoreType
 from .batches import PADDING, Batch, Batches
-from .documents import ShardNote, Wanted
-from .features import Features
-from .options import StoreType
 
 log = logging.getLogger(__name__)
 

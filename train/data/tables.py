@@ -21,17 +21,17 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from ..heads.documents import read_document
-from ..heads.errors import UserError
-from ..heads.files import differs, facts_of, whole_directory, write_json
-from ..heads.fingerprint import tokenizer_hash
-from ..inference.console import Progress
-from ..inference.conversations import Conversation, RowError, conversation_of
-from ..inference.rows import LeftOut
-from ..inference.sources import rows_of, source_files
-from ..inference.target import Target
-from .config import Data, HeldOut, Source
-from .documents import Counts
+from ...heads.documents import read_document
+from ...heads.errors import UserError
+from ...heads.files import differs, facts_of, whole_directory, write_json
+from ...heads.fingerprint import tokenizer_hash
+from ...inference.console import Progress
+from ...inference.conversations.formats import Conversation, RowError, conversation_of
+from ...inference.conversations.rows import LeftOut
+from ...inference.conversations.sources import rows_of, source_files
+from ...inference.target import Target
+from ..config import Data, HeldOut, Source
+from ..documents import Counts
 from .templates import Encoded, encode
 
 log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..inference.conversations import Conversation, RowError
-from ..inference.rows import template_of
+from ...inference.conversations.formats import Conversation, RowError
+from ...inference.conversations.rows import template_of
 
 
 @dataclass

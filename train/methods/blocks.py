@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..heads.dflash import DFlashDrafter, Pair
-from .batches import Batch
-from .memory import Memory, recomputing
+from ...heads.dflash import DFlashDrafter, Pair
+from ..data.batches import Batch
+from ..memory import Memory, recomputing
 from .unroll import Backend, bucket, flex_for
 
 GROUP_ROWS = 128  # rows of blocks that share one slice of the context, at most

@@ -18,24 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
-from ..heads import dflash
-from ..heads.artifact import Artifact
-from ..heads.dflash import DFlashConfig, DFlashDrafter, shape_for
-from ..heads.errors import UserError
-from ..heads.layers import begin_unsure
-from ..inference.dflash import RANKS, calibrate
-from ..inference.target import Hidden, Target
-from .batches import Batch, Batches
+from ...distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...heads import dflash
+from ...heads.artifact import Artifact
+from ...heads.dflash import DFlashConfig, DFlashDrafter, shape_for
+from ...heads.errors import UserError
+from ...heads.layers import begin_unsure
+from ...inference.proposers.dflash import RANKS, calibrate
+from ...inference.target import Hidden, Target
+from ..config import RunConfig
+from ..data.batches import Batch, Batches
+from ..data.rollouts import Rollouts, Writer
+from ..features import Features
+from ..memory import Memory
+from ..objectives import Sums, depth_metrics, smoothed, survival_weights
+from ..outline import ConfigOnly, Outline
 from .blocks import Anchors, contexts, run_blocks
-from .config import RunConfig
-from .features import Features
 from .mask_token import mask_token_for
-from .memory import Memory
-from .objectives import Sums, depth_metrics, smoothed, survival_weights
-from .outline import ConfigOnly, Outline
 from .unroll import Backend
-from .written import Rollouts, Writer
 
 log = logging.getLogger(__name__)
 

@@ -16,22 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
-from ..distill.students import StudentConfig, chosen_layers, make_student, plan_of, smaller
-from ..heads.artifact import Artifact
-from ..heads.draft_lm import DraftModel
-from ..heads.errors import UserError
-from ..heads.layout import place
-from ..inference.draft_lm import accepted_by_root, calibrate
-from ..inference.spread import decoder_layers
-from ..inference.target import Hidden, Target
-from .batches import Batch, Batches
-from .config import RunConfig
-from .features import Features, check_packing
-from .memory import Memory, recomputed
-from .objectives import Sums, depth_metrics
-from .outline import ConfigOnly, Outline, config_at, empty
-from .written import Errors, Rollouts, Writer, decoded_rounds, student_texts
+from ...distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...distill.students import StudentConfig, chosen_layers, make_student, plan_of, smaller
+from ...heads.artifact import Artifact
+from ...heads.draft_model import DraftModel
+from ...heads.errors import UserError
+from ...heads.layout import place
+from ...inference.proposers.draft_model import accepted_by_root, calibrate
+from ...inference.spread import decoder_layers
+from ...inference.target import Hidden, Target
+from ..config import RunConfig
+from ..data.batches import Batch, Batches
+from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, student_texts
+from ..features import Features, check_packing
+from ..memory import Memory, recomputed
+from ..objectives import Sums, depth_metrics
+from ..outline import ConfigOnly, Outline, config_at, empty
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..distill.divergences import Divergence
-from ..heads import dspark
-from ..heads.artifact import Artifact
-from ..heads.dspark import DSparkConfig, DSparkDrafter, shape_for
-from ..heads.errors import UserError
-from ..inference.dspark import calibrate
-from ..inference.target import Hidden, Target
+from ...distill.divergences import Divergence
+from ...heads import dspark
+from ...heads.artifact import Artifact
+from ...heads.dspark import DSparkConfig, DSparkDrafter, shape_for
+from ...heads.errors import UserError
+from ...inference.proposers.dspark import calibrate
+from ...inference.target import Hidden, Target
+from ..config import RunConfig
+from ..data.batches import Batches
+from ..objectives import Sums
+from ..outline import ConfigOnly, Outline
 from . import dflash
-from .batches import Batches
-from .config import RunConfig
 from .dflash import (
     REPLAYED,
     BlockLoss,
@@ -35,8 +37,6 @@ from .dflash import (
     writers,
 )
 from .mask_token import mask_token_for
-from .objectives import Sums
-from .outline import ConfigOnly, Outline
 
 __all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
            "outline", "teacher_forced", "writers"]  # fmt: skip

@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
-from ..heads.artifact import Artifact
-from ..heads.eagle import EagleConfig, EagleDrafter, EagleShape, config_of, shape_for
-from ..heads.errors import UserError
-from ..heads.layers import begin_unsure
-from ..heads.vocabulary import most_frequent
-from ..inference.eagle import RANKS, calibrate
-from ..inference.target import Hidden, Target
-from .batches import Batch, Batches
-from .config import RunConfig
-from .features import Features
-from .memory import Memory
-from .objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
-from .outline import ConfigOnly, Outline
+from ...distill.divergences import NEEDS_LABELS, Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...heads.artifact import Artifact
+from ...heads.eagle import EagleConfig, EagleDrafter, EagleShape, config_of, shape_for
+from ...heads.errors import UserError
+from ...heads.layers import begin_unsure
+from ...heads.vocabulary import most_frequent
+from ...inference.proposers.eagle import RANKS, calibrate
+from ...inference.target import Hidden, Target
+from ..config import RunConfig
+from ..data.batches import Batch, Batches
+from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds
+from ..features import Features
+from ..memory import Memory
+from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
+from ..outline import ConfigOnly, Outline
 from .unroll import Backend, unroll
-from .written import Errors, Rollouts, Writer, decoded_rounds
 
 log = logging.getLogger(__name__)
 

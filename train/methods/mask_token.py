@@ -10,10 +10,10 @@ import logging
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
-from ..heads.vocabulary import spread_ids
-from ..inference.target import Target
-from .batches import Batches
+from ...heads.errors import UserError
+from ...heads.vocabulary import spread_ids
+from ...inference.target import Target
+from ..data.batches import Batches
 
 log = logging.getLogger(__name__)
 

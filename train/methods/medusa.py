@@ -13,19 +13,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
-from ..heads.artifact import Artifact
-from ..heads.errors import UserError
-from ..heads.medusa import MedusaConfig, MedusaHeads
-from ..inference.medusa import accepted_by_root, calibrate
-from ..inference.medusa import teacher_forced as teacher_forced_by_last
-from ..inference.target import Hidden, Target
-from .batches import Batch, Batches
-from .config import RunConfig
-from .features import Features
-from .objectives import Sums, depth_metrics, static_decay
-from .outline import ConfigOnly, Outline
-from .written import Rollouts, Writer
+from ...distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...heads.artifact import Artifact
+from ...heads.errors import UserError
+from ...heads.medusa import MedusaConfig, MedusaHeads
+from ...inference.proposers.medusa import accepted_by_root, calibrate
+from ...inference.proposers.medusa import teacher_forced as teacher_forced_by_last
+from ...inference.target import Hidden, Target
+from ..config import RunConfig
+from ..data.batches import Batch, Batches
+from ..data.rollouts import Rollouts, Writer
+from ..features import Features
+from ..objectives import Sums, depth_metrics, static_decay
+from ..outline import ConfigOnly, Outline
 
 __all__ = [
     "REPLAYED",
@@ -168,5 +168,5 @@ def writers(run: Run, target: Target, drafter: MedusaHeads) -> list[tuple[str, R
 
 
 def teacher_forced(heads: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
-    """As in `inference/medusa.py`, of all features."""
+    """As in `inference/proposers/medusa.py`, of all features."""
     return teacher_forced_by_last(heads, hidden.last, ids)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..heads.eagle import EagleDrafter
-from .batches import PADDING, Batch
-from .memory import Memory, recomputing
+from ...heads.eagle import EagleDrafter
+from ..data.batches import PADDING, Batch
+from ..memory import Memory, recomputing
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
 Pair = tuple[Tensor, Tensor]

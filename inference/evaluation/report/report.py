@@ -10,12 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..heads.errors import UserError
-from ..heads.files import check_output, read_json, whole_file
+from ....heads.errors import UserError
+from ....heads.files import check_output, read_json, whole_file
+from ..compare import load_report
+from ..evaluate import BASELINES
+from ..options import ReportOptions as Options
 from . import sections
-from .compare import load_report
-from .evaluate import BASELINES
-from .options import ReportOptions as Options
 from .page import folded, page
 from .tables import Report, Training, categories, firsts, served, summary, trainings
 

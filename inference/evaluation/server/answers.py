@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ..heads.documents import Count, Token
+from ....heads.documents import Count, Token
 
 
 class ModelEntry(Struct):

@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 
-from ..heads.documents import DocumentError, convert
-from ..heads.errors import UserError
-from ..heads.files import no_constant
+from ....heads.documents import DocumentError, convert
+from ....heads.errors import UserError
+from ....heads.files import no_constant
+from ...conversations.prompts import Prompt
+from ...settings import Sampling, check_url
 from .answers import ModelEntry, ModelList, SglangChunk, SglangFinish, SglangMeta, VllmChunk
 from .counters import Counters, read_counters
-from .prompts import Prompt
-from .settings import Sampling, check_url
 
 WHOLE_REPLY_S = 600.0  # for a reply, however slowly it comes
 ANSWER_S = 30.0  # for what it says of itself

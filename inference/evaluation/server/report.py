@@ -17,18 +17,18 @@ from rich import box
 from rich.table import Table
 from transformers import GenerationConfig
 
-from ..heads.errors import UserError
-from ..heads.pretrained import clear_errors, read_config, read_tokenizer
-from .console import Console, Progress
+from ....heads.errors import UserError
+from ....heads.pretrained import clear_errors, read_config, read_tokenizer
+from ...console import Console, Progress
+from ...conversations.prompts import Prompt, next_turn, read_prompts
+from ...decode import Generation
+from ...metrics import quantiles
+from ...settings import Sampling, TargetConfig
+from ...target import Target
+from ...target_files import base_and_adapter
+from ..measure import Results, divergence
+from .client import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
-from .decode import Generation
-from .live import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
-from .measure import Results, divergence
-from .metrics import quantiles
-from .prompts import Prompt, next_turn, read_prompts
-from .settings import Sampling, TargetConfig
-from .target import Target
-from .target_files import base_and_adapter
 
 SHOWN = 3
 WARM_UP = 8  # tokens

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from ..heads.errors import UserError
-from .autoregressive import Planned, TreePlan
-from .eagle import RANKS
-from .early_exit import EarlyExit
-from .growth import Ranks, grow
-from .lookup import LookupProposer
-from .medusa import MedusaProposer
-from .proposer import MOST, Proposer, load_proposer
-from .settings import Sampling
-from .target import Target
-from .walk import BEST, KnownPath, Text, nodes_needed, walk
+from ....heads.errors import UserError
+from ...proposer import MOST, Proposer, load_proposer
+from ...proposers.autoregressive import Planned, TreePlan
+from ...proposers.eagle import RANKS
+from ...proposers.early_exit import EarlyExit
+from ...proposers.growth import Ranks, grow
+from ...proposers.lookup import LookupProposer
+from ...proposers.medusa import MedusaProposer
+from ...settings import Sampling
+from ...target import Target
+from .replay_roots import BEST, KnownPath, Text, nodes_needed, walk
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 LEVELS = 8

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.errors import UserError
+from ....heads.errors import UserError
+from ...decode import Request, Round, decode
+from ...proposer import Accepted, PlainDecoding, Prompts, Proposer
+from ...sampling import Draws
+from ...settings import GREEDY, Sampling
+from ...target import Target
+from ...tree import NO_NODE, DraftTree, TreeShape
+from ..options import SAMPLES, SWEEPS
 from .candidates import Candidate
-from .decode import Request, Round, decode
-from .options import SAMPLES, SWEEPS
-from .proposer import Accepted, PlainDecoding, Prompts, Proposer
-from .sampling import Draws
-from .settings import GREEDY, Sampling
-from .target import Target
-from .tree import NO_NODE, DraftTree, TreeShape
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 FEWEST = 3  # samples that a median needs

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..heads.documents import read_document
-from ..heads.errors import UserError
-from .decode import Generation, Request, generate
-from .documents import ProfileFile
-from .proposer import load_proposer, parse_spec, without_tree
-from .settings import Sampling
-from .target import Target
+from ....heads.documents import read_document
+from ....heads.errors import UserError
+from ...decode import Generation, Request, generate
+from ...documents import ProfileFile
+from ...proposer import load_proposer, parse_spec, without_tree
+from ...settings import Sampling
+from ...target import Target
 
 SCHEMA = 1
 

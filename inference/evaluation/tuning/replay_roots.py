@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .cache import TreeCache
-from .decode import Generation
-from .growth import Continue, Level
-from .noise import row_keys
-from .proposer import Accepted, Prompts, Proposer
-from .replay import UNKNOWN
-from .sampling import Draws
-from .settings import Sampling
-from .target import Hidden, Target
-from .tree import DraftTree, TreeShape
+from ...cache import TreeCache
+from ...decode import Generation
+from ...noise import row_keys
+from ...proposer import Accepted, Prompts, Proposer
+from ...proposers.growth import Continue, Level
+from ...replay import UNKNOWN
+from ...sampling import Draws
+from ...settings import Sampling
+from ...target import Hidden, Target
+from ...tree import DraftTree, TreeShape
 
 NEVER = 1 << 20
 """Nodes that a tree would need for a draft that is not among the candidates at all."""

@@ -17,8 +17,20 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..heads.errors import UserError
-from ..heads.files import check_output, whole_file, write_json
+from ....heads.errors import UserError
+from ....heads.files import check_output, whole_file, write_json
+from ...console import Console, Progress
+from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ...conversations.sources import source_files
+from ...decode import Generation, Request, generate
+from ...proposer import PlainDecoding, check_spec, load_proposer
+from ...settings import Sampling
+from ...target import Target, load_target
+from ..evaluate import numbers, origin
+from ..journal import Journal
+from ..measure import Setting, compare, measured
+from ..options import SWEEPS
+from ..options import TuneOptions as Options
 from .budget import (
     DRAFTING,
     MEASURING,
@@ -32,21 +44,9 @@ from .budget import (
     texts_that_fit,
 )  # fmt: skip
 from .candidates import Candidate, candidates, check_tunable
-from .console import Console, Progress
 from .costs import NODES, PLAIN, SETTLE, SHORTEST, DraftCosts, VerifyCosts, between, drafting, verification
-from .decode import Generation, Request, generate
-from .evaluate import numbers, origin
-from .journal import Journal
-from .measure import Setting, compare, measured
-from .options import SWEEPS
-from .options import TuneOptions as Options
-from .prompts import Prompt, check_batches, check_room, read_prompts
-from .proposer import PlainDecoding, check_spec, load_proposer
-from .settings import Sampling
-from .sources import source_files
-from .target import Target, load_target
-from .tuned import SCHEMA, key_of, machine_of
-from .walk import Text
+from .profile import SCHEMA, key_of, machine_of
+from .replay_roots import Text
 
 log = logging.getLogger(__name__)
 

@@ -11,15 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads import exporter
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exporter import export, load_alone, with_vocabulary
-from draftsmith.heads.exports import ENGINES, RECIPES, EngineName, Order, files_for, kind_of, recipe_for, sglang_taps, vllm_guess
+from draftsmith.heads.exchange import exporter
+from draftsmith.heads.exchange.exporter import export, load_alone, with_vocabulary
+from draftsmith.heads.exchange.exports import (
+    ENGINES,
+    RECIPES,
+    EngineName,
+    Order,
+    files_for,
+    kind_of,
+    recipe_for,
+    sglang_taps,
+    vllm_guess,
+)
+from draftsmith.heads.exchange.foreign import Answers, TargetSide
+from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
-from draftsmith.heads.foreign import Answers, TargetSide
-from draftsmith.heads.public import read_public
 from draftsmith.inference.target import Target
 from safetensors import safe_open
 from safetensors.torch import load_file

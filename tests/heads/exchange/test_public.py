@@ -13,13 +13,13 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.foreign import Answers, Public
-from draftsmith.heads.public import read_public
+from draftsmith.heads.exchange.foreign import Answers, Public
+from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.stored_tensors import StoredTensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.heads.test_exports import TAPS, TARGET, eagle, heads, side
+from tests.heads.exchange.test_exports import TAPS, TARGET, eagle, heads, side
 
 Tensors = dict[str, Tensor]
 NONE = Answers()

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.heads import exporter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exporter import export
-from draftsmith.heads.exports import files_for, recipe_for
-from draftsmith.heads.foreign import Answers
+from draftsmith.heads.exchange import exporter
+from draftsmith.heads.exchange.exporter import export
+from draftsmith.heads.exchange.exports import files_for, recipe_for
+from draftsmith.heads.exchange.foreign import Answers
 from safetensors.torch import load_file
 
-from tests.heads.test_exports import TAPS, TARGET, block, order
-from tests.heads.test_public import EMBEDDING, Tensors, read, same, store
+from tests.heads.exchange.test_exports import TAPS, TARGET, block, order
+from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 
 HEAD = TARGET.head_weight.detach().clone()
 BACKBONE: dict[str, Any] = {

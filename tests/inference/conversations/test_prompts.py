@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.prompts import check_room, read_prompts
+from draftsmith.inference.conversations.prompts import check_room, read_prompts
 from draftsmith.inference.target import Target
 
 from tests.conftest import ROOT

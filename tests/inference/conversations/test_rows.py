@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations import RowError, conversation_of
-from draftsmith.inference.rows import read_json_rows
+from draftsmith.inference.conversations.formats import RowError, conversation_of
+from draftsmith.inference.conversations.rows import read_json_rows
 from hypothesis import given
 from hypothesis import strategies as st
 

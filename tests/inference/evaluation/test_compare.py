@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.compare import Options, compared, run
+from draftsmith.inference.evaluation.compare import Options, compared, run
 
 CODE, CHAT = [3, 4, 2], [2, 1, 2]
 

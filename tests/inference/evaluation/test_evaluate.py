@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.evaluate import Options, check
-from draftsmith.inference.measure import model_batches
+from draftsmith.inference.conversations.prompts import next_turn, read_prompts
+from draftsmith.inference.evaluation.evaluate import Options, check
+from draftsmith.inference.evaluation.measure import model_batches
 from draftsmith.inference.metrics import quantiles
-from draftsmith.inference.prompts import next_turn, read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import load_target
 
 from tests.conftest import QUICKSTART
-from tests.inference.test_simulate import run_cli
+from tests.inference.evaluation.test_simulate import run_cli
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.compare import check_alike
 from draftsmith.inference.decode import Generation, Round
-from draftsmith.inference.journal import Journal, as_json, from_json, journal_path
+from draftsmith.inference.evaluation.compare import check_alike
+from draftsmith.inference.evaluation.journal import Journal, as_json, from_json, journal_path
 
 from tests.conftest import PYTHON, QUICKSTART
-from tests.inference.test_simulate import environment, run_cli
+from tests.inference.evaluation.test_simulate import environment, run_cli
 
 DRAFTER = str(QUICKSTART.parent / "drafters" / "eagle3")
-CLI = "from draftsmith.train.cli import main; main()"
+CLI = "from draftsmith.train.commands.cli import main; main()"
 WRITES_AT_ONCE = f"from draftsmith.inference import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; {CLI}"
 
 

@@ -14,14 +14,24 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference import charts, sections
-from draftsmith.inference.charts import Axis, Bar, Series, Shares, bar_chart, line_chart, share_chart, spread, ticks
-from draftsmith.inference.page import SCRIPT
-from draftsmith.inference.report import Options, gather, html, markdown, run
-from draftsmith.inference.tables import Table, Training, fastest, size, summary, trainings
-from draftsmith.inference.tables import served as tables_served
+from draftsmith.inference.evaluation.report import charts, sections
+from draftsmith.inference.evaluation.report.charts import (
+    Axis,
+    Bar,
+    Series,
+    Shares,
+    bar_chart,
+    line_chart,
+    share_chart,
+    spread,
+    ticks,
+)
+from draftsmith.inference.evaluation.report.page import SCRIPT
+from draftsmith.inference.evaluation.report.report import Options, gather, html, markdown, run
+from draftsmith.inference.evaluation.report.tables import Table, Training, fastest, size, summary, trainings
+from draftsmith.inference.evaluation.report.tables import served as tables_served
 
-from tests.inference.test_simulate import run_cli
+from tests.inference.evaluation.test_simulate import run_cli
 
 EVIL = [
     "<script>alert(1)</script>",

@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.compare import load_measured
-from draftsmith.inference.counters import DEFINITIONS, Counters, Speculation, of_sglang, of_vllm, read_counters
-from draftsmith.inference.evaluate import Options, run
-from draftsmith.inference.live import Load, Reply
-from draftsmith.inference.live_report import figures
-from draftsmith.inference.prompts import Prompt
+from draftsmith.inference.conversations.prompts import Prompt
+from draftsmith.inference.evaluation.compare import load_measured
+from draftsmith.inference.evaluation.evaluate import Options, run
+from draftsmith.inference.evaluation.server.client import Load, Reply
+from draftsmith.inference.evaluation.server.counters import DEFINITIONS, Counters, Speculation, of_sglang, of_vllm, read_counters
+from draftsmith.inference.evaluation.server.report import figures
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import load_target
 from transformers import AutoTokenizer
 
-from tests.inference.test_simulate import run_cli
-from tests.train.test_regenerate import alone
+from tests.inference.evaluation.test_simulate import run_cli
+from tests.train.data.test_regenerate import alone
 
 # The worked example of evaluation.md, chains of 3 of which 0, 2 and 3 are accepted, behind the prefill's token and before a step
 # without a draft: 1 + (1 + 3 + 4) + 1 tokens. (tokens of the chunk, tokens drafted)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.gains import (
+from draftsmith.inference.evaluation.gains import (
     GPUS,
     Model,
     best_length,
@@ -25,7 +25,7 @@ from draftsmith.inference.gains import (
     speedup,
     stretched,
 )
-from draftsmith.inference.simulate import Options, from_report, simulation
+from draftsmith.inference.evaluation.simulate import Options, from_report, simulation
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ from tests.train.test_loop import environment
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from draftsmith.train.cli import main; main()"
+    code = "from draftsmith.train.commands.cli import main; main()"
     return subprocess.run([PYTHON, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=240)
 
 

@@ -10,18 +10,28 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.budget import finalists_that_fit, roots_that_fit, samples_that_fit, texts_that_fit
-from draftsmith.inference.candidates import Candidate
-from draftsmith.inference.costs import NODES, PLAIN, DraftCosts, Filler, VerifyCosts, _fit, between, features, run
+from draftsmith.inference.evaluation.tuning.budget import finalists_that_fit, roots_that_fit, samples_that_fit, texts_that_fit
+from draftsmith.inference.evaluation.tuning.candidates import Candidate
+from draftsmith.inference.evaluation.tuning.costs import (
+    NODES,
+    PLAIN,
+    DraftCosts,
+    Filler,
+    VerifyCosts,
+    _fit,
+    between,
+    features,
+    run,
+)
+from draftsmith.inference.evaluation.tuning.profile import Profile, Tuned, key_of
+from draftsmith.inference.evaluation.tuning.replay_roots import Text
+from draftsmith.inference.evaluation.tuning.tune import Options, check, predicted, probes_of
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.target import Target
-from draftsmith.inference.tune import Options, check, predicted, probes_of
-from draftsmith.inference.tuned import Profile, Tuned, key_of
-from draftsmith.inference.walk import Text
 
 from tests.conftest import QUICKSTART
-from tests.inference.test_simulate import run_cli
+from tests.inference.evaluation.test_simulate import run_cli
 from tests.trained import chat_prompts
 
 MEDUSA = str(QUICKSTART.parent / "drafters" / "medusa")

@@ -9,18 +9,18 @@ import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
-from draftsmith.inference import dflash, dspark
 from draftsmith.inference.accept import match
-from draftsmith.inference.candidates import candidates
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.dflash import cut
-from draftsmith.inference.dspark import calibration_error, scale_sequentially
-from draftsmith.inference.growth import Level, Slots
+from draftsmith.inference.evaluation.tuning.candidates import candidates
+from draftsmith.inference.evaluation.tuning.replay_roots import Text, nodes_needed
 from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.proposers import dflash, dspark
+from draftsmith.inference.proposers.dflash import cut
+from draftsmith.inference.proposers.dspark import calibration_error, scale_sequentially
+from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.inference.tree import DraftTree, TreeShape
-from draftsmith.inference.walk import Text, nodes_needed
 from torch import Tensor
 
 from tests.blocks import proposer_of, random_block

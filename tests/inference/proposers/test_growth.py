@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
+from draftsmith.inference.proposers.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape

@@ -9,13 +9,13 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.draft_lm import DraftLM, load_draft_lm
-from draftsmith.inference.early_exit import EarlyExit, first_layers
-from draftsmith.inference.lookahead import Lookahead
-from draftsmith.inference.ngram import NgramLookup
 from draftsmith.inference.proposer import Accepted, Prompts, load_proposer, parse_spec
+from draftsmith.inference.proposers.draft_model import DraftLM, load_draft_lm
+from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
+from draftsmith.inference.proposers.lookahead import Lookahead
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.suffix import SuffixAutomaton
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.suffix import SuffixAutomaton
 from draftsmith.inference.target import Target
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -19,12 +19,12 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
-from draftsmith.heads.exports import EngineName
+from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
-from draftsmith.train import exporting, importing
-from draftsmith.train.cli import main
+from draftsmith.train.commands import exporting, importing
+from draftsmith.train.commands.cli import main
 from safetensors.torch import load_file, save_file
 
 from tests.blocks import random_block
@@ -172,7 +172,7 @@ def test_a_flipped_flag_in_an_artifact_of_ours(quickstart: Target, exports: dict
 
 
 def cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-c", "from draftsmith.train.cli import main; main()", *map(str, arguments)]
+    command = [PYTHON, "-c", "from draftsmith.train.commands.cli import main; main()", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
@@ -330,8 +330,8 @@ def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     shutil.rmtree(tmp_path / "out")
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from draftsmith.train.cli import main; main(sys.argv[1:])", "export", "--drafter",
-         str(DRAFTERS / "medusa"), "--to", "tgi", "--out", str(tmp_path / "out"), "--push", "me/medusa"],
+        [sys.executable, "-c", "import sys; from draftsmith.train.commands.cli import main; main(sys.argv[1:])", "export",
+         "--drafter", str(DRAFTERS / "medusa"), "--to", "tgi", "--out", str(tmp_path / "out"), "--push", "me/medusa"],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and "was written, but the hub does not take it" in done.stderr

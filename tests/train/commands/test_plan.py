@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.train import medusa, plan
 from draftsmith.train.affordable import check_affordable
+from draftsmith.train.commands import plan
+from draftsmith.train.commands.plan import Options, Shape, plan_for
+from draftsmith.train.methods import medusa
 from draftsmith.train.pace import PARTS, Pace
-from draftsmith.train.plan import Options, Shape, plan_for
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.conftest import tiny_target
@@ -21,7 +22,7 @@ from tests.train.test_loop import make_config, train
 
 def run_of(tmp_path: Path, target: Path, method: str):
     config = make_config(tmp_path, target, method)
-    module = {"medusa": medusa}.get(method) or __import__(f"draftsmith.train.{method}", fromlist=["Run"])
+    module = {"medusa": medusa}.get(method) or __import__(f"draftsmith.train.methods.{method}", fromlist=["Run"])
     from draftsmith.train.arguments import parse
 
     return config, module, parse(module.Run, ["--config", str(config)], "x")[0]

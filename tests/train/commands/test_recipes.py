@@ -14,10 +14,10 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
-from draftsmith.train import plan
-from draftsmith.train.methods import METHODS, Method, method_module
+from draftsmith.train.commands import plan
+from draftsmith.train.commands.plan import Options, outlined, planned
+from draftsmith.train.method import METHODS, Method, method_module
 from draftsmith.train.outline import ConfigOnly
-from draftsmith.train.plan import Options, outlined, planned
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 

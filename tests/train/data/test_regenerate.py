@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations import conversation_of
+from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
+from draftsmith.train.data.regenerate import mend, questions, run, take_batch
+from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
-from draftsmith.train.options import Sampling, Server
-from draftsmith.train.regenerate import mend, questions, run, take_batch
-from draftsmith.train.templates import encode
+from draftsmith.train.options import ReplySampling, Server
 
 from tests.conftest import tiny_target
-from tests.train.test_data import write
+from tests.train.data.test_tables import write
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(5)]
 TURNS: dict[str, Any] = {
@@ -32,10 +32,10 @@ TURNS: dict[str, Any] = {
         {"role": "user", "content": "two"},
     ]
 }
-GREEDY = Sampling(temperature=0, max_new_tokens=12)
+GREEDY = ReplySampling(temperature=0, max_new_tokens=12)
 
 
-def options(folder: Path, target: Path, rows: list[Any], sampling: Sampling = GREEDY, **more: Any) -> Options:
+def options(folder: Path, target: Path, rows: list[Any], sampling: ReplySampling = GREEDY, **more: Any) -> Options:
     config = TargetConfig(str(target), device="cpu")
     return Options(config, write(folder / "in.jsonl", rows), str(folder / "out.jsonl"), sampling, **more)
 
@@ -64,7 +64,7 @@ def test_batched_replies_equal_those_written_alone_token_for_token(tmp_path: Pat
 
 
 def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(tmp_path: Path, saved_tiny: Path) -> None:
-    run(options(tmp_path, saved_tiny, ROWS, Sampling(temperature=1.0, max_new_tokens=12)))
+    run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=1.0, max_new_tokens=12)))
     for row in rows_of(tmp_path):
         (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
         ((start, end),) = row["response_spans"]
@@ -78,7 +78,7 @@ def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(tmp_path: Path
     target.model.generation_config.eos_token_id = [1, *range(100, 250)]  # replies of a few tokens
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    run(options(tmp_path, folder, [TURNS], Sampling(temperature=1.0, max_new_tokens=200)))
+    run(options(tmp_path, folder, [TURNS], ReplySampling(temperature=1.0, max_new_tokens=200)))
     rows = rows_of(tmp_path)
     said = rows[-1]["messages"]
     assert [m["role"] for m in said][:3] == ["user", "assistant", "user"] and said[1]["content"] != "OLD"
@@ -129,7 +129,7 @@ def test_another_file_is_not_taken_for_output(tmp_path: Path) -> None:
 def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(tmp_path: Path, saved_tiny: Path) -> None:
     run(options(tmp_path, saved_tiny, ROWS[:2]))
     with pytest.raises(UserError, match="was written with sampling"):
-        run(options(tmp_path, saved_tiny, ROWS, Sampling(temperature=0.5, max_new_tokens=12)))
+        run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=0.5, max_new_tokens=12)))
     other = tiny_target(seed=4)
     shutil.copytree(saved_tiny, tmp_path / "t")
     other.model.save_pretrained(tmp_path / "t")

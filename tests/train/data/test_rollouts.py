@@ -11,15 +11,24 @@ import torch
 from accelerate import Accelerator
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Generation, Request, Round
-from draftsmith.train.batches import ANY, Batches, Turns, collate
-from draftsmith.train.data import TokenTable
-from draftsmith.train.draft_lm import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.eagle import EagleLoss, EagleObjective
-from draftsmith.train.templates import Encoded
-from draftsmith.train.written import Document, Errors, Rollouts, Written, decoded_rounds, prompts_of, rounds_of, student_texts
+from draftsmith.train.data.batches import ANY, Batches, Turns, collate
+from draftsmith.train.data.rollouts import (
+    Document,
+    Errors,
+    Rollouts,
+    Written,
+    decoded_rounds,
+    prompts_of,
+    rounds_of,
+    student_texts,
+)
+from draftsmith.train.data.tables import TokenTable
+from draftsmith.train.data.templates import Encoded
+from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
+from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
 
 from tests.conftest import tiny_target
-from tests.train.test_draft_lm import student_of
+from tests.train.methods.test_draft_model import student_of
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 

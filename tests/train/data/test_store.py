@@ -22,8 +22,8 @@ from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.stored import ENDS_FILE, load_stored, load_texts, model_of_ends, save_ends
 from draftsmith.inference.target import Target, load_target
+from draftsmith.train.data.store import encoded
 from draftsmith.train.inputs import ends_in
-from draftsmith.train.store import encoded
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -242,10 +242,10 @@ def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, s
     settings = {"medusa": ["nodes=2", "nodes=6"], "eagle": ["length=3,width=1", "nodes=8,width=3"], "distill": ["length=3"]}
     specs = [f"{drafter}:{setting}" for setting in settings[method]]
     out = tmp_path / "out.json"
-    command = [PYTHON, "-m", "draftsmith.train.cli", "evaluate", "--features", str(store), "--json", str(out)]
+    command = [PYTHON, "-m", "draftsmith.train.commands.cli", "evaluate", "--features", str(store), "--json", str(out)]
     for spec in specs:
         command += ["--drafter", spec]
-    code = "import sys; from draftsmith.train.cli import main; main(sys.argv[1:])"
+    code = "import sys; from draftsmith.train.commands.cli import main; main(sys.argv[1:])"
     done = subprocess.run([PYTHON, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(out.read_text())["drafters"]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.prompts import read_prompts
-from draftsmith.inference.sources import rows_of
-from draftsmith.train.batches import PADDING, Batches, collate, pack
-from draftsmith.train.cli import main
+from draftsmith.inference.conversations.prompts import read_prompts
+from draftsmith.inference.conversations.sources import rows_of
+from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOut, Source
-from draftsmith.train.data import TokenTable, build, load, prepare
-from draftsmith.train.templates import Encoded
+from draftsmith.train.data.batches import PADDING, Batches, collate, pack
+from draftsmith.train.data.tables import TokenTable, build, load, prepare
+from draftsmith.train.data.templates import Encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.conversations import Conversation, RowError, conversation_of
-from draftsmith.train.templates import Encoded, encode
+from draftsmith.inference.conversations.formats import Conversation, RowError, conversation_of
+from draftsmith.train.data.templates import Encoded, encode
 
 from tests.conftest import MARKED_TEMPLATE, make_tokenizer
 

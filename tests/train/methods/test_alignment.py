@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.train.batches import Batch, collate
+from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
-from draftsmith.train.medusa import MedusaLoss, MedusaObjective
+from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
 
 from tests.conftest import tiny_target
 

@@ -7,18 +7,20 @@ import torch
 from draftsmith.distill.divergences import divergence, log_law
 from draftsmith.distill.students import StudentConfig, make_student
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.draft_lm import DraftModel
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
-from draftsmith.inference.draft_lm import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposer import load_proposer
+from draftsmith.inference.proposers.draft_model import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
-from draftsmith.train.batches import Batch
 from draftsmith.train.config import Data, Source, TargetConfig
-from draftsmith.train.draft_lm import (
+from draftsmith.train.data.batches import Batch
+from draftsmith.train.data.rollouts import Errors, Rollouts
+from draftsmith.train.features import LiveTarget
+from draftsmith.train.methods.draft_model import (
     DistillLoss,
     DistillObjective,
     Run,
@@ -27,11 +29,9 @@ from draftsmith.train.draft_lm import (
     runner_of,
     teacher_forced,
 )
-from draftsmith.train.features import LiveTarget
-from draftsmith.train.written import Errors, Rollouts
 
 from tests.conftest import ROOT, tiny_target
-from tests.train.test_alignment import batch_of
+from tests.train.methods.test_alignment import batch_of
 from tests.trained import chat_prompts
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)

@@ -13,15 +13,15 @@ from draftsmith.distill.divergences import log_law
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.target import Hidden
-from draftsmith.train.batches import Batch, collate
-from draftsmith.train.eagle import EagleLoss, EagleObjective, TeacherPlaces, accepted_by_root, teacher_forced
+from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.methods.eagle import EagleLoss, EagleObjective, TeacherPlaces, accepted_by_root, teacher_forced
+from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.objectives import acceptance_lengths, depth_metrics, end_to_end_tv, smoothed, static_decay, survival_weights
-from draftsmith.train.unroll import unroll
 
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
-from tests.train.test_alignment import batch_of, cut
+from tests.train.methods.test_alignment import batch_of, cut
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 STEPS = 3
@@ -113,7 +113,7 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
             probe.retain_grad()
         return kept
 
-    with patch("draftsmith.train.eagle.unroll", probed):
+    with patch("draftsmith.train.methods.eagle.unroll", probed):
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
     for probe in kept:

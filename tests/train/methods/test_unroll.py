@@ -7,16 +7,16 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from draftsmith.train.batches import Batch, collate
+from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.memory import Memory
-from draftsmith.train.unroll import Backend, UnrolledAttention, unroll
+from draftsmith.train.methods.unroll import Backend, UnrolledAttention, unroll
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import tiny_target
 from tests.eagles import KINDS, random_eagle
-from tests.train.test_alignment import cut
+from tests.train.methods.test_alignment import cut
 
 CPU = torch.device("cpu")
 

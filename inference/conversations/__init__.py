@@ -1,0 +1,1 @@
+"""Prompts and conversations as people store them, read into one form."""

@@ -1,0 +1,1 @@
+"""Everything that measures: evaluation, comparison, tuning, simulation, running servers, reports."""

@@ -1,0 +1,1 @@
+"""The report page: charts, tables and sections of one HTML file."""

@@ -1,0 +1,1 @@
+"""Acceptance and speed of a running vLLM or SGLang server."""

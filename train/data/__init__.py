@@ -1,0 +1,1 @@
+"""Training data: sources, chat templates, packed batches, feature stores, extraction, regeneration, rollouts."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from draftsmith.train.commands.plan import Options, Shape, count, hours, planned, size
+from draftsmith.train.commands.plan import Options, count, hours, planned
+from draftsmith.train.estimate import Shape, size
 from draftsmith.train.method import METHODS
 
 ROOT = Path(__file__).parents[1]

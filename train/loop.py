@@ -31,11 +31,11 @@ from ..inference.conversations.sources import source_files
 from ..inference.stored import manifest_of
 from ..inference.target import resolve_device
 from ..inference.target_files import check_there
-from .affordable import check_affordable
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
+from .estimate import check_affordable
 from .evaluation import HeldOut, evaluate
 from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums

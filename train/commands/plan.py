@@ -5,42 +5,19 @@ Everything is arithmetic on shapes: the target and the drafter are built without
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
-from ...inference.evaluation.gains import GPUS
 from ..arguments import parse
+from ..estimate import DECODE_SHARE, Shape, plan_for, shape_of, size
 from ..method import method_for, method_module
 from ..options import PlanOptions as Options
-from ..outline import ConfigOnly, Outline, config_at, empty
 
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
-STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments
-DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the arithmetic needs of a target and its drafter."""
-
-    hidden: int
-    target_params: int
-    active_params: int
-    """Parameters that one token passes through; fewer than all in a mixture of experts."""
-    vocab: int
-    drafter_params: int
-    taps: int
-    all_last: bool
-    passes: float
-    """This and what follows: see `Outline`."""
-    borrowed_params: int = 0
-    layers: int = 1
-    laws: int = 1
 
 
 def run(options: Options) -> None:
@@ -59,60 +36,6 @@ def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
     config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run")
     shape = shape_of(method, config)
     return config, shape, plan_for(shape, options, config)
-
-
-def shape_of(method: Any, config: Any) -> Shape:
-    """Target and drafter by their shapes. Raises `UserError` where no config is to be had."""
-    model_config = config_at(config.target.path, config.target.trust_remote_code)
-    target = ConfigOnly(model_config)
-    model = empty(model_config)
-    total = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    used, there = (getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts"))
-    there = there or getattr(target.config, "num_local_experts", None)
-    active = total - experts + (experts * used // there if used and there else experts)
-    taps, all_last = method.features_of(config, target)
-    found = outlined(method, config, target)
-    trained = sum(p.numel() for p in found.drafter.parameters())
-    return Shape(
-        target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        found.passes, found.borrowed_params, found.layers, found.laws,
-    )  # fmt: skip
-
-
-def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
-    """The run's drafter without numbers, on the meta device, with what training runs through. Raises `UserError`."""
-    with torch.device("meta"):
-        return method.outline(config, target)
-
-
-def plan_for(shape: Shape, options: Options, config: Any) -> dict[str, float]:
-    """Bytes, GPU-hours and bytes of GPU memory."""
-    last = 1.0 if shape.all_last else options.reply_share
-    per_token = 2 * shape.hidden * (shape.taps + last)
-    hours = 3600 * GPUS[options.gpu].tflops * 1e12
-    per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params  # of what is frozen, no gradient of its weights
-    positions = config.batch_rows * config.data.max_length
-    chunk = getattr(config.objective, "rows_per_chunk", 1024)
-    states = positions * shape.passes * shape.layers
-    activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
-    regenerate = 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE)
-    extract = 2 * shape.active_params * options.tokens / (hours * options.mfu)
-    train = per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu)
-    extractions = config.epochs if config.features.store is None else 1.0  # live, or through a ring: in each epoch anew
-    return {
-        "feature_bytes_per_token": per_token,
-        "feature_bytes": per_token * options.tokens,
-        "feature_bytes_fp8": per_token * options.tokens / 2,
-        "regenerate_gpu_hours": regenerate,
-        "extract_gpu_hours": extract,
-        "extractions": extractions,
-        "train_gpu_hours": train,
-        "total_gpu_hours": regenerate + extract * extractions + train,
-        "target_bytes": 2.0 * shape.target_params,
-        "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": float(activations + 3 * chunk * shape.laws * shape.vocab * 4),
-    }
 
 
 def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
@@ -145,10 +68,6 @@ def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
             f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: train live, or keep a bounded ring "
             "beside the training (draftsmith data extract --ring 8)."
         )
-
-
-def size(bytes_: float) -> str:
-    return f"{bytes_ / 1e12:,.1f} TB" if bytes_ >= 1e12 else f"{bytes_ / 1e9:,.1f} GB"
 
 
 def hours(gpu_hours: float) -> str:

@@ -36,8 +36,9 @@ class Batch:
     numbers: tuple[int, ...] = ()
     """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
     rounds: Tensor | None = None
-    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each round: how many of its drafts were looked
-    at, m > 0 if the last of them was rejected, -m if all were accepted; 0 elsewhere. ANY, or no tensor: ordinary text."""
+    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each round: how many of its drafts
+    were looked at, m > 0 if the last of them was rejected, -m if all were accepted; 0 elsewhere. ANY, or no tensor: ordinary
+    text."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or tuple(range(len(self.ids)))

@@ -12,7 +12,8 @@ import msgspec
 from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
 from ...inference.conversations.formats import RowError
-from .regenerate import Options, Sink, Task
+from ..options import RegenerateOptions as Options
+from .tasks import Sink, Task
 
 log = logging.getLogger(__name__)
 

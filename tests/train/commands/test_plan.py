@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.train.affordable import check_affordable
 from draftsmith.train.commands import plan
-from draftsmith.train.commands.plan import Options, Shape, plan_for
+from draftsmith.train.commands.plan import Options
+from draftsmith.train.estimate import Shape, check_affordable, plan_for, shape_of
 from draftsmith.train.methods import medusa
 from draftsmith.train.pace import PARTS, Pace
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
@@ -98,7 +98,7 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
     ).save_pretrained(tmp_path / "target")  # fmt: skip
     (tmp_path / "run").mkdir()
     _, _, config = run_of(tmp_path / "run", tmp_path / "target", "medusa")
-    shape = plan.shape_of(medusa, config)
+    shape = shape_of(medusa, config)
     experts = 2 * 8 * 3 * 64 * 32
     assert shape.target_params - shape.active_params == experts * 6 // 8
     assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8

@@ -15,7 +15,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.layers import rope_of
 from draftsmith.heads.rotary import Rotary
 from draftsmith.train.commands import plan
-from draftsmith.train.commands.plan import Options, outlined, planned
+from draftsmith.train.commands.plan import Options, planned
+from draftsmith.train.estimate import outlined
 from draftsmith.train.method import METHODS, Method, method_module
 from draftsmith.train.outline import ConfigOnly
 from transformers import AutoConfig, AutoModelForCausalLM

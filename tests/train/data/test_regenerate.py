@@ -16,7 +16,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
-from draftsmith.train.data.regenerate import mend, questions, run, take_batch
+from draftsmith.train.data.regenerate import run, take_batch
+from draftsmith.train.data.tasks import mend, questions
 from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
 from draftsmith.train.options import ReplySampling, Server

@@ -1,4 +1,5 @@
-"""A drafter's directory on disk: an engine's own layout, and beside it `draftsmith.json` with what only we need.
+"""A drafter's directory on disk: an engine's own layout, and beside it `draftsmith.json` with what
+only we need.
 
     config.json          what engines read
     *.safetensors        the drafter's tensors, under the names that engines read
@@ -45,7 +46,8 @@ class DrafterModule(Protocol):
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> DrafterModule:
-        """Read it back; raises `UserError`, or `KeyError` and its kin for a config that lacks or garbles a field."""
+        """Read it back; raises `UserError`, or `KeyError` and its kin for a config that lacks or
+        garbles a field."""
         ...
 
 
@@ -92,8 +94,9 @@ class Artifact:
     ) -> Artifact:
         """Read a directory and check it against the target that it is to be used with.
 
-        Raises `UserError` for a missing or broken file, for a missing, surplus, misshapen or miscast tensor, and for a target of
-        another shape. A target of equal shape but other weights, tokenizer or template is told through `warn`.
+        Raises `UserError` for a missing or broken file, for a missing, surplus, misshapen or
+        miscast tensor, and for a target of another shape. A target of equal shape but other
+        weights, tokenizer or template is told through `warn`.
         """
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
@@ -113,58 +116,91 @@ class Artifact:
             drafter = drafter_type.load(directory, dtype, ends)
         except DocumentError as error:
             raise UserError(f"{config_path}: {error}; save or copy the drafter again") from error
-        except (KeyError, TypeError, IndexError, ValueError, RuntimeError, ArithmeticError) as error:
+        except (
+            KeyError,
+            TypeError,
+            IndexError,
+            ValueError,
+            RuntimeError,
+            ArithmeticError,
+        ) as error:
             if isinstance(error, UserError):
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{config_path} describes no drafter ({reason}); save or copy the drafter again") from error
+            raise UserError(
+                f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
+            ) from error
         check_shape(drafter, own.taps, own.shape, config_path)
         drafter.eval().requires_grad_(False)
         return cls(drafter, trained_for, own.calibration, own.provenance)
 
 
 def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> None:
-    """Demand the files that were written, bit by bit. Raises `UserError` that names the one that is not; a drafter of version
-    0.1, which noted no checksums, is told through `warn`."""
+    """Demand the files that were written, bit by bit. Raises `UserError` that names the one that is
+    not; a drafter of version 0.1, which noted no checksums, is told through `warn`."""
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
     if not noted:
-        warn(f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files cannot be seen")
+        warn(
+            f"{directory} has no checksums (draftsmith 0.1 wrote none), so damage to its files "
+            "cannot be seen"
+        )
     for name, (size, sha256) in noted.items():
         if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
-    unlisted = [path.name for path in sorted(directory.glob("*.safetensors")) if noted and path.name not in noted]
+    unlisted = [
+        path.name
+        for path in sorted(directory.glob("*.safetensors"))
+        if noted and path.name not in noted
+    ]
     if unlisted:
-        raise UserError(f"{directory}: {unlisted[0]} is not among the files that were written; copy or save the drafter again")
+        raise UserError(
+            f"{directory}: {unlisted[0]} is not among the files that were written; copy or save "
+            "the drafter again"
+        )
 
 
 def not_a_drafter(directory: Path) -> UserError:
-    """For a folder without `draftsmith.json`: a training run's own folder has its drafters further down."""
-    below = [directory / name for name in ("best", "last") if (directory / name / OWN_FILE).is_file()]
+    """For a folder without `draftsmith.json`: a training run's own folder has its drafters further
+    down."""
+    below = [
+        directory / name for name in ("best", "last") if (directory / name / OWN_FILE).is_file()
+    ]
     remedy = f"did you mean {below[0]}?" if below else "name the folder that training wrote"
     return UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; {remedy}")
 
 
 def check_target(
-    trained_for: Fingerprint, target: Fingerprint, bound_to: tuple[str, ...], directory: Path, warn: Callable[[str], None]
+    trained_for: Fingerprint,
+    target: Fingerprint,
+    bound_to: tuple[str, ...],
+    directory: Path,
+    warn: Callable[[str], None],
 ) -> None:
     """Raise `UserError` for a target of another shape; tell through `warn` what else differs."""
     if errors := trained_for.errors_against(target, bound_to):
         raise UserError(
-            f"{directory} was trained for another target ({trained_for.name}): {'; '.join(errors)}; "
+            f"{directory} was trained for another target ({trained_for.name}): "
+            f"{'; '.join(errors)}; "
             "use that target or train a drafter for this one"
         )
     for message in trained_for.warnings_against(target):
         warn(message)
 
 
-def check_shape(drafter: DrafterModule, taps: list[int], shape: dict[str, Any], config_path: Path) -> None:
+def check_shape(
+    drafter: DrafterModule, taps: list[int], shape: dict[str, Any], config_path: Path
+) -> None:
     """Demand that what `config_path` made is what was saved. Raises `UserError`."""
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
-    for name, value in [("taps", taps), *shape.items()]:  # drafters of version 0.1 noted their taps only
+    # drafters of version 0.1 noted their taps only
+    for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
-            raise UserError(f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them was changed")
+            raise UserError(
+                f"{config_path} says {name} {now}, {OWN_FILE} beside it says {value}; one of them "
+                "was changed"
+            )
 
 
 MODULES = {"draft_lm": "draft_model"}
@@ -175,5 +211,7 @@ def drafter_class(method: str) -> Any:
     """The module class of a method: `Drafter` in the file of that name in this folder."""
     module = MODULES.get(method, method)
     if not module.isidentifier() or importlib.util.find_spec(f".{module}", __package__) is None:
-        raise UserError(f"unknown drafting method {method!r}; this version may be too old for that drafter")
+        raise UserError(
+            f"unknown drafting method {method!r}; this version may be too old for that drafter"
+        )
     return importlib.import_module(f".{module}", __package__).Drafter

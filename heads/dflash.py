@@ -1,10 +1,12 @@
 """DFlash: a block of drafts in one pass over the target's features (arXiv 2602.06036).
 
-A block stands at an anchor, the root at position a: its own token in slot 0, mask tokens in the slots after it. Its rows attend
-to each other and, as extra keys and values, to the target's fused features of all positions before a. Slot j says what stands
-at a + j (drafter-recipes 6). Embedding and head are the target's.
+A block stands at an anchor, the root at position a: its own token in slot 0, mask tokens in the
+slots after it. Its rows attend to each other and, as extra keys and values, to the target's fused
+features of all positions before a. Slot j says what stands at a + j (drafter-recipes 6). Embedding
+and head are the target's.
 
-Shapes: B batch, S context positions, N rows of blocks, H hidden size, K taps, V vocabulary, b slots of a block.
+Shapes: B batch, S context positions, N rows of blocks, H hidden size, K taps, V vocabulary, b slots
+of a block.
 """
 
 from __future__ import annotations
@@ -34,16 +36,19 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass
 class DFlashConfig:
-    """What is chosen of a block drafter; width, head layout, rotary positions and norm epsilon are the target's own."""
+    """What is chosen of a block drafter; width, head layout, rotary positions and norm epsilon are
+    the target's own."""
 
     num_layers: int = 5
     """Decoder layers."""
     block_size: int = 8
     """Slots of a block, the anchor's own among them: one draft fewer a round."""
     taps: list[int] | None = None
-    """Hidden states that are fused, ascending; if not given, as many as layers, evenly from 2 to L - 2."""
+    """Hidden states that are fused, ascending; if not given, as many as layers, evenly from 2 to L
+    - 2."""
     mask_token: int | None = None
-    """Id of the token in the slots to be filled, one that no text holds; if not given, an unused one of the target's."""
+    """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
+    one of the target's."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
     activation: str = "silu"
@@ -51,9 +56,15 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         if self.activation not in ACT2FN:
-            raise UserError(f"heads.activation {self.activation!r} is unknown; there are: {', '.join(sorted(ACT2FN))}")
+            raise UserError(
+                f"heads.activation {self.activation!r} is unknown; there are: "
+                f"{', '.join(sorted(ACT2FN))}"
+            )
         if self.block_size < 2:
-            raise UserError(f"heads.block_size must be at least 2, not {self.block_size}: the first slot is the anchor's own")
+            raise UserError(
+                f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
+                "the anchor's own"
+            )
         for name in ("num_layers", "intermediate_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"heads.{name} must be at least 1, not {value}")
@@ -87,17 +98,22 @@ class BlockShape:
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` hidden states, evenly from 2 to L - 2; the middle one if it is one. Of DFlash's releases, counted as ours are."""
+    """`count` hidden states, evenly from 2 to L - 2; the middle one if it is one. Of DFlash's
+    releases, counted as ours are."""
     if count == 1:
         return (num_layers // 2 + 1,)
     found = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
     if len(set(found)) < count or found[-1] >= num_layers:
-        raise UserError(f"the target has {num_layers} layers, too few for {count} taps; give heads.taps, such as [2, 4]")
+        raise UserError(
+            f"the target has {num_layers} layers, too few for {count} taps; give heads.taps, such "
+            "as [2, 4]"
+        )
     return found
 
 
 class DFlashDrafter(EngineLayout, nn.Module):
-    """The layers with what stands before and behind them. `ends` are the target's embedding and head, borrowed, not owned."""
+    """The layers with what stands before and behind them. `ends` are the target's embedding and
+    head, borrowed, not owned."""
 
     method = "dflash"
     document = BlockFile
@@ -113,7 +129,9 @@ class DFlashDrafter(EngineLayout, nn.Module):
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
-        self.input_norms = nn.ModuleList(RMSNorm(hidden, shape.norm_eps) for _ in range(shape.num_layers))
+        self.input_norms = nn.ModuleList(
+            RMSNorm(hidden, shape.norm_eps) for _ in range(shape.num_layers)
+        )
         self.layers = nn.ModuleList(DecoderLayer(shape, hidden) for _ in range(shape.num_layers))
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
@@ -121,41 +139,63 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor | None) -> None:
-        """Begin with the target's final norm `[H]`, and with taps that weigh the same once they are scaled (`rescale`)."""
+        """Begin with the target's final norm `[H]`, and with taps that weigh the same once they are
+        scaled (`rescale`)."""
         if norm_weight is not None:
             self.norm.weight.copy_(norm_weight)
         nn.init.normal_(self.fc.weight, std=self.fc.weight.shape[1] ** -0.5)
 
     @torch.no_grad()
     def rescale(self, tap_sizes: tuple[float, ...], keep: bool) -> None:
-        """Divide taps of these root mean squares by powers of two near them, so that `fc` learns at the pace of the other
-        matrices: raw taps are 10 to 100 in size, its weights as much smaller, and a step of AdamW changes them by as much as they
-        are. `keep`: what is computed, which it does bit for bit."""
-        scales = torch.tensor([2.0 ** -round(math.log2(size)) for size in tap_sizes], device=self.tap_scales.device)
+        """Divide taps of these root mean squares by powers of two near them, so that `fc` learns at
+        the pace of the other matrices: raw taps are 10 to 100 in size, its weights as much smaller,
+        and a step of AdamW changes them by as much as they are. `keep`: what is computed, which it
+        does bit for bit."""
+        scales = torch.tensor(
+            [2.0 ** -round(math.log2(size)) for size in tap_sizes], device=self.tap_scales.device
+        )
         if keep:
             self.fc.weight.div_(self._columns(scales / self.tap_scales))
         self.tap_scales.copy_(scales)
 
     @torch.no_grad()
     def attend_nearby(self, taps: tuple[Tensor, ...], ids: Tensor) -> None:
-        """Begin with attention that finds what a draft is made of: the anchor's token in the first of the key heads, the newest
-        context in the others. `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens.
+        """Begin with attention that finds what a draft is made of: the anchor's token in the first
+        of the key heads, the newest context in the others. `taps` `[n, H]` each and `ids` `[n]` are
+        a sample of the target's features and tokens.
 
-        Left to chance, attention starts out even over hundreds of rows. Queries all begin as one direction of a head; keys as its
-        multiple by how much a row is wanted, a linear function fitted to the sample. Which of the wanted rows is nearest, rotary
-        positions tell: the context's direction lies in the fast turning half of the head, the anchor's in the slow one. With it
-        the first draft of the quickstart target is right 20% of the time after 200 steps, without it 9% (EXPERIMENTS.md).
+        Left to chance, attention starts out even over hundreds of rows. Queries all begin as one
+        direction of a head; keys as its multiple by how much a row is wanted, a linear function
+        fitted to the sample. Which of the wanted rows is nearest, rotary positions tell: the
+        context's direction lies in the fast turning half of the head, the anchor's in the slow one.
+        With it the first draft of the quickstart target is right 20% of the time after 200 steps,
+        without it 9% (EXPERIMENTS.md).
         """
-        context = functional.rms_norm(self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape)
-        embedded = functional.rms_norm(self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape)
+        context = functional.rms_norm(
+            self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape
+        )
+        embedded = functional.rms_norm(
+            self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape
+        )
         tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
         rows = torch.cat([context, tokens, masks])
-        wants = lambda *values: torch.tensor(values, device=rows.device).repeat_interleave(len(ids))  # noqa: E731
-        asks, token, near = (linear_fit(rows, wants(*v)) for v in ((0.0, 1.0, 1.0), (-1.0, 1.0, -1.0), (1.0, -1.0, -1.0)))
+
+        def wants(*values):
+            return torch.tensor(values, device=rows.device).repeat_interleave(len(ids))
+
+        asks, token, near = (
+            linear_fit(rows, wants(*v))
+            for v in ((0.0, 1.0, 1.0), (-1.0, 1.0, -1.0), (1.0, -1.0, -1.0))
+        )
         size, turns = self.shape.head_dim, torch.arange(self.shape.head_dim)
-        fast, slow = turns < self.rotary.size // 4, (turns >= self.rotary.size // 4) & (turns < self.rotary.size // 2)
+        fast, slow = (
+            turns < self.rotary.size // 4,
+            (turns >= self.rotary.size // 4) & (turns < self.rotary.size // 2),
+        )
         for layer in self._layers:
-            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split([layer.heads, layer.kv_heads, layer.kv_heads])
+            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
+                [layer.heads, layer.kv_heads, layer.kv_heads]
+            )
             for head, key in enumerate(keys):
                 first = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
                 direction = functional.normalize((slow if first else fast).to(rows), dim=0) * NEARBY
@@ -171,7 +211,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return self.shape.block_size - self.first_slot
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The target's features `[B, S, H]` of each tap -> the context `[B, S, H]`, the same for all layers."""
+        """The target's features `[B, S, H]` of each tap -> the context `[B, S, H]`, the same for
+        all layers."""
         together = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
         return self.hidden_norm(self.fc(together * self._columns(self.tap_scales)))
 
@@ -180,22 +221,27 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return [layer.keys_values(fused, rotary) for layer in self._layers]
 
     def embed(self, anchors: Tensor, slots: int | None = None) -> Tensor:
-        """The anchors' tokens `[B, A]` -> the rows of their blocks `[B, A * b, H]`; `slots`: how many, if not b."""
+        """The anchors' tokens `[B, A]` -> the rows of their blocks `[B, A * b, H]`; `slots`: how
+        many, if not b."""
         ids = anchors[..., None].expand(*anchors.shape, slots or self.shape.block_size).clone()
         ids[..., 1:] = self.shape.mask_token
         return self.ends.rows(ids.flatten(1)).to(self.fc.weight.dtype)
 
-    def layer(self, index: int, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def layer(
+        self, index: int, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
         """One layer over rows `[B, N, H]`."""
         layer = self._layers[index]
         return layer(index, state, layer.qkv(self.input_norms[index](state)), rotary, attend)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
-        """What a draft's law is made of: the layers' output `[..., H]` in its slot, whatever the token `before` it `[...]`."""
+        """What a draft's law is made of: the layers' output `[..., H]` in its slot, whatever the
+        token `before` it `[...]`."""
         return output
 
     def logits(self, state: Tensor) -> Tensor:
-        """`state` `[..., H]` of slots -> logits `[..., V]` of their drafts, through the target's own head."""
+        """`state` `[..., H]` of slots -> logits `[..., V]` of their drafts, through the target's
+        own head."""
         return self.base_logits(state)
 
     def base_logits(self, output: Tensor) -> Tensor:
@@ -218,10 +264,14 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     def serving_state(self) -> dict[str, Tensor]:
         weight = self.fc.weight
-        # Only while it learns: a view of the weight is what loading fills, and on the meta device there are no numbers.
+        # Only while it learns: a view of the weight is what loading fills, and on the meta device
+        # there are no numbers.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self._columns(self.tap_scales)
-        state: dict[str, Tensor] = {"fc.weight": weight, "hidden_norm.weight": self.hidden_norm.weight}
+        state: dict[str, Tensor] = {
+            "fc.weight": weight,
+            "hidden_norm.weight": self.hidden_norm.weight,
+        }
         for i, layer in enumerate(self._layers):
             norm = self.input_norms[i]
             assert isinstance(norm, RMSNorm)
@@ -230,7 +280,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return state | {"norm.weight": self.norm.weight}
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. Taps are counted from 0, without the embeddings, as all engines do here."""
+        """`config.json` beside the tensors. Taps are counted from 0, without the embeddings, as all
+        engines do here."""
         shape = self.shape
         config: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -270,7 +321,10 @@ class DFlashDrafter(EngineLayout, nn.Module):
     @classmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
         if ends is None:
-            raise UserError("a block drafter needs the target's embedding and head; load it together with its target")
+            raise UserError(
+                "a block drafter needs the target's embedding and head; load it together with its "
+                "target"
+            )
         return cls(cls.shape_from(config), ends)
 
     @classmethod
@@ -280,9 +334,12 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
 
 def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
-    """`w` `[H]` with `rows` `[n, H]` times w near `wanted` `[n]`: ridge regression, by way of the n x n products."""
+    """`w` `[H]` with `rows` `[n, H]` times w near `wanted` `[n]`: ridge regression, by way of the n
+    x n products."""
     products = rows @ rows.T
-    return rows.T @ torch.linalg.solve(products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted)
+    return rows.T @ torch.linalg.solve(
+        products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
+    )
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
@@ -309,13 +366,18 @@ def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> dict[str, Any]:
-    """The fields of `BlockShape` that `config` asks for, in the layout of a target's transformers config. Raises `UserError`."""
+    """The fields of `BlockShape` that `config` asks for, in the layout of a target's transformers
+    config. Raises `UserError`."""
     layers = target.num_hidden_layers
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
     if sorted(set(taps)) != list(taps) or any(not 1 <= tap < layers for tap in taps):
-        raise UserError(f"heads.taps {list(taps)} must be ascending, distinct, and between 1 and {layers - 1}")
+        raise UserError(
+            f"heads.taps {list(taps)} must be ascending, distinct, and between 1 and {layers - 1}"
+        )
     if not 0 <= mask_token < target.vocab_size:
-        raise UserError(f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0")
+        raise UserError(
+            f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
+        )
     return {
         "taps": taps,
         "block_size": config.block_size,
@@ -336,7 +398,11 @@ def shape_for(config: DFlashConfig, target: Any, mask_token: int) -> BlockShape:
 
 def config_of(shape: BlockShape) -> dict[str, Any]:
     """The part of a shape that a user chose, by the names of `DFlashConfig`."""
-    chosen = {name: value for name, value in asdict(shape).items() if name in DFlashConfig.__dataclass_fields__}
+    chosen = {
+        name: value
+        for name, value in asdict(shape).items()
+        if name in DFlashConfig.__dataclass_fields__
+    }
     return chosen | {"taps": list(shape.taps)}
 
 

@@ -1,7 +1,9 @@
-"""The JSON files that are read here, each as a type: its keys, their types and ranges, and what has to agree.
+"""The JSON files that are read here, each as a type: its keys, their types and ranges, and what has
+to agree.
 
-A file is read through `read_document`, which names the key that is wrong. Keys that a type does not list are left alone: engines
-and later versions of their own add some. A `schema` above ours is refused: its writer knew something that we do not.
+A file is read through `read_document`, which names the key that is wrong. Keys that a type does not
+list are left alone: engines and later versions of their own add some. A `schema` above ours is
+refused: its writer knew something that we do not.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ SCHEMA = 1  # of draftsmith.json
 T = TypeVar("T")
 D = TypeVar("D", bound="Document")
 
-# Bounds that no model comes near, so that a damaged number is refused before anything of that size is built.
+# Bounds that no model comes near, so that a damaged number is refused before anything of that size
+# is built.
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -50,7 +53,8 @@ class Document(Struct):
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
-    """The JSON file at `path` as `kind`, and as it is. Raises `UserError` that names the file, the key and `remedy`."""
+    """The JSON file at `path` as `kind`, and as it is. Raises `UserError` that names the file, the
+    key and `remedy`."""
     value = read_json(path, kind.finite, remedy)
     theirs = value.get(kind.version_key) if isinstance(value, dict) else None
     if isinstance(theirs, int) and theirs > kind.newest:
@@ -143,13 +147,18 @@ class OwnFile(Document):
     calibration: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
     files: dict[str, FileFacts] = {}
-    """Of every other file of the drafter; drafters of version 0.1 and exports, which have a list of their own, have none."""
+    """Of every other file of the drafter; drafters of version 0.1 and exports, which have a list of
+    their own, have none."""
     export: Export | None = None
 
     def __post_init__(self) -> None:
         layers = self.target.num_layers
-        demand(all(tap <= layers for tap in self.taps), f"taps {self.taps} are not all among the target's {layers} layers")
-        msgspec.convert(self.calibration, Calibration)  # kept as it is: later versions may note more
+        demand(
+            all(tap <= layers for tap in self.taps),
+            f"taps {self.taps} are not all among the target's {layers} layers",
+        )
+        # kept as it is: later versions may note more
+        msgspec.convert(self.calibration, Calibration)
 
 
 class LlamaFile(Struct):
@@ -171,12 +180,24 @@ class LlamaFile(Struct):
 
     def __post_init__(self) -> None:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        demand(heads % groups == 0, f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
-        demand(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd, and rotary positions turn pairs")
-        demand(isinstance(self.rope_parameters.get("rope_type"), str), "rope_parameters name no rope_type")
+        demand(
+            heads % groups == 0,
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
+        )
+        demand(
+            self.head_dim % 2 == 0,
+            f"head_dim {self.head_dim} is odd, and rotary positions turn pairs",
+        )
+        demand(
+            isinstance(self.rope_parameters.get("rope_type"), str),
+            "rope_parameters name no rope_type",
+        )
         for key, value in self.rope_parameters.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            demand(not number or (math.isfinite(value) and value > 0), f"rope_parameters: {key} is {value}, which is not above 0")
+            demand(
+                not number or (math.isfinite(value) and value > 0),
+                f"rope_parameters: {key} is {value}, which is not above 0",
+            )
 
 
 class EagleFile(LlamaFile):
@@ -194,7 +215,10 @@ class EagleFile(LlamaFile):
     def __post_init__(self) -> None:
         super().__post_init__()
         kept = self.draft_vocab_size or self.vocab_size
-        demand(kept <= self.vocab_size, f"draft_vocab_size {kept} is more than vocab_size {self.vocab_size}")
+        demand(
+            kept <= self.vocab_size,
+            f"draft_vocab_size {kept} is more than vocab_size {self.vocab_size}",
+        )
 
 
 class BlockInner(Struct):
@@ -214,9 +238,18 @@ class BlockFile(LlamaFile):
     def __post_init__(self) -> None:
         super().__post_init__()
         inner, layers = self.dflash_config, self.num_target_layers
-        demand(self.block_size <= self.max_position_embeddings, f"block_size {self.block_size} is more than the positions")
-        demand(inner.mask_token_id < self.vocab_size, f"mask_token_id {inner.mask_token_id} is no token of {self.vocab_size}")
-        demand(max(inner.target_layer_ids) < layers, f"target_layer_ids are not all below the target's {layers} layers")
+        demand(
+            self.block_size <= self.max_position_embeddings,
+            f"block_size {self.block_size} is more than the positions",
+        )
+        demand(
+            inner.mask_token_id < self.vocab_size,
+            f"mask_token_id {inner.mask_token_id} is no token of {self.vocab_size}",
+        )
+        demand(
+            max(inner.target_layer_ids) < layers,
+            f"target_layer_ids are not all below the target's {layers} layers",
+        )
 
 
 class DSparkFile(BlockFile):

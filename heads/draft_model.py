@@ -1,4 +1,5 @@
-"""A small causal language model as drafter: an ordinary Hugging Face model directory, which any engine takes as a draft model."""
+"""A small causal language model as drafter: an ordinary Hugging Face model directory, which any
+engine takes as a draft model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class DraftModel(nn.Module):
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        weights = {name: weight.detach().to("cpu", dtype) for name, weight in self.model.state_dict().items()}
+        weights = {
+            name: weight.detach().to("cpu", dtype)
+            for name, weight in self.model.state_dict().items()
+        }
         with torch.device("meta"):  # a second model of no size, so that the device holds one only
             copy: Any = make_causal_lm(self.model.config, dtype=dtype)
         copy.load_state_dict(weights, assign=True)
@@ -48,26 +52,37 @@ class DraftModel(nn.Module):
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype | str, ends: TargetEnds | None) -> DraftModel:
-        """The model in `directory`. Raises `UserError` if it is incomplete, or has another tokenizer than the target."""
+        """The model in `directory`. Raises `UserError` if it is incomplete, or has another
+        tokenizer than the target."""
         if ends is None:
-            raise UserError("a draft model needs the target's tokenizer to be checked against; load it together with its target")
+            raise UserError(
+                "a draft model needs the target's tokenizer to be checked against; load it "
+                "together with its target"
+            )
         with clear_errors(directory, "draft model"):
             model, found = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
             tokenizer = read_tokenizer(directory)
-        if wrong := [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]:
+        if wrong := [
+            name
+            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            for name in found[kind]
+        ]:
             raise UserError(
-                f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} is missing or surplus"
+                f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} "
+                "is missing or surplus"
             )
         if difference := tokenizer_difference(ends.tokenizer, tokenizer):
             raise UserError(
-                f"draft model {directory} has another tokenizer than the target: {difference}; its token ids mean other text, "
+                f"draft model {directory} has another tokenizer than the target: {difference}; "
+                "its token ids mean other text, "
                 "use a model of the same family"
             )
         return cls(model, tokenizer, ends.vocab_size)
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:
-    """What tells two tokenizers apart, or None: ids of all tokens first, then what they make of texts that are hard to cut."""
+    """What tells two tokenizers apart, or None: ids of all tokens first, then what they make of
+    texts that are hard to cut."""
     if target is None or draft is None:
         return "one of them has none"
     ours, theirs = target.get_vocab(), draft.get_vocab()

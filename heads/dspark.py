@@ -1,8 +1,10 @@
-"""DSpark: DFlash whose anchor drafts too, with a transition bias between drafts and a confidence in each (arXiv 2607.05147).
+"""DSpark: DFlash whose anchor drafts too, with a transition bias between drafts and a confidence in
+each (arXiv 2607.05147).
 
-Slot j of a block at anchor a says what stands at a + j + 1. To its logits comes W2 W1[x], x being the token before the draft: the
-anchor's or the draft before, so drafts are chosen one after another, though all layers run once. A confidence head tells from the
-slot's state and W1[x], before the draft is chosen, how much of its law the target will accept.
+Slot j of a block at anchor a says what stands at a + j + 1. To its logits comes W2 W1[x], x being
+the token before the draft: the anchor's or the draft before, so drafts are chosen one after
+another, though all layers run once. A confidence head tells from the slot's state and W1[x], before
+the draft is chosen, how much of its law the target will accept.
 
 Shapes: H hidden size, V vocabulary, r rank of the transition.
 """
@@ -36,7 +38,10 @@ class DSparkConfig(DFlashConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.markov_rank < 1:
-            raise UserError(f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to have none")
+            raise UserError(
+                f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to "
+                "have none"
+            )
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,12 @@ class DSparkDrafter(DFlashDrafter):
 
     @property
     def head_parameters(self) -> list[Tensor]:
-        return [self.norm.weight, self.transition_out.weight, self.confidence_head.weight, self.confidence_head.bias]
+        return [
+            self.norm.weight,
+            self.transition_out.weight,
+            self.confidence_head.weight,
+            self.confidence_head.bias,
+        ]
 
     def serving_state(self) -> dict[str, Tensor]:
         return super().serving_state() | {
@@ -101,7 +111,8 @@ class DSparkDrafter(DFlashDrafter):
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
         config = super().serving_config(target_name, dtype)
         inner = config["dflash_config"]
-        del inner["causal"], inner["block_size"]  # a reader of this one refuses the first, and has the second at the top
+        # a reader of this one refuses the first, and has the second at the top
+        del inner["causal"], inner["block_size"]
         return config | {
             "target_layer_ids": inner["target_layer_ids"],
             "mask_token_id": inner["mask_token_id"],

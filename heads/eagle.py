@@ -1,7 +1,9 @@
-"""EAGLE: one decoder layer that continues the target's features (EAGLE-1 arXiv 2401.15077, EAGLE-3 arXiv 2503.01840).
+"""EAGLE: one decoder layer that continues the target's features (EAGLE-1 arXiv 2401.15077, EAGLE-3
+arXiv 2503.01840).
 
-A row at position t pairs the target's feature of t with the token at t + 1, and predicts the token at t + 2. Drafting further
-recycles the layer's own output as the feature of the next row (drafter-recipes 0.3).
+A row at position t pairs the target's feature of t with the token at t + 1, and predicts the token
+at t + 2. Drafting further recycles the layer's own output as the feature of the next row
+(drafter-recipes 0.3).
 
 Shapes: B batch, N rows, H hidden size, Ht the target's, K taps, V vocabulary, Vd draft vocabulary.
 """
@@ -30,14 +32,18 @@ SELF_SCORE = 7.0  # an untrained row's attention score for itself; other tokens 
 
 @dataclass
 class EagleConfig:
-    """What is chosen of an EAGLE drafter; head layout, rotary positions and norm epsilon are the target's own."""
+    """What is chosen of an EAGLE drafter; head layout, rotary positions and norm epsilon are the
+    target's own."""
 
     version: Literal[1, 3] = 3
-    """3: fused taps, own norms and head, trained on its own states. 1: the last feature, the target's head (arXiv 2401.15077)."""
+    """3: fused taps, own norms and head, trained on its own states. 1: the last feature, the
+    target's head (arXiv 2401.15077)."""
     taps: list[int] | None = None
-    """Version 3: hidden states that are fused, ascending; 2, L/2, L-3 if not given, for targets of 7 layers or more."""
+    """Version 3: hidden states that are fused, ascending; 2, L/2, L-3 if not given, for targets of
+    7 layers or more."""
     draft_vocab_size: int | None = None
-    """Version 3: tokens that can be drafted, the most frequent of the training replies; all of them if not given."""
+    """Version 3: tokens that can be drafted, the most frequent of the training replies; all of them
+    if not given."""
     norm_taps: bool = False
     """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
     norm_output: bool = False
@@ -55,14 +61,20 @@ class EagleConfig:
 
     def __post_init__(self) -> None:
         if self.activation not in ACT2FN:
-            raise UserError(f"heads.activation {self.activation!r} is unknown; there are: {', '.join(sorted(ACT2FN))}")
+            raise UserError(
+                f"heads.activation {self.activation!r} is unknown; there are: "
+                f"{', '.join(sorted(ACT2FN))}"
+            )
         for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"heads.{name} must be at least 1, not {value}")
         if self.version == 1:
             for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
                 if getattr(self, name):
-                    raise UserError(f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature and uses its head")
+                    raise UserError(
+                        f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature "
+                        "and uses its head"
+                    )
 
 
 @dataclass(frozen=True)
@@ -99,12 +111,16 @@ class EagleShape:
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """2, L/2, L-3, which every engine assumes; they collide below 7 layers."""
     if num_layers < 7:
-        raise UserError(f"the target has {num_layers} layers, too few for default taps; give heads.taps, such as [1, 3, 4] of 5")
+        raise UserError(
+            f"the target has {num_layers} layers, too few for default taps; give heads.taps, such "
+            "as [1, 3, 4] of 5"
+        )
     return (2, num_layers // 2, num_layers - 3)
 
 
 class EagleDrafter(EngineLayout, nn.Module):
-    """The layer with what stands before and behind it. `ends` are the target's embedding and head, borrowed, not owned."""
+    """The layer with what stands before and behind it. `ends` are the target's embedding and head,
+    borrowed, not owned."""
 
     method = "eagle"
     document = EagleFile
@@ -115,15 +131,25 @@ class EagleDrafter(EngineLayout, nn.Module):
         self.shape, self.taps, self.ends = shape, shape.taps, ends
         hidden, wide = shape.hidden_size, shape.target_hidden_size
         third = shape.version == 3
-        self.fc = nn.Linear(len(shape.taps) * wide if third else 2 * hidden, hidden, bias=shape.fc_bias)
+        self.fc = nn.Linear(
+            len(shape.taps) * wide if third else 2 * hidden, hidden, bias=shape.fc_bias
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden) for i in range(shape.num_layers)
+            DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden)
+            for i in range(shape.num_layers)
         )
         self.input_norms = nn.ModuleDict(  # by layer; EAGLE-1 has none on its first
-            {str(i): RMSNorm(hidden, shape.norm_eps) for i in range(0 if third else 1, shape.num_layers)}
+            {
+                str(i): RMSNorm(hidden, shape.norm_eps)
+                for i in range(0 if third else 1, shape.num_layers)
+            }
         )
-        self.tap_norms = nn.ModuleList(RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps)
-        self.fused_tap_norm = RMSNorm(len(shape.taps) * wide, shape.norm_eps) if shape.norm_fused_taps else None
+        self.tap_norms = nn.ModuleList(
+            RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps
+        )
+        self.fused_tap_norm = (
+            RMSNorm(len(shape.taps) * wide, shape.norm_eps) if shape.norm_fused_taps else None
+        )
         if third:
             self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
             self.norm = RMSNorm(hidden, shape.norm_eps)
@@ -132,21 +158,33 @@ class EagleDrafter(EngineLayout, nn.Module):
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         reduced = shape.draft_vocab_size < shape.vocab_size
-        self.register_buffer("d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None)
-        self.register_buffer("t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None)
+        self.register_buffer(
+            "d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None
+        )
+        self.register_buffer(
+            "t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None
+        )
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
     @torch.no_grad()
     def start_from(
-        self, head_weight: Tensor, norm_weight: Tensor | None, ids: Tensor | None, tap_sizes: tuple[float, ...] = ()
+        self,
+        head_weight: Tensor,
+        norm_weight: Tensor | None,
+        ids: Tensor | None,
+        tap_sizes: tuple[float, ...] = (),
     ) -> None:
-        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the tokens kept, None: all.
+        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the
+        tokens kept, None: all.
 
-        `tap_sizes`: root mean square of each tap, so that each weighs the same and the fused state is of size one. The residual
-        stream grows with depth (to 27 in the quickstart target), and would drown what the layer adds to it.
+        `tap_sizes`: root mean square of each tap, so that each weighs the same and the fused state
+        is of size one. The residual stream grows with depth (to 27 in the quickstart target), and
+        would drown what the layer adds to it.
         """
         if ids is not None:
-            assert self.d2t is not None and self.t2d is not None, "a full vocabulary keeps every token"
+            assert self.d2t is not None and self.t2d is not None, (
+                "a full vocabulary keeps every token"
+            )
             self.d2t.copy_(offsets(ids))
             self.t2d.zero_()[ids] = True
         if self.shape.version == 1:
@@ -158,32 +196,46 @@ class EagleDrafter(EngineLayout, nn.Module):
         wide = self.shape.target_hidden_size
         for i, size in enumerate(tap_sizes):
             part = self.fc.weight[:, i * wide : (i + 1) * wide]
-            nn.init.normal_(part, std=self.fc.weight.shape[1] ** -0.5 / (1.0 if self.shape.norm_taps else size))
+            nn.init.normal_(
+                part, std=self.fc.weight.shape[1] ** -0.5 / (1.0 if self.shape.norm_taps else size)
+            )
         self._attend_to_self()
 
     def _attend_to_self(self) -> None:
-        """Queries of the token half start as its keys, so that a row attends to itself and its token reaches the MLP at once.
+        """Queries of the token half start as its keys, so that a row attends to itself and its
+        token reaches the MLP at once.
 
-        Left to chance, attention starts out even over the text, and the newest token is one of hundreds.
+        Left to chance, attention starts out even over the text, and the newest token is one of
+        hundreds.
         """
         layer, hidden = self._first, self.shape.hidden_size
-        queries, rest = layer.qkv.weight[:, :hidden].split([layer.heads * layer.size, 2 * layer.kv_heads * layer.size])
+        queries, rest = layer.qkv.weight[:, :hidden].split(
+            [layer.heads * layer.size, 2 * layer.kv_heads * layer.size]
+        )
         keys = rest[: layer.kv_heads * layer.size]
         nn.init.normal_(keys, std=(SELF_SCORE / (layer.size**0.5 * hidden)) ** 0.5)
-        shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(layer.heads // layer.kv_heads, dim=0)
+        shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(
+            layer.heads // layer.kv_heads, dim=0
+        )
         queries.copy_(shared.flatten(0, 1))
 
     @property
     def kept(self) -> Tensor | None:
         """Target ids `[Vd]` of the draft vocabulary; None: all."""
-        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return (
+            None
+            if self.d2t is None
+            else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        )
 
     def check(self) -> None:
         """Demand a sound vocabulary map."""
         if self.d2t is not None and self.t2d is not None:
             ids = kept_ids(self.d2t, self.shape.vocab_size)
             if not torch.equal(self.t2d.nonzero()[:, 0], ids):
-                raise UserError("the drafter's two vocabulary maps (d2t and t2d) name different tokens")
+                raise UserError(
+                    "the drafter's two vocabulary maps (d2t and t2d) name different tokens"
+                )
 
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """The target's features `[B, N, Ht]` -> the state `[B, N, H]` that a row starts with."""
@@ -197,12 +249,17 @@ class EagleDrafter(EngineLayout, nn.Module):
         return self.fc(fused if self.fused_tap_norm is None else self.fused_tap_norm(fused))
 
     def token_part(self, ids: Tensor) -> Tensor:
-        """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for every unrolled step."""
-        embedded = (self.embedding if self.embedding is not None else self.ends.embed)(ids).to(self.fc.weight.dtype)
+        """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for
+        every unrolled step."""
+        embedded = (self.embedding if self.embedding is not None else self.ends.embed)(ids).to(
+            self.fc.weight.dtype
+        )
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             return functional.linear(embedded, self.fc.weight[:, :hidden])
-        return functional.linear(self.input_norms["0"](embedded), self._first.qkv.weight[:, :hidden])
+        return functional.linear(
+            self.input_norms["0"](embedded), self._first.qkv.weight[:, :hidden]
+        )
 
     @property
     def _first(self) -> DecoderLayer:
@@ -210,15 +267,20 @@ class EagleDrafter(EngineLayout, nn.Module):
         assert isinstance(layer, DecoderLayer)
         return layer
 
-    def advance(self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gives) -> the layers' output `[B, N, H]`."""
+    def advance(
+        self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+    ) -> Tensor:
+        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gives) -> the layers'
+        output `[B, N, H]`."""
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             state = token_part + functional.linear(state, self.fc.weight[:, hidden:], self.fc.bias)
             qkv = self._first.qkv(state)
         else:
             normed = self.hidden_norm(state)
-            qkv = token_part + functional.linear(normed, self._first.qkv.weight[:, hidden:], self._first.qkv.bias)
+            qkv = token_part + functional.linear(
+                normed, self._first.qkv.weight[:, hidden:], self._first.qkv.bias
+            )
             state = normed if self.shape.norm_before_residual else state
         state = self._first(0, state, qkv, rotary, attend)
         for i, layer in enumerate(self.layers[1:], 1):
@@ -231,16 +293,19 @@ class EagleDrafter(EngineLayout, nn.Module):
         return self.norm(output) if self.shape.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """The layers' output `[..., H]` in the scale of the target's last feature, which it can be taught to be.
+        """The layers' output `[..., H]` in the scale of the target's last feature, which it can be
+        taught to be.
 
-        Version 3 does without its final norm here: a state of any size would do behind it, and one that grows drowns what the
-        layer adds to it.
+        Version 3 does without its final norm here: a state of any size would do behind it, and one
+        that grows drowns what the layer adds to it.
         """
         return output if self.shape.version == 1 else output * self.norm.weight.detach()
 
     def logits(self, output: Tensor) -> Tensor:
         """The layers' output `[..., H]` -> logits `[..., Vd]`."""
-        return self.ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
+        return (
+            self.ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
+        )
 
     @property
     def head_parameters(self) -> list[Tensor]:
@@ -259,7 +324,9 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     def serving_state(self) -> dict[str, Tensor]:
         third, single = self.shape.version == 3, self.shape.num_layers == 1
-        state: dict[str, Tensor] = {f"fc.{name}": parameter for name, parameter in self.fc.named_parameters()}
+        state: dict[str, Tensor] = {
+            f"fc.{name}": parameter for name, parameter in self.fc.named_parameters()
+        }
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             prefix = "midlayer." if third and single else f"layers.{i}."
@@ -284,7 +351,8 @@ class EagleDrafter(EngineLayout, nn.Module):
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. Every flag is written out: readers' defaults differ. No key is null."""
+        """`config.json` beside the tensors. Every flag is written out: readers' defaults differ. No
+        key is null."""
         shape = self.shape
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
@@ -333,7 +401,10 @@ class EagleDrafter(EngineLayout, nn.Module):
     @classmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> EagleDrafter:
         if ends is None:
-            raise UserError("an EAGLE drafter needs the target's embedding and head; load it together with its target")
+            raise UserError(
+                "an EAGLE drafter needs the target's embedding and head; load it together with "
+                "its target"
+            )
         version, qk_norm = VERSIONS[config["architectures"][0]]
         third = version == 3
         shape = EagleShape(
@@ -373,11 +444,21 @@ VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 
 
 def shape_for(config: EagleConfig, target: Any) -> EagleShape:
-    """The drafter that `config` asks for, in the layout of a target's transformers config. Raises `UserError`."""
+    """The drafter that `config` asks for, in the layout of a target's transformers config. Raises
+    `UserError`."""
     hidden = target.hidden_size
-    taps = tuple(config.taps) if config.taps else (default_taps(target.num_hidden_layers) if config.version == 3 else ())
-    if sorted(set(taps)) != list(taps) or any(not 0 <= tap < target.num_hidden_layers for tap in taps):
-        raise UserError(f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {target.num_hidden_layers - 1}")
+    taps = (
+        tuple(config.taps)
+        if config.taps
+        else (default_taps(target.num_hidden_layers) if config.version == 3 else ())
+    )
+    if sorted(set(taps)) != list(taps) or any(
+        not 0 <= tap < target.num_hidden_layers for tap in taps
+    ):
+        raise UserError(
+            f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and "
+            f"{target.num_hidden_layers - 1}"
+        )
     return EagleShape(
         version=config.version,
         taps=taps,
@@ -396,7 +477,11 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
 
 def config_of(shape: EagleShape) -> dict[str, Any]:
     """The part of a shape that a user chose, by the names of `EagleConfig`."""
-    chosen = {name: value for name, value in asdict(shape).items() if name in EagleConfig.__dataclass_fields__}
+    chosen = {
+        name: value
+        for name, value in asdict(shape).items()
+        if name in EagleConfig.__dataclass_fields__
+    }
     return chosen | {"taps": list(shape.taps)}
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """The frozen target's two ends and its vocabulary. They are not parameters of a drafter and are not stored with it."""
+    """The frozen target's two ends and its vocabulary. They are not parameters of a drafter and are
+    not stored with it."""
 
     embed: Callable[[Tensor], Tensor]
     """Token ids `[...]` -> embeddings `[..., Ht]`."""
@@ -23,7 +24,8 @@ class TargetEnds:
     """What `embed` multiplies the rows of the embedding's matrix with."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Token ids `[...]` -> the embedding's own rows `[..., Ht]`, which is what engines hand to drafters."""
+        """Token ids `[...]` -> the embedding's own rows `[..., Ht]`, which is what engines hand to
+        drafters."""
         embedded = self.embed(ids)
         return embedded if self.scale == 1 else embedded / self.scale
 

@@ -2,7 +2,8 @@
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message is one line: what is wrong, then what to do about it."""
+    """Something the user can mend. The message is one line: what is wrong, then what to do about
+    it."""
 
 
 def first_line(error: BaseException) -> str:

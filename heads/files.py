@@ -21,17 +21,28 @@ from .errors import UserError
 LEAST_FREE = 1 << 20  # bytes, for whatever is to be written
 CHECKSUMS = "checksums.json"
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EROFS,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 @contextmanager
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty directory beside `path`; on success it becomes `path` (replacing it), on any error it is removed.
+    """Yield an empty directory beside `path`; on success it becomes `path` (replacing it), on any
+    error it is removed.
 
-    `path` is always whole or absent; while an old one is replaced it is absent for the moment between two renames.
+    `path` is always whole or absent; while an old one is replaced it is absent for the moment
+    between two renames.
 
-    A reader never sees a half-written directory, whenever the process is killed. What a killed writer leaves behind is named
-    `.NAME.HEX.partial`; `remove_partials` deletes it.
+    A reader never sees a half-written directory, whenever the process is killed. What a killed
+    writer leaves behind is named `.NAME.HEX.partial`; `remove_partials` deletes it.
     """
     path = Path(path)
     try:
@@ -39,13 +50,16 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
         aside.mkdir()
     except OSError as error:
-        raise UserError(f"cannot write to {path.parent}: {error.strerror}; choose another output folder") from error
+        raise UserError(
+            f"cannot write to {path.parent}: {error.strerror}; choose another output folder"
+        ) from error
     try:
         yield aside
         mask = os.umask(0)
         os.umask(mask)
         for file in aside.rglob("*"):
-            if file.is_file():  # safetensors writes files that nobody else may read, and a server may be somebody else
+            # safetensors writes files that nobody else may read, and a server may be somebody else
+            if file.is_file():
                 file.chmod(0o666 & ~mask)
         sync_tree(aside)
         if path.exists():
@@ -59,12 +73,15 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if (reason := write_failure(error)) is not None:
-            raise UserError(f"cannot write {path}: {reason}; free some space or choose another output folder") from error
+            raise UserError(
+                f"cannot write {path}: {reason}; free some space or choose another output folder"
+            ) from error
         raise
 
 
 def write_failure(error: BaseException) -> str | None:
-    """Why the disk refused, if that is what `error` is about; each library says it in its own way."""
+    """Why the disk refused, if that is what `error` is about; each library says it in its own
+    way."""
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return error.strerror
     if isinstance(error, SafetensorError) and "I/O error" in str(error):
@@ -75,8 +92,8 @@ def write_failure(error: BaseException) -> str | None:
 
 
 def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
-    """Demand that the file which `option` names can be written, before anything that takes long. None is no file. Raises
-    `UserError`."""
+    """Demand that the file which `option` names can be written, before anything that takes long.
+    None is no file. Raises `UserError`."""
     if path is None:
         return
     if not str(path).strip():
@@ -93,7 +110,9 @@ def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
     if Path(path).exists() and not Path(path).is_dir():
         raise UserError(f"cannot write {path}: it is a file; name a folder with {option}")
     if Path(path).is_dir() and not os.access(path, os.W_OK):
-        raise UserError(f"cannot write to {path}: permission denied; name another folder with {option}")
+        raise UserError(
+            f"cannot write to {path}: permission denied; name another folder with {option}"
+        )
     _check_parent(Path(path), option)
 
 
@@ -101,9 +120,14 @@ def _check_parent(path: Path, option: str) -> None:
     try:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another with {option}") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; name another with {option}"
+        ) from error
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UserError(f"cannot write {path}: {folder} is not a folder that may be written to; name another with {option}")
+        raise UserError(
+            f"cannot write {path}: {folder} is not a folder that may be written to; name another "
+            f"with {option}"
+        )
     check_space(path, LEAST_FREE, f"name another place with {option}")
 
 
@@ -113,14 +137,16 @@ def check_space(path: Path, needed: float, remedy: str) -> None:
     free = shutil.disk_usage(there).free
     if free < needed:
         raise UserError(
-            f"cannot write {path}: {free / 1e6:,.1f} MB are free there and {needed / 1e6:,.1f} MB are needed; free some space, "
+            f"cannot write {path}: {free / 1e6:,.1f} MB are free there and {needed / 1e6:,.1f} MB "
+            "are needed; free some space, "
             f"or {remedy}"
         )
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; on success it becomes `path`, on any error it is removed."""
+    """Yield a path beside `path` to write to; on success it becomes `path`, on any error it is
+    removed."""
     path = Path(path)
     aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
@@ -131,12 +157,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     except BaseException as error:
         aside.unlink(missing_ok=True)
         if (reason := write_failure(error)) is not None:
-            raise UserError(f"cannot write {path}: {reason}; free some space or choose another file") from error
+            raise UserError(
+                f"cannot write {path}: {reason}; free some space or choose another file"
+            ) from error
         raise
 
 
 def remove_partials(folder: Path, but: str = "") -> None:
-    """Delete what killed writers left in `folder`, but of the file of that name, which somebody else may be writing."""
+    """Delete what killed writers left in `folder`, but of the file of that name, which somebody
+    else may be writing."""
     for left in folder.glob(".*.partial"):
         if but and left.name.startswith(f".{but}."):
             continue
@@ -182,7 +211,8 @@ def write_checksums(folder: Path) -> None:
 
 
 def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: str) -> str | None:
-    """A sentence about how a file of `folder` differs from what the file `noted_in` says of it, or None.
+    """A sentence about how a file of `folder` differs from what the file `noted_in` says of it, or
+    None.
 
     Raises `UserError` for a name that leads out of the folder.
     """
@@ -191,7 +221,11 @@ def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: st
         return f"{name} is missing"
     if size is not None and (now := path.stat().st_size) != size:
         return f"{name} has {now} bytes instead of {size}"
-    return None if checksum(path) == sha256 else f"{name} has changed since it was written (its SHA-256 differs)"
+    return (
+        None
+        if checksum(path) == sha256
+        else f"{name} has changed since it was written (its SHA-256 differs)"
+    )
 
 
 def damage(folder: Path) -> str | None:
@@ -199,29 +233,45 @@ def damage(folder: Path) -> str | None:
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
-            if (reason := differs(folder, name, CHECKSUMS, facts["bytes"], facts["sha256"])) is not None:
+            if (
+                reason := differs(folder, name, CHECKSUMS, facts["bytes"], facts["sha256"])
+            ) is not None:
                 return reason
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     except (UserError, AttributeError, KeyError, TypeError):
         return f"{CHECKSUMS} is missing or garbled"
     known = {*table, CHECKSUMS}
-    surplus = [path for path in sorted(folder.rglob("*")) if path.is_file() and str(path.relative_to(folder)) not in known]
+    surplus = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and str(path.relative_to(folder)) not in known
+    ]
     return f"{surplus[0].relative_to(folder)} does not belong to it" if surplus else None
 
 
 def inside(folder: Path, name: Any, named_by: str) -> Path:
     """The path of a file that `named_by`, a file of `folder`, names. It need not exist.
 
-    Raises `UserError` for a name that leads out of the folder: an absolute one, one with `..`, or a symbolic link to another
-    place. Links into the blobs of the hub's cache, of which its snapshots are made, are within.
+    Raises `UserError` for a name that leads out of the folder: an absolute one, one with `..`, or a
+    symbolic link to another place. Links into the blobs of the hub's cache, of which its snapshots
+    are made, are within.
     """
     path = folder / str(name)
     own = folder.resolve()
     homes = [own] + [own.parent.parent / "blobs"] * (own.parent.name == "snapshots")
-    plain = isinstance(name, str) and name and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
+    plain = (
+        isinstance(name, str)
+        and name
+        and "\0" not in name
+        and not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+    )
     if not plain or not any(path.resolve().is_relative_to(home) for home in homes):
-        raise UserError(f"{folder / named_by} names {name!r}, which is not a file within its folder; copy or download it again")
+        raise UserError(
+            f"{folder / named_by} names {name!r}, which is not a file within its folder; copy or "
+            "download it again"
+        )
     return path
 
 
@@ -230,25 +280,33 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, finite: bool = True, remedy: str = "copy or download it again") -> Any:
-    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or broken file, and, where numbers
-    have to be `finite`, for NaN and infinities, which Python reads although they are no JSON."""
+    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or
+    broken file, and, where numbers have to be `finite`, for NaN and infinities, which Python reads
+    although they are no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"), parse_constant=no_constant if finite else None)
+        return json.loads(
+            path.read_text(encoding="utf-8-sig"), parse_constant=no_constant if finite else None
+        )
     except OSError as error:
         what = "check the path" if isinstance(error, FileNotFoundError) else remedy
         raise UserError(f"cannot read {path}: {error.strerror}; {what}") from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {remedy}") from error
+        raise UserError(
+            f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {remedy}"
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply to be read; {remedy}") from error
     except ValueError as error:  # such as an integer of more digits than Python converts
-        raise UserError(f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}") from error
+        raise UserError(
+            f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}"
+        ) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The table of keys in `path`. Raises `UserError` for a missing file, and one that is no YAML or no table."""
+    """The table of keys in `path`. Raises `UserError` for a missing file, and one that is no YAML
+    or no table."""
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

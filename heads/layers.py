@@ -1,6 +1,8 @@
-"""The decoder layer that feature-level drafters are made of, and what of its layout is the target's own.
+"""The decoder layer that feature-level drafters are made of, and what of its layout is the target's
+own.
 
-What the rows attend to is the caller's: training and decoding run the same code below with different `attend`.
+What the rows attend to is the caller's: training and decoding run the same code below with
+different `attend`.
 
 Shapes: B batch, N rows, H hidden size, G heads, D head size.
 """
@@ -56,25 +58,28 @@ class RMSNorm(nn.Module):
 
 @torch.no_grad()
 def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
-    """Scale an untrained drafter's final norm down, if need be, until its `logits` `[..., V]` have a
-    standard deviation of `spread`.
+    """Scale an untrained drafter's final norm down, if need be, until its `logits` `[..., V]` have
+    a standard deviation of `spread`.
 
-    The target's norm belongs to states that the target made. Behind it the first states of a drafter make
-    logits as large as the target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the
-    first hundred steps had to unlearn that.
+    The target's norm belongs to states that the target made. Behind it the first states of a
+    drafter make logits as large as the target's, and wrong: with SmolLM2 the loss began at 36, far
+    above log V, and the first hundred steps had to unlearn that.
     """
     size = logits.float().std(-1).square().mean().sqrt()
     norm.weight.mul_((spread / size).clamp(max=1.0).to(norm.weight))
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer without its first norm and projection. Matrices that share an input are kept as one."""
+    """A Llama layer without its first norm and projection. Matrices that share an input are kept as
+    one."""
 
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = shape.num_heads, shape.num_kv_heads, shape.head_dim
         hidden, inner = shape.hidden_size, shape.intermediate_size
-        self.qkv = nn.Linear(inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=shape.attention_bias)
+        self.qkv = nn.Linear(
+            inputs, (self.heads + 2 * self.kv_heads) * self.size, bias=shape.attention_bias
+        )
         self.output = nn.Linear(self.heads * self.size, hidden, bias=False)
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
@@ -83,25 +88,39 @@ class DecoderLayer(nn.Module):
         self.q_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
         self.k_norm = RMSNorm(self.size, shape.norm_eps) if shape.qk_norm else None
 
-    def forward(self, index: int, residual: Tensor, qkv: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """`residual` `[B, N, H]` and projected `qkv` -> the layer's output `[B, N, H]`, not normed."""
+    def forward(
+        self,
+        index: int,
+        residual: Tensor,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        """`residual` `[B, N, H]` and projected `qkv` -> the layer's output `[B, N, H]`, not
+        normed."""
         parts = qkv.unflatten(-1, (-1, self.size))
         turning, values = parts.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             queries, keys = turning.split([self.heads, self.kv_heads], dim=2)
-            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2).to(values.dtype)  # autocast norms in fp32
+            # autocast norms in fp32
+            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2).to(values.dtype)
         queries, keys = rotate(turning, rotary).split([self.heads, self.kv_heads], dim=2)
         middle = residual + self.output(attend(index, queries, keys, values))
         gate, up = self.gate_up(self.post_attention_norm(middle)).chunk(2, dim=-1)
         return middle + self.down(self.act(gate) * up)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, N, Gkv, D]` of `states` `[B, N, inputs]`, for rows that are attended to and ask nothing."""
+        """Keys and values `[B, N, Gkv, D]` of `states` `[B, N, inputs]`, for rows that are attended
+        to and ask nothing."""
         first = self.heads * self.size
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        parts = functional.linear(states, self.qkv.weight[first:], bias).unflatten(-1, (-1, self.size))
+        parts = functional.linear(states, self.qkv.weight[first:], bias).unflatten(
+            -1, (-1, self.size)
+        )
         keys, values = parts.chunk(2, dim=2)
-        return rotate(keys if self.k_norm is None else self.k_norm(keys).to(values.dtype), rotary), values
+        return rotate(
+            keys if self.k_norm is None else self.k_norm(keys).to(values.dtype), rotary
+        ), values
 
     def matrices(self) -> dict[str, Tensor]:
         """Views of the weights under their names on disk."""
@@ -119,7 +138,10 @@ class DecoderLayer(nn.Module):
             "post_attention_layernorm": self.post_attention_norm.weight,
         }
         if self.q_norm is not None and self.k_norm is not None:
-            named |= {"self_attn.q_norm": self.q_norm.weight, "self_attn.k_norm": self.k_norm.weight}
+            named |= {
+                "self_attn.q_norm": self.q_norm.weight,
+                "self_attn.k_norm": self.k_norm.weight,
+            }
         named = {f"{name}.weight": weight for name, weight in named.items()}
         if self.qkv.bias is not None:
             names = (f"self_attn.{letter}_proj.bias" for letter in "qkv")
@@ -128,7 +150,8 @@ class DecoderLayer(nn.Module):
 
 
 def layout_of(target: Any) -> dict[str, Any]:
-    """The sizes that a drafter takes over from a target's transformers config, by the names of `LayerShape`."""
+    """The sizes that a drafter takes over from a target's transformers config, by the names of
+    `LayerShape`."""
     hidden, heads = target.hidden_size, target.num_attention_heads
     return {
         "num_heads": heads,
@@ -136,7 +159,8 @@ def layout_of(target: Any) -> dict[str, Any]:
         "head_dim": first_of(target, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
-        "norm_eps": first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon") or 1e-6,
+        "norm_eps": first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+        or 1e-6,
         "rope": rope_of(target),
     }
 
@@ -147,11 +171,16 @@ def inner_size(target: Any) -> int:
 
 
 def rope_of(target: Any) -> dict[str, Any]:
-    """A target's rotary parameters; those of its full-attention layers where they differ, base 10000 where it has none."""
+    """A target's rotary parameters; those of its full-attention layers where they differ, base
+    10000 where it has none."""
     found = getattr(target, "rope_parameters", None) or {}
     found = found.get("full_attention") or found
-    return {"rope_type": "default", "rope_theta": 10000.0} | {k: v for k, v in found.items() if v is not None}
+    return {"rope_type": "default", "rope_theta": 10000.0} | {
+        k: v for k, v in found.items() if v is not None
+    }
 
 
 def first_of(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next(
+        (value for name in names if (value := getattr(config, name, None)) is not None), None
+    )

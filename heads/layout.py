@@ -24,7 +24,8 @@ from .stored_tensors import header
 
 @torch.no_grad()
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a drafter and cast its parameters; buffers keep their type: rotary frequencies in bf16 would be other positions."""
+    """Move a drafter and cast its parameters; buffers keep their type: rotary frequencies in bf16
+    would be other positions."""
     module.to(device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -40,7 +41,8 @@ class EngineLayout(ABC):
 
     @abstractmethod
     def serving_state(self) -> dict[str, Tensor]:
-        """This module's tensors under their names on disk (views, so that loading can fill them)."""
+        """This module's tensors under their names on disk (views, so that loading can fill
+        them)."""
 
     @abstractmethod
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
@@ -49,7 +51,8 @@ class EngineLayout(ABC):
     @classmethod
     @abstractmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
-        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is missing."""
+        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is
+        missing."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -60,9 +63,13 @@ class EngineLayout(ABC):
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         tensors = {
-            name: t.detach().to("cpu", stored_as(t, dtype)).contiguous().clone() for name, t in self.serving_state().items()
+            name: t.detach().to("cpu", stored_as(t, dtype)).contiguous().clone()
+            for name, t in self.serving_state().items()
         }
-        write_json(directory / "config.json", self.serving_config(target_name, str(dtype).removeprefix("torch.")))
+        write_json(
+            directory / "config.json",
+            self.serving_config(target_name, str(dtype).removeprefix("torch.")),
+        )
         save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
 
     @classmethod
@@ -72,7 +79,11 @@ class EngineLayout(ABC):
         stored = header(directory / cls.weights_file)
         with torch.device("meta"):  # a damaged size must not be allocated
             expected = cls.from_serving_config(config, ends).serving_state()
-        check_same(expected, {name: tuple(facts.shape) for name, facts in stored.items()}, directory / cls.weights_file)
+        check_same(
+            expected,
+            {name: tuple(facts.shape) for name, facts in stored.items()},
+            directory / cls.weights_file,
+        )
         drafter = cls.from_serving_config(config, ends)
         fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
         drafter.check()
@@ -85,21 +96,29 @@ def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Copy the tensors of the safetensors file `path` into `expected`, after checking that they are exactly those."""
+    """Copy the tensors of the safetensors file `path` into `expected`, after checking that they are
+    exactly those."""
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again") from error
+        raise UserError(
+            f"cannot read {path}: {error}; the drafter is incomplete, copy or save it again"
+        ) from error
     fill_from(stored, expected, path, dtype)
 
 
-def check_same(expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    """Demand exactly the tensors of `expected`, by name and shape, in the file `path` with `shapes`. Raises `UserError`."""
+def check_same(
+    expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
+    """Demand exactly the tensors of `expected`, by name and shape, in the file `path` with
+    `shapes`. Raises `UserError`."""
     problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [f"{name} is not part of this drafter" for name in shapes if name not in expected]
     for name in sorted(expected.keys() & shapes.keys()):
         if shapes[name] != tuple(expected[name].shape):
-            problems.append(f"{name} has shape {list(shapes[name])}, expected {list(expected[name].shape)}")
+            problems.append(
+                f"{name} has shape {list(shapes[name])}, expected {list(expected[name].shape)}"
+            )
     refuse(problems, path)
 
 
@@ -111,7 +130,9 @@ def refuse(problems: list[str], path: Path) -> None:
 
 
 @torch.no_grad()
-def fill_from(stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
+def fill_from(
+    stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype
+) -> None:
     """`fill` from tensors that were read from `path`. Raises `UserError`."""
     check_same(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, path)
     kinds = {name: stored_as(tensor, dtype) for name, tensor in expected.items()}

@@ -1,8 +1,10 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): head i (0-based) reads the target's last hidden state at t and predicts x[t+2+i].
+"""Medusa heads (Cai et al., arXiv 2401.10774): head i (0-based) reads the target's last hidden
+state at t and predicts x[t+2+i].
 
-Choices that differ from the reference code: block biases start at zero, so that an untrained head is exactly the target's
-own head; the blocks of a head are distinct modules (the reference repeats one); with `shared_head` the heads own no output
-matrix and their logits go through the target's head.
+Choices that differ from the reference code: block biases start at zero, so that an untrained head
+is exactly the target's own head; the blocks of a head are distinct modules (the reference repeats
+one); with `shared_head` the heads own no output matrix and their logits go through the target's
+head.
 
 Shapes: B batch, N rows, H hidden size, V vocabulary, M heads.
 """
@@ -34,7 +36,8 @@ class MedusaConfig:
     num_layers: int = 1
     """Residual blocks in each head."""
     shared_head: bool = False
-    """Send each head's state through the target's own head instead of an output matrix of its own."""
+    """Send each head's state through the target's own head instead of an output matrix of its
+    own."""
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
@@ -57,7 +60,8 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(EngineLayout, nn.Module):
     """M heads over the target's last hidden state.
 
-    `target_head` maps `[..., H]` to the target's logits; it is needed for `shared_head` only and is not a parameter.
+    `target_head` maps `[..., H]` to the target's logits; it is needed for `shared_head` only and is
+    not a parameter.
     """
 
     method = "medusa"
@@ -75,14 +79,19 @@ class MedusaHeads(EngineLayout, nn.Module):
         super().__init__()
         self.config, self.hidden_size, self.vocab_size = config, hidden_size, vocab_size
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers))) for _ in range(config.num_heads)
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(config.num_layers)))
+            for _ in range(config.num_heads)
         )
         self.outputs = nn.ModuleList(
-            nn.Linear(hidden_size, vocab_size, bias=False) for _ in range(0 if config.shared_head else config.num_heads)
+            nn.Linear(hidden_size, vocab_size, bias=False)
+            for _ in range(0 if config.shared_head else config.num_heads)
         )
         self.target_head = target_head
         if config.shared_head and target_head is None:
-            raise UserError("heads with shared_head need the target's head; load them together with their target")
+            raise UserError(
+                "heads with shared_head need the target's head; load them together with their "
+                "target"
+            )
 
     @torch.no_grad()
     def start_from(self, head_weight: Tensor) -> None:
@@ -96,7 +105,8 @@ class MedusaHeads(EngineLayout, nn.Module):
         return self.blocks[head](hidden)
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
-        """`[..., H]` -> `[..., V]`: logits of head `head` for the token `head + 2` after the state's own."""
+        """`[..., H]` -> `[..., V]`: logits of head `head` for the token `head + 2` after the
+        state's own."""
         states = self.states(hidden, head)
         if self.config.shared_head:
             assert self.target_head is not None
@@ -108,9 +118,14 @@ class MedusaHeads(EngineLayout, nn.Module):
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
 
     def facts(self) -> dict[str, Any]:
-        return {**asdict(self.config), "hidden_size": self.hidden_size, "vocab_size": self.vocab_size}
+        return {
+            **asdict(self.config),
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+        }
 
-    # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32 (reference/checkpoint-formats.md section 7).
+    # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32
+    # (reference/checkpoint-formats.md section 7).
 
     def serving_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
@@ -126,7 +141,8 @@ class MedusaHeads(EngineLayout, nn.Module):
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no other `num_*` keys."""
+        """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no
+        other `num_*` keys."""
         return {
             "medusa_num_heads": self.config.num_heads,
             "medusa_num_layers": self.config.num_layers,
@@ -139,8 +155,15 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     @classmethod
     def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> MedusaHeads:
-        shape = MedusaConfig(config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"])
-        return cls(shape, config["hidden_size"], config["vocab_size"], ends.head if ends is not None else None)
+        shape = MedusaConfig(
+            config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]
+        )
+        return cls(
+            shape,
+            config["hidden_size"],
+            config["vocab_size"],
+            ends.head if ends is not None else None,
+        )
 
 
 Drafter = MedusaHeads

@@ -1,7 +1,8 @@
-"""How a drafter is used: the target and its cache, trees, acceptance, proposers, the decode loop, evaluation.
+"""How a drafter is used: the target and its cache, trees, acceptance, proposers, the decode loop,
+evaluation.
 
-`load(target, drafter).generate(...)` is the Python API; it is imported when it is first asked for, so that importing one
-module of this room does not import all.
+`load(target, drafter).generate(...)` is the Python API; it is imported when it is first asked for,
+so that importing one module of this room does not import all.
 """
 
 from __future__ import annotations

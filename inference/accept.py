@@ -20,26 +20,33 @@ TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
 
 @dataclass
 class Verdict:
-    """What a rule decided for each row: the deepest accepted node, and the target's own token after it."""
+    """What a rule decided for each row: the deepest accepted node, and the target's own token after
+    it."""
 
     node: Tensor
     """[B]; 0 if no draft was accepted."""
     last: Tensor
     """[B]."""
     rule: str
-    """What decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or typical, the only lossy one."""
+    """What decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or typical,
+    the only lossy one."""
     choices: Tensor | None = None
     """[B, N]: the target's token after every node, for the rules that know it."""
     expected: Tensor | None = None
-    """[B] float: tokens of this round in expectation over the target's randomness; deterministic drafts at T > 0 only."""
+    """[B] float: tokens of this round in expectation over the target's randomness; deterministic
+    drafts at T > 0 only."""
     overlap: Tensor | None = None
-    """[B, N] float: sum of min(p, q) at each node, the best any rule could accept there; rules that compare laws only."""
+    """[B, N] float: sum of min(p, q) at each node, the best any rule could accept there; rules that
+    compare laws only."""
 
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its nodes."""
+    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its
+    nodes."""
     sampling, tables = draws.sampling, tree.tables
-    scores = draws.scores(logits, tree.path_tokens if sampling.history_processor is not None else None)
+    scores = draws.scores(
+        logits, tree.path_tokens if sampling.history_processor is not None else None
+    )
     if sampling.draws_from_law and tree.laws is not None:
         return _by_law(tree, scores, draws)
     if not sampling.greedy and not sampling.lossless:
@@ -55,9 +62,10 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
 def match(tree: DraftTree, choices: Tensor) -> Tensor:
     """The deepest node `[B]` whose whole path is what the target chose; 0 if no draft is.
 
-    `choices` `[B, N]` is the target's token after each node: its argmax, or a draw with noise that the draft does not depend on,
-    or with noise that it shares. Every token so accepted, and the choice after the last, is the target's own choice given exactly
-    the tokens before it, whatever the tree (verification-and-trees 4.1, 4.2, 4.3).
+    `choices` `[B, N]` is the target's token after each node: its argmax, or a draw with noise that
+    the draft does not depend on, or with noise that it shares. Every token so accepted, and the
+    choice after the last, is the target's own choice given exactly the tokens before it, whatever
+    the tree (verification-and-trees 4.1, 4.2, 4.3).
     """
     tables = tree.tables
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
@@ -66,7 +74,8 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
 
 
 def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
-    """The target's probability `[B, N]` of each node's token after its parent; 1 at the root, 0 where there is no node."""
+    """The target's probability `[B, N]` of each node's token after its parent; 1 at the root, 0
+    where there is no node."""
     parents = tree.tables.parents.expand_as(tree.tokens)
     log_law = scores.log_softmax(-1)
     above = log_law.gather(1, parents[..., None].expand(-1, -1, log_law.shape[-1]))
@@ -77,9 +86,11 @@ def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
 
 
 def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
-    """`1 + sum of P(s)` over drafted nodes, `[B]`: this round's tokens in expectation (verification-and-trees, section 5).
+    """`1 + sum of P(s)` over drafted nodes, `[B]`: this round's tokens in expectation
+    (verification-and-trees, section 5).
 
-    Exact for deterministic trees, and of less variance than counting; wrong for drafts that know the target's noise.
+    Exact for deterministic trees, and of less variance than counting; wrong for drafts that know
+    the target's noise.
     """
     chances = token_chances(tree, scores)
     return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
@@ -87,7 +98,9 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
 
 def _by_law(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     law = scores.softmax(-1)
-    assert tree.laws is not None and tree.shape is not None, "rules that compare laws need trees of a shape fixed beforehand"
+    assert tree.laws is not None and tree.shape is not None, (
+        "rules that compare laws need trees of a shape fixed beforehand"
+    )
     rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
     plan = verifier(tree.shape, tree.tokens, law, tree.laws)
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
@@ -96,7 +109,8 @@ def _by_law(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
 
 
 def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text does not have the target's law."""
+    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text does not have
+    the target's law."""
     log_law = scores.log_softmax(-1)
     entropy = -torch.where(log_law > -torch.inf, log_law.exp() * log_law, 0.0).sum(-1)  # [B, N]
     bar = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)

@@ -43,7 +43,8 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
 class Reply(Generation):
     """A `Generation` with its text, which ends before an end token or a stop string.
 
-    As in transformers, a stop string may begin in the prompt; the part of it that was written then stays in the text.
+    As in transformers, a stop string may begin in the prompt; the part of it that was written then
+    stays in the text.
     """
 
     text: str = ""
@@ -54,11 +55,15 @@ class Reply(Generation):
         return tau([kept_per_round(self)])
 
     def __repr__(self) -> str:
-        return f"Reply({self.text!r}, {len(self.token_ids)} tokens, {len(self.rounds)} rounds, {self.finish_reason})"
+        return (
+            f"Reply({self.text!r}, {len(self.token_ids)} tokens, {len(self.rounds)} rounds, "
+            f"{self.finish_reason})"
+        )
 
 
 class Decoder:
-    """A target and a drafter at work. One call at a time: the drafter's state belongs to the batch that runs."""
+    """A target and a drafter at work. One call at a time: the drafter's state belongs to the batch
+    that runs."""
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
         self.target, self.proposer = target, proposer
@@ -75,11 +80,13 @@ class Decoder:
         ignore_eos: bool = False,
         **sampling: Any,
     ) -> Any:
-        """Decode one prompt to a `Reply`, or a list of prompts to a list of replies (`samples` for each, one after the other).
+        """Decode one prompt to a `Reply`, or a list of prompts to a list of replies (`samples` for
+        each, one after the other).
 
-        Words are put into the target's chat template if it has one, unless `raw`. `sampling` is what `Sampling` takes:
-        temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The noise of a prompt belongs to its place in the list
-        and the number of the sample, so its text is the same in any batch. Raises `UserError`.
+        Words are put into the target's chat template if it has one, unless `raw`. `sampling` is
+        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
+        noise of a prompt belongs to its place in the list and the number of the sample, so its text
+        is the same in any batch. Raises `UserError`.
         """
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
@@ -92,7 +99,9 @@ class Decoder:
         one = _is_one(given)
         everything: Sequence[Any] = [given] if one else given
         requests = [
-            Request(self.encode(prompt, raw), i, sample) for i, prompt in enumerate(everything) for sample in range(samples)
+            Request(self.encode(prompt, raw), i, sample)
+            for i, prompt in enumerate(everything)
+            for sample in range(samples)
         ]
         if not requests:
             raise UserError("there is no prompt; give at least one")
@@ -100,18 +109,34 @@ class Decoder:
         replies: list[Reply] = []
         for start in range(0, len(requests), batch_size):
             part = requests[start : start + batch_size]
-            for found in generate(self.target, self.proposer, part, max_new_tokens, law, eos, stops):
+            for found in generate(
+                self.target, self.proposer, part, max_new_tokens, law, eos, stops
+            ):
                 replies.append(Reply(**vars(found), text=self._text(found, stops)))
         return replies[0] if one and samples == 1 else replies
 
     def stream(
-        self, prompt: Prompt, max_new_tokens: int = 128, *, stop: str | Sequence[str] = (), raw: bool = False, **sampling: Any
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = 128,
+        *,
+        stop: str | Sequence[str] = (),
+        raw: bool = False,
+        **sampling: Any,
     ) -> Iterator[str]:
         """Yield the text of one reply as it is decided, a piece a round at most."""
         stops = _stops(stop)
         text = StreamedText(self.target.tokenizer, stops)
         request = Request(self.encode(prompt, raw))
-        for steps in decode(self.target, self.proposer, [request], max_new_tokens, _known(Sampling, sampling), None, stops):
+        for steps in decode(
+            self.target,
+            self.proposer,
+            [request],
+            max_new_tokens,
+            _known(Sampling, sampling),
+            None,
+            stops,
+        ):
             for _, step, reason in steps:
                 tokens = [token for token in step.tokens if token not in self.target.eos_ids]
                 if piece := text.add(tokens, last=reason is not None):
@@ -123,13 +148,18 @@ class Decoder:
         if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
             what = type(given).__name__
             raise UserError(
-                f"a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list of messages, not {what}"
+                "a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list "
+                f"of messages, not {what}"
             )
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
             chat = bool(self.target.tokenizer.chat_template) and not raw
-            conversation = Conversation(messages=[{"role": "user", "content": given}]) if chat else Conversation(text=given)
+            conversation = (
+                Conversation(messages=[{"role": "user", "content": given}])
+                if chat
+                else Conversation(text=given)
+            )
         elif given and isinstance(given[0], dict):
             try:
                 conversation = conversation_of({"messages": list(given)})
@@ -138,7 +168,10 @@ class Decoder:
         elif all(isinstance(token, Integral) for token in given):
             return [int(token) for token in given]
         else:
-            raise UserError(f"a prompt is words, token ids or a list of messages, not {type(given).__name__} of something else")
+            raise UserError(
+                f"a prompt is words, token ids or a list of messages, not {type(given).__name__} "
+                "of something else"
+            )
         try:
             return prompt_ids(conversation, self.target.tokenizer, self.target.name)
         except RowError as error:
@@ -146,7 +179,9 @@ class Decoder:
 
     def _text(self, generation: Generation, stops: Sequence[str]) -> str:
         text = StreamedText(self.target.tokenizer, stops)
-        return text.add([token for token in generation.token_ids if token not in self.target.eos_ids], last=True)
+        return text.add(
+            [token for token in generation.token_ids if token not in self.target.eos_ids], last=True
+        )
 
 
 def _is_one(prompts: Any) -> bool:
@@ -185,40 +220,54 @@ def load(
 ) -> Decoder:
     """A decoder of `target` that drafts with `drafter`.
 
-    `target`: a folder, a name on the hub, a loaded `Target`, or a model that transformers has loaded, with its `tokenizer` (read
-    from where the model came from if not given); `options` are those of `TargetConfig` (dtype, device, adapter, attention).
-    `drafter`: an artifact's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit, with
-    settings after a colon. `compile` compiles the target's forward (shapes are static then). Raises `UserError`.
+    `target`: a folder, a name on the hub, a loaded `Target`, or a model that transformers has
+    loaded, with its `tokenizer` (read from where the model came from if not given); `options` are
+    those of `TargetConfig` (dtype, device, adapter, attention). `drafter`: an artifact's folder, a
+    small model's folder, or none, ngram, suffix, lookahead, early-exit, with settings after a
+    colon. `compile` compiles the target's forward (shapes are static then). Raises `UserError`.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
     >>> len(reply.token_ids) <= 24 and reply.tau >= 1
     True
 
-    The text is the target's own, whatever drafts; with a temperature too, for the noise belongs to the position, not to the
-    drafter:
+    The text is the target's own, whatever drafts; with a temperature too, for the noise belongs to
+    the position, not to the drafter:
 
     >>> plain = load("scripts/quickstart/target", device="cpu")
     >>> reply.token_ids == plain.generate("def add(a, b):", max_new_tokens=24).token_ids
     True
-    >>> sampled = [d.generate(["def add(a, b):"] * 2, 24, temperature=0.7, seed=5) for d in (decoder, plain)]
+    >>> prompts = ["def add(a, b):"] * 2
+    >>> sampled = [d.generate(prompts, 24, temperature=0.7, seed=5) for d in (decoder, plain)]
     >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
     True
     """
     if not isinstance(target, str | Path) and options:
-        raise UserError(f"{', '.join(options)}: a loaded target, or one with a config, takes no options")
+        raise UserError(
+            f"{', '.join(options)}: a loaded target, or one with a config, takes no options"
+        )
     if isinstance(target, PreTrainedModel):
         target = target_of(target, tokenizer)
     elif tokenizer is not None:
-        raise UserError("tokenizer goes with a model that is loaded already; a target in a folder has its own")
+        raise UserError(
+            "tokenizer goes with a model that is loaded already; a target in a folder has its own"
+        )
     if not isinstance(target, str | Path | Target | TargetConfig):
-        raise UserError(f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}")
+        raise UserError(
+            f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}"
+        )
     if not isinstance(target, Target):
-        config = target if isinstance(target, TargetConfig) else _known(TargetConfig, {"path": str(target), **options})
+        config = (
+            target
+            if isinstance(target, TargetConfig)
+            else _known(TargetConfig, {"path": str(target), **options})
+        )
         target = load_target(config)
     if compile:
         target.compile()
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")
-    proposer = load_proposer(drafter, target, log.warning) if isinstance(drafter, str | Path) else drafter
+    proposer = (
+        load_proposer(drafter, target, log.warning) if isinstance(drafter, str | Path) else drafter
+    )
     return Decoder(target, proposer)

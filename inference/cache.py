@@ -1,6 +1,8 @@
-"""The cache of a running batch: preallocated, rows of different lengths, takes whole draft trees, keeps the accepted paths.
+"""The cache of a running batch: preallocated, rows of different lengths, takes whole draft trees,
+keeps the accepted paths.
 
-Shapes: B batch, G key-value heads, C capacity, D head size, N positions of one forward, A accepted positions.
+Shapes: B batch, G key-value heads, C capacity, D head size, N positions of one forward, A accepted
+positions.
 """
 
 from __future__ import annotations
@@ -16,18 +18,25 @@ from .device import send
 
 
 class TreeCache(Cache):
-    """Keys and values of `lengths[b]` committed positions of each row b, followed by `staged` ones that are not decided yet.
+    """Keys and values of `lengths[b]` committed positions of each row b, followed by `staged` ones
+    that are not decided yet.
 
-    A forward writes its N positions after those. `stage` keeps them for the next forward without committing (a drafter that walks
-    its own tree); `commit` keeps the accepted path and drops the rest. What is dropped is simply overwritten, so nothing is ever
-    shifted or padded: slot = position for all that is committed.
+    A forward writes its N positions after those. `stage` keeps them for the next forward without
+    committing (a drafter that walks its own tree); `commit` keeps the accepted path and drops the
+    rest. What is dropped is simply overwritten, so nothing is ever shifted or padded: slot =
+    position for all that is committed.
 
-    `static` gives attention the whole buffer in every forward over a tree, so that shapes never change (compilation, CUDA
-    graphs); otherwise it sees only the slots in use, which is less work.
+    `static` gives attention the whole buffer in every forward over a tree, so that shapes never
+    change (compilation, CUDA graphs); otherwise it sees only the slots in use, which is less work.
     """
 
     def __init__(
-        self, batch: int, capacity: int, device: torch.device | str = "cpu", limit: int | None = None, static: bool = False
+        self,
+        batch: int,
+        capacity: int,
+        device: torch.device | str = "cpu",
+        limit: int | None = None,
+        static: bool = False,
     ):
         super().__init__(layers=[])
         self.capacity = capacity
@@ -39,7 +48,8 @@ class TreeCache(Cache):
         self.staged = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._slots: Tensor | None = None  # [B, N], what the next forward writes; None: the same slots in every row
+        # [B, N], what the next forward writes; None: the same slots in every row
+        self._slots: Tensor | None = None
         self._start = 0
         self._whole = False
 
@@ -74,22 +84,27 @@ class TreeCache(Cache):
         return self.capacity if self.static else self.longest + self.staged + count
 
     def open(self, count: int, masked: bool) -> None:
-        """Make room for a forward of `count` positions, and settle where it writes. Slots out of use are hidden only if
-        `masked`."""
+        """Make room for a forward of `count` positions, and settle where it writes. Slots out of
+        use are hidden only if `masked`."""
         self.reserve(self.longest + self.staged + count)
         self._start = self.longest + self.staged
         self._whole = self.static and masked
         if self.uniform and not self._whole:
             self._slots = None
         else:
-            self._slots = self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
+            self._slots = (
+                self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
+            )
 
     def reserve(self, needed: int) -> None:
         """Grow to at least `needed` slots, by doubling. Raises `UserError` beyond `limit`."""
         if needed <= self.capacity:
             return
         if self.limit is not None and needed > self.limit:
-            raise UserError(f"a cache for {self.limit} positions was asked to hold {needed}; shorten the prompt or the reply")
+            raise UserError(
+                f"a cache for {self.limit} positions was asked to hold {needed}; shorten the "
+                "prompt or the reply"
+            )
         grown = max(needed, 2 * self.capacity)
         self.capacity = grown if self.limit is None else min(grown, self.limit)
         for buffers in (self.keys, self.values):
@@ -105,7 +120,12 @@ class TreeCache(Cache):
         return buffer
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write `[B, G, N, D]` where `open` said; return the slots that attention sees."""
         if layer_idx == len(self.keys):
@@ -132,8 +152,8 @@ class TreeCache(Cache):
     def commit(self, counts: Sequence[int], places: Tensor | None = None) -> None:
         """Keep `counts[b]` undecided positions of each row, drop the others.
 
-        `places` `[B, A]`: which ones, ascending (what stands past a row's own count does not matter); without it the first ones,
-        which are in place already: a chain costs nothing.
+        `places` `[B, A]`: which ones, ascending (what stands past a row's own count does not
+        matter); without it the first ones, which are in place already: a chain costs nothing.
         """
         if places is not None and places.shape[1]:
             goal = torch.arange(places.shape[1], device=self.device)[None] + self.starts()[:, None]
@@ -163,7 +183,8 @@ class TreeCache(Cache):
                 for buffer in buffers:
                     torch._dynamo.mark_static_address(buffer)
 
-    # What transformers asks of a cache. It asks only where nobody gave positions and a mask, which is a prompt's prefill.
+    # What transformers asks of a cache. It asks only where nobody gave positions and a mask, which
+    # is a prompt's prefill.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest + self.staged
@@ -176,10 +197,11 @@ class TreeCache(Cache):
 
 
 def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
-    """`[1 | B, N, width]` bool: which slots N positions see: all committed ones, and of the T undecided ones what `visible`
-    `[1 | B, N, T]` says."""
+    """`[1 | B, N, width]` bool: which slots N positions see: all committed ones, and of the T
+    undecided ones what `visible` `[1 | B, N, T]` says."""
     starts = cache.starts()[:1] if cache.uniform else cache.starts()
-    beyond = torch.arange(width, device=visible.device)[None] - starts[:, None]  # place among the undecided; negative: committed
+    # place among the undecided; negative: committed
+    beyond = torch.arange(width, device=visible.device)[None] - starts[:, None]
     undecided = visible.shape[-1]
     batch = max(len(beyond), len(visible))
     index = beyond.clamp(0, undecided - 1)[:, None].expand(batch, visible.shape[1], width)

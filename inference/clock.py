@@ -12,7 +12,8 @@ PARTS = ("draft", "verify", "accept", "kv")
 
 
 class Clock:
-    """Marks between the parts of a round; seconds come one round late on a GPU, where events need not have happened yet."""
+    """Marks between the parts of a round; seconds come one round late on a GPU, where events need
+    not have happened yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -28,7 +29,8 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def close(self, records: list[Any]) -> None:
-        """End a round of `len(PARTS) + 1` marks; its seconds go into the `t_*_s` fields of `records`."""
+        """End a round of `len(PARTS) + 1` marks; its seconds go into the `t_*_s` fields of
+        `records`."""
         self._waiting.append((self._marks, records))
         self._marks = []
         self.settle()

@@ -1,4 +1,5 @@
-"""What a person sees of long work, on a terminal or in the log file of a job without one: tables and progress."""
+"""What a person sees of long work, on a terminal or in the log file of a job without one: tables
+and progress."""
 
 from __future__ import annotations
 
@@ -19,24 +20,41 @@ SPARSE_S = 300.0  # or after so long
 
 
 class Console(rich.console.Console):
-    """rich's, but that a reader who has gone (`| head`) is told to the caller; rich itself ends the process with status 1."""
+    """rich's, but that a reader who has gone (`| head`) is told to the caller; rich itself ends the
+    process with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class Progress(tqdm):
-    """tqdm's bar on a terminal. Without one (nohup, SLURM, CI) a line on stderr every 30 seconds; after ten minutes only for
-    every 5% of the work, or every five minutes. Of several that are open the last one speaks; of several ranks the first."""
+    """tqdm's bar on a terminal. Without one (nohup, SLURM, CI) a line on stderr every 30 seconds;
+    after ten minutes only for every 5% of the work, or every five minutes. Of several that are open
+    the last one speaks; of several ranks the first."""
 
     _open: ClassVar[list[Progress]] = []
 
     def __init__(
-        self, iterable: Any = None, *, desc: str, unit: str = " prompts", total: int | None = None, show: bool = True, **more: Any
+        self,
+        iterable: Any = None,
+        *,
+        desc: str,
+        unit: str = " prompts",
+        total: int | None = None,
+        show: bool = True,
+        **more: Any,
     ) -> None:
         """`show=False` shows nothing, as on every rank but the first. `more` goes to tqdm."""
         show = show and os.environ.get("RANK", "0") == "0"
-        super().__init__(iterable, desc=desc, unit=unit, total=total, disable=None if show else True, leave=False, **more)
+        super().__init__(
+            iterable,
+            desc=desc,
+            unit=unit,
+            total=total,
+            disable=None if show else True,
+            leave=False,
+            **more,
+        )
         self._what, self._unit, self._detail = desc, unit.strip(), ""
         self._first = self._done = self._said = self.n
         self._began = self._last = time.monotonic()
@@ -73,7 +91,8 @@ class Progress(tqdm):
     def close(self) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            Progress._open[:] = [other for other in Progress._open if other is not self]  # tqdm has an == of its own
+            # tqdm has an == of its own
+            Progress._open[:] = [other for other in Progress._open if other is not self]
         super().close()
 
     def _speak(self) -> None:
@@ -96,9 +115,14 @@ class Progress(tqdm):
         if self.total:
             of = f" of {self.total:,}"
             if self._done > self._first:
-                left = f", about {clock(spent * (self.total - self._done) / (self._done - self._first))} left"
+                left = (
+                    ", about "
+                    f"{clock(spent * (self.total - self._done) / (self._done - self._first))} left"
+                )
         detail = f" ({self._detail})" if self._detail else ""
-        return f"{self._what}: {self._done:,.0f}{of} {self._unit} after {clock(spent)}{left}{detail}"
+        return (
+            f"{self._what}: {self._done:,.0f}{of} {self._unit} after {clock(spent)}{left}{detail}"
+        )
 
 
 def clock(seconds: float) -> str:
@@ -106,4 +130,8 @@ def clock(seconds: float) -> str:
     whole = round(max(seconds, 0))
     if whole < 60:
         return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+    return (
+        f"{whole // 60} min {whole % 60} s"
+        if whole < 3600
+        else f"{whole // 3600} h {whole % 3600 // 60} min"
+    )

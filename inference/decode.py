@@ -1,7 +1,8 @@
-"""The decode loop: prefill -> [propose -> verify -> accept -> commit]* -> tokens, and one record a round.
+"""The decode loop: prefill -> [propose -> verify -> accept -> commit]* -> tokens, and one record a
+round.
 
-It knows no method: a new drafter is a new proposer. Shapes: B batch, N tree nodes with the root, D levels, A accepted nodes with
-the root, V vocabulary.
+It knows no method: a new drafter is a new proposer. Shapes: B batch, N tree nodes with the root, D
+levels, A accepted nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ FIRST_CAPACITY = 256  # new positions that a cache has room for before it double
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and the name under which its noise is drawn: the same name, seed and prompt give the same text in any batch."""
+    """A prompt, and the name under which its noise is drawn: the same name, seed and prompt give
+    the same text in any batch."""
 
     prompt_ids: Sequence[int]
     id: int = 0
@@ -43,13 +45,15 @@ class Request:
 
 @dataclass
 class Round:
-    """What one step of the loop did for one request. The step that follows the prefill is not a round: its `drafted` is None.
+    """What one step of the loop did for one request. The step that follows the prefill is not a
+    round: its `drafted` is None.
 
     Times are of the whole batch's round.
     """
 
     tokens: list[int]
-    """Tokens kept, at most `accepted + 1`: nothing past an end token, a stop string or the limit."""
+    """Tokens kept, at most `accepted + 1`: nothing past an end token, a stop string or the
+    limit."""
     drafted: int | None = None
     """Nodes verified, without the root and without missing ones."""
     accepted: int = 0
@@ -61,9 +65,11 @@ class Round:
     rows: int = 1
     """Requests in the batch during this round."""
     expected: float | None = None
-    """Tokens of this round in expectation over the target's randomness (`accept.expected_tokens`), where that is defined."""
+    """Tokens of this round in expectation over the target's randomness (`accept.expected_tokens`),
+    where that is defined."""
     overlap: list[float] | None = None
-    """sum of min(p, q) at each node of the accepted path where drafts were offered; rules that compare laws only."""
+    """sum of min(p, q) at each node of the accepted path where drafts were offered; rules that
+    compare laws only."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
@@ -74,7 +80,8 @@ class Round:
 
 @dataclass
 class Generation:
-    """A finished request: its tokens, its rounds and why it ended (eos, stop, length, or context: the target's positions)."""
+    """A finished request: its tokens, its rounds and why it ended (eos, stop, length, or context:
+    the target's positions)."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -98,7 +105,8 @@ def generate(
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
 ) -> list[Generation]:
-    """Decode a batch of requests to their ends; see `decode`. Token lists become requests numbered from 0."""
+    """Decode a batch of requests to their ends; see `decode`. Token lists become requests numbered
+    from 0."""
     named = [r if isinstance(r, Request) else Request(r, i) for i, r in enumerate(requests)]
     results = [Generation(list(request.prompt_ids)) for request in named]
     started = time.perf_counter()
@@ -117,7 +125,11 @@ def generate(
 
 
 def generate_one(
-    target: Target, proposer: Proposer, request: Request | Sequence[int], max_new_tokens: int, **options: Any
+    target: Target,
+    proposer: Proposer,
+    request: Request | Sequence[int],
+    max_new_tokens: int,
+    **options: Any,
 ) -> Generation:
     """`generate` for a single request."""
     return generate(target, proposer, [request], max_new_tokens, **options)[0]
@@ -127,7 +139,8 @@ _AT_WORK: WeakSet[Proposer] = WeakSet()
 """Drafters with a batch: their state belongs to it, so a second one at the same time is refused."""
 
 Step = tuple[int, Round, str | None]
-"""Place of a request in the call, what was decided for it, and why it has ended (None: it goes on)."""
+"""Place of a request in the call, what was decided for it, and why it has ended (None: it goes
+on)."""
 
 
 @torch.inference_mode()
@@ -142,14 +155,26 @@ def decode(
 ) -> Generator[list[Step], None, None]:
     """Yield the target's own continuation of all prompts, round by round, as it is verified.
 
-    A row ends at an end token or with the token that completes a stop string (both are yielded), after `max_new_tokens`, or where
-    the target's positions end, and then leaves the batch. Raises `UserError` for an empty prompt and for one that leaves no room.
+    A row ends at an end token or with the token that completes a stop string (both are yielded),
+    after `max_new_tokens`, or where the target's positions end, and then leaves the batch. Raises
+    `UserError` for an empty prompt and for one that leaves no room.
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
     if proposer in _AT_WORK:
-        raise UserError("this drafter is at work on another batch; end or close that one first, or load a second drafter")
-    batch = _Batch(target, proposer, requests, max_new_tokens, sampling, target.eos_ids if eos_ids is None else eos_ids, stop)
+        raise UserError(
+            "this drafter is at work on another batch; end or close that one first, or load a "
+            "second drafter"
+        )
+    batch = _Batch(
+        target,
+        proposer,
+        requests,
+        max_new_tokens,
+        sampling,
+        target.eos_ids if eos_ids is None else eos_ids,
+        stop,
+    )
     _AT_WORK.add(proposer)
     try:
         yield batch.start()
@@ -176,7 +201,12 @@ class _Batch:
     ) -> None:
         _check(target, requests, max_new_tokens)
         sampling = sampling.resolved(target.repetition_penalty)
-        self.target, self.proposer, self.sampling, self.eos_ids = target, proposer, sampling, eos_ids
+        self.target, self.proposer, self.sampling, self.eos_ids = (
+            target,
+            proposer,
+            sampling,
+            eos_ids,
+        )
         self.rows = list(range(len(requests)))
         self.texts = [list(request.prompt_ids) for request in requests]
         self.requests = requests
@@ -188,31 +218,52 @@ class _Batch:
 
     def _new_cache(self) -> TreeCache:
         prompt, new = max(map(len, self.texts)), max(self.left)
-        beyond = self.proposer.max_drafted + 1  # undecided slots past the last position that can be kept
+        # undecided slots past the last position that can be kept
+        beyond = self.proposer.max_drafted + 1
         static = self.target.compiled
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
         if static:
-            capacity = 1 << (capacity - 1).bit_length()  # few capacities, so that few shapes are compiled
-        return TreeCache(len(self.texts), capacity, self.target.device, self.target.max_positions + beyond, static)
+            # few capacities, so that few shapes are compiled
+            capacity = 1 << (capacity - 1).bit_length()
+        return TreeCache(
+            len(self.texts),
+            capacity,
+            self.target.device,
+            self.target.max_positions + beyond,
+            static,
+        )
 
     def start(self) -> list[Step]:
         """Prefill all prompts; the target's first token of each."""
         device, target = self.target.device, self.target
         lengths = [len(text) for text in self.texts]
-        ids = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in self.texts], device=device)
+        ids = torch.tensor(
+            [text + [0] * (max(lengths) - len(text)) for text in self.texts], device=device
+        )
         hidden = target.prefill(ids, self.cache, self.proposer.taps)
         self.cache.lengths = list(lengths)
         ends = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
-        text = torch.where(torch.arange(ids.shape[1], device=device) < ends[:, None], ids, ids[:, :1])
+        text = torch.where(
+            torch.arange(ids.shape[1], device=device) < ends[:, None], ids, ids[:, :1]
+        )
         keys = row_keys(self.sampling.seed, [(r.id, r.sample) for r in self.requests], device)
-        self.draws = Draws(self.sampling, keys, text, ends - 1)  # the last prompt token is the root of the first choice
+        # the last prompt token is the root of the first choice
+        self.draws = Draws(self.sampling, keys, text, ends - 1)
         before = ids[rows, ends - 1][:, None]
         logits = target.head(hidden.last[rows, ends - 1])[:, None]
         self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), 0)[:, 0]
         self.draws.extend(before, torch.ones_like(ends))
         first = self.root.tolist()
-        self.proposer.prefill(Prompts([[*t, f] for t, f in zip(self.texts, first, strict=True)], ids, ends, hidden, self.cache))
+        self.proposer.prefill(
+            Prompts(
+                [[*t, f] for t, f in zip(self.texts, first, strict=True)],
+                ids,
+                ends,
+                hidden,
+                self.cache,
+            )
+        )
         return self._take([[token] for token in first], [Round([]) for _ in first])
 
     def round(self) -> list[Step]:
@@ -223,7 +274,12 @@ class _Batch:
         clock.mark()
         tables = tree.tables
         hidden = self.target.forward_tree(
-            tree.tokens, tables.ancestors, tables.depths, tables.depths, self.cache, self.proposer.taps
+            tree.tokens,
+            tables.ancestors,
+            tables.depths,
+            tables.depths,
+            self.cache,
+            self.proposer.taps,
         )
         logits = self.target.head(hidden.last)
         clock.mark()
@@ -233,7 +289,8 @@ class _Batch:
         clock.mark()
         counts = zip(decided.drafted, decided.nodes, decided.refused, strict=True)
         records = [
-            Round([], n, len(nodes) - 1, len(nodes) - 1 + refused, decided.rule, len(self.rows)) for n, nodes, refused in counts
+            Round([], n, len(nodes) - 1, len(nodes) - 1 + refused, decided.rule, len(self.rows))
+            for n, nodes, refused in counts
         ]
         for row, record in enumerate(records):
             record.expected = decided.expected[row] if decided.expected is not None else None
@@ -310,15 +367,26 @@ def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> 
     if not requests:
         raise UserError("there is no prompt; give at least one")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}")
+        raise UserError(
+            f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}"
+        )
     for request in requests:
         length = len(request.prompt_ids)
         if not length:
             raise UserError("the prompt is empty; give at least one token")
-        if not all(isinstance(token, int) and 0 <= token < target.vocab_size for token in request.prompt_ids):
-            raise UserError(f"a prompt holds something that is no token id of {target.name} (0 to {target.vocab_size - 1})")
+        if not all(
+            isinstance(token, int) and 0 <= token < target.vocab_size
+            for token in request.prompt_ids
+        ):
+            raise UserError(
+                f"a prompt holds something that is no token id of {target.name} (0 to "
+                f"{target.vocab_size - 1})"
+            )
         if length >= target.max_positions:
-            raise UserError(f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; shorten it")
+            raise UserError(
+                f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; "
+                "shorten it"
+            )
 
 
 def _rows(states: Tensor, path: Tensor) -> Tensor:
@@ -348,7 +416,8 @@ class Decided:
 
 
 def decide(tree: DraftTree, verdict: Verdict) -> Decided:
-    """Bring a verdict to the host. The single device-to-host synchronisation of a round is here, one packed tensor."""
+    """Bring a verdict to the host. The single device-to-host synchronisation of a round is here,
+    one packed tensor."""
     batch = len(verdict.node)
     tables = tree.tables
     paths = tables.paths.expand(batch, -1, -1)
@@ -365,9 +434,14 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decided:
     if verdict.overlap is not None:
         parts.append(_bits(verdict.overlap))
     columns = iter(_split(torch.cat(parts, dim=1).tolist(), [part.shape[1] for part in parts]))
-    node_rows, token_rows, count_rows, last_rows, drafted_rows, refused_rows = (next(columns) for _ in range(6))
+    node_rows, token_rows, count_rows, last_rows, drafted_rows, refused_rows = (
+        next(columns) for _ in range(6)
+    )
     nodes = [row[:count] for row, (count,) in zip(node_rows, count_rows, strict=True)]
-    tokens = [[*row[1 : len(taken)], *last] for row, taken, last in zip(token_rows, nodes, last_rows, strict=True)]
+    tokens = [
+        [*row[1 : len(taken)], *last]
+        for row, taken, last in zip(token_rows, nodes, last_rows, strict=True)
+    ]
     choices = next(columns) if verdict.choices is not None else None
     expected = [_floats(row)[0] for row in next(columns)] if verdict.expected is not None else None
     overlap = None
@@ -375,10 +449,25 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decided:
         shape = tree.shape
         assert shape is not None
         at_nodes = [_floats(row) for row in next(columns)]
-        overlap = [[row[n] for n in taken if shape.children[n]] for row, taken in zip(at_nodes, nodes, strict=True)]
+        overlap = [
+            [row[n] for n in taken if shape.children[n]]
+            for row, taken in zip(at_nodes, nodes, strict=True)
+        ]
     drafted = [count for (count,) in drafted_rows]
     refused = [bool(flag) for (flag,) in refused_rows]
-    return Decided(nodes, tokens, drafted, refused, verdict.rule, choices, expected, overlap, path, counts, verdict.last)
+    return Decided(
+        nodes,
+        tokens,
+        drafted,
+        refused,
+        verdict.rule,
+        choices,
+        expected,
+        overlap,
+        path,
+        counts,
+        verdict.last,
+    )
 
 
 def _split(rows: list[list[int]], widths: list[int]) -> Iterator[list[list[int]]]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-CONTEXT = 32  # tokens that are decoded again, so that spaces and characters split over tokens come out as in the whole text
+# tokens that are decoded again, so that spaces and characters split over tokens come out as in the
+# whole text
+CONTEXT = 32
 
 
 class StreamedText:
     """Pieces of text that never have to be taken back.
 
-    The bytes of one character may be spread over several tokens, and what looks like the beginning of a stop string may become
-    one: both are held back until they are decided. A stop string itself is never shown.
+    The bytes of one character may be spread over several tokens, and what looks like the beginning
+    of a stop string may become one: both are held back until they are decided. A stop string itself
+    is never shown.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
-        self._window: list[int] = []  # the last tokens: decoding all of them every time would take quadratic time
+        # the last tokens: decoding all of them every time would take quadratic time
+        self._window: list[int] = []
         self._known = ""  # what the window's first tokens decode to
         self._text = ""
         self._shown = 0
@@ -36,7 +40,11 @@ class StreamedText:
 
     def _show(self, last: bool) -> str:
         end = len(self._text)
-        found = [place for stop in self._stops if (place := self._text.find(stop, max(self._shown - len(stop), 0))) >= 0]
+        found = [
+            place
+            for stop in self._stops
+            if (place := self._text.find(stop, max(self._shown - len(stop), 0))) >= 0
+        ]
         if found:
             end = min(found)
         elif not last:
@@ -48,4 +56,6 @@ class StreamedText:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that a stop string may begin with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def send(values: Sequence[Any], device: torch.device) -> Tensor:
-    """`values` as a tensor on `device`. From pageable memory a CUDA copy would wait for all queued work; pinned memory does
-    not."""
+    """`values` as a tensor on `device`. From pageable memory a CUDA copy would wait for all queued
+    work; pinned memory does not."""
     if device.type != "cuda":
         return torch.tensor(values, device=device)
     return torch.tensor(values).pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,9 @@
-"""The JSON files that commands write and read again, each as a type: reports, tuned profiles, manifests of feature stores.
+"""The JSON files that commands write and read again, each as a type: reports, tuned profiles,
+manifests of feature stores.
 
-They are checked when they are read; what is worked with is the JSON itself. Keys that may be missing have defaults here;
-`report.checked` demands those that a page shows. Ratios of nothing are NaN, which Python writes into JSON and reads from it.
+They are checked when they are read; what is worked with is the JSON itself. Keys that may be
+missing have defaults here; `report.checked` demands those that a page shows. Ratios of nothing are
+NaN, which Python writes into JSON and reads from it.
 """
 
 from __future__ import annotations
@@ -43,14 +45,21 @@ class Manifest(Document):
     """The key of its data, see `train/data/tables.py`."""
     tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
     files: dict[str, FileFacts | str]
-    """Size and SHA-256 of all but shards and data, of which they stand beside them; version 0.1 noted three SHA-256."""
+    """Size and SHA-256 of all but shards and data, of which they stand beside them; version 0.1
+    noted three SHA-256."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
         layers = self.target.num_layers
         demand(self.taps == self.layout.taps, "taps and layout.taps differ")
-        demand(set(self.tap_sizes) == set(map(str, self.taps)), f"tap_sizes is of {sorted(self.tap_sizes)}, taps {self.taps}")
-        demand(all(tap <= layers for tap in self.taps), f"a tap of {self.taps} is beyond the target's {layers} layers")
+        demand(
+            set(self.tap_sizes) == set(map(str, self.taps)),
+            f"tap_sizes is of {sorted(self.tap_sizes)}, taps {self.taps}",
+        )
+        demand(
+            all(tap <= layers for tap in self.taps),
+            f"a tap of {self.taps} is beyond the target's {layers} layers",
+        )
 
 
 class Request(Struct):
@@ -64,7 +73,10 @@ class Request(Struct):
     top2_gap: float | None = None
 
     def __post_init__(self) -> None:
-        demand(all(kept <= 1 << 20 for *_, kept in self.rounds), "a round kept more tokens than any tree holds")
+        demand(
+            all(kept <= 1 << 20 for *_, kept in self.rounds),
+            "a round kept more tokens than any tree holds",
+        )
 
 
 class Sample(Struct):

@@ -1,4 +1,5 @@
-"""The memory that a target's weights will take, read from the headers of its files before any of them is loaded."""
+"""The memory that a target's weights will take, read from the headers of its files before any of
+them is loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Footprint:
 
 
 def footprint(folder: str | Path) -> Footprint | None:
-    """Of the model in a folder; None where there are no safetensors files to tell it, such as a name on the hub.
+    """Of the model in a folder; None where there are no safetensors files to tell it, such as a
+    name on the hub.
 
     Raises `UserError` for a file whose header cannot be read.
     """
@@ -51,8 +53,8 @@ def footprint(folder: str | Path) -> Footprint | None:
 
 
 def check_fits(path: str, dtype: torch.dtype | str, device: torch.device) -> None:
-    """Raise `UserError` for a target on a CPU whose weights are larger than all of this machine's memory: loading it would end
-    in a process that the system kills without a word."""
+    """Raise `UserError` for a target on a CPU whose weights are larger than all of this machine's
+    memory: loading it would end in a process that the system kills without a word."""
     found = footprint(path)
     if found is None or device.type != "cpu" or not isinstance(dtype, torch.dtype):
         return
@@ -65,7 +67,10 @@ def too_large(found: Footprint, dtype: torch.dtype, needed: int, there: int) -> 
     """How much is missing, and what to do about it."""
     remedy = "use a machine with more memory, or share it between ranks with target.spread=fsdp"
     if dtype.itemsize > 2 and found.loaded_bytes(torch.bfloat16) < there:
-        remedy = f"give --target.dtype bfloat16, which needs {gigabytes(found.loaded_bytes(torch.bfloat16))}"
+        remedy = (
+            "give --target.dtype bfloat16, which needs "
+            f"{gigabytes(found.loaded_bytes(torch.bfloat16))}"
+        )
     name = str(dtype).removeprefix("torch.")
     return f"{gigabytes(needed)} in {name}, of {gigabytes(there)} that there are; {remedy}"
 

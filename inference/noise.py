@@ -1,8 +1,9 @@
-"""Random numbers as a pure function of what they are for, so that they depend on no batch row, round, tree or device.
+"""Random numbers as a pure function of what they are for, so that they depend on no batch row,
+round, tree or device.
 
-Every number is a hash of (seed, request id, sample index, stream, place, index). Plain sampling with the same keys writes the
-same text, which makes decoding at T > 0 testable token for token (verification-and-trees 4.3). Shapes: B batch, P places, V
-vocabulary.
+Every number is a hash of (seed, request id, sample index, stream, place, index). Plain sampling
+with the same keys writes the same text, which makes decoding at T > 0 testable token for token
+(verification-and-trees 4.3). Shapes: B batch, P places, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ _FIRST, _SECOND, _STEP = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors (Steele et al., OOPSLA 2014): every output bit depends on every input bit."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST  # torch shifts keep the sign; the masks make them logical
+    """SplitMix64's finaliser on int64 tensors (Steele et al., OOPSLA 2014): every output bit
+    depends on every input bit."""
+    # torch shifts keep the sign; the masks make them logical
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
@@ -61,9 +64,11 @@ def _indices(count: int, device: torch.device) -> Tensor:
 
 
 def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
-    """Uniforms strictly between 0 and 1, float64 `[..., count]`; `keys` and `places` (int64) broadcast to `[...]`.
+    """Uniforms strictly between 0 and 1, float64 `[..., count]`; `keys` and `places` (int64)
+    broadcast to `[...]`.
 
-    52 bits: with 24, a vocabulary of 152k would put some candidate into the one largest quantum at 0.9% of the positions.
+    52 bits: with 24, a vocabulary of 152k would put some candidate into the one largest quantum at
+    0.9% of the positions.
     """
     at = mix(keys ^ mix(places * _STEP + stream))
     bits = mix(at[..., None] ^ _indices(count, at.device))

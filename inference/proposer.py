@@ -1,7 +1,7 @@
 """What the decode loop asks of a drafter at work, and how one is named and loaded.
 
-Shapes: B batch, S prompt positions (padded on the right), N tree nodes with the root, A accepted nodes with the root, H hidden
-size.
+Shapes: B batch, S prompt positions (padded on the right), N tree nodes with the root, A accepted
+nodes with the root, H hidden size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Prompts:
 
 @dataclass
 class Accepted:
-    """What a round decided. Row b has `counts[b]` nodes; places past that repeat the root and mean nothing."""
+    """What a round decided. Row b has `counts[b]` nodes; places past that repeat the root and mean
+    nothing."""
 
     tokens: list[list[int]]
     """Each row's accepted drafts and the target's own token after them: the next root, last."""
@@ -54,7 +55,8 @@ class Accepted:
     path: Tensor
     """[B, A], device: `nodes`, padded with the root's id."""
     ids: Tensor
-    """[B, A]: the last root and the drafts accepted after it, which are what the target's cache has gained."""
+    """[B, A]: the last root and the drafts accepted after it, which are what the target's cache has
+    gained."""
     counts: Tensor
     """[B], device; equal to the lengths of `nodes`."""
     hidden: Hidden
@@ -66,15 +68,16 @@ class Accepted:
 class Proposer(Protocol):
     """A drafter at work on one batch; it owns the drafter's state.
 
-    The root is the token that the target chose last. It has not been run through the target yet, so features exist for every
-    position before it and for none after (drafter-recipes 0.2).
+    The root is the token that the target chose last. It has not been run through the target yet, so
+    features exist for every position before it and for none after (drafter-recipes 0.2).
     """
 
     name: str
     taps: tuple[int, ...]
     """Which hidden states of the target `prefill` and `commit` want to see."""
     max_drafted: int
-    """Most nodes, without the root, that `propose` may return, or put into the target's cache while it drafts."""
+    """Most nodes, without the root, that `propose` may return, or put into the target's cache while
+    it drafts."""
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""
@@ -127,11 +130,16 @@ UNTRAINED = {
 }
 MOST = 1024  # drafted nodes, and whatever they are made of
 SPELLING = (
-    "a drafter's folder, a small model's folder, or one of " + ", ".join(UNTRAINED) + "; settings follow a colon: ngram:length=8"
+    "a drafter's folder, a small model's folder, or one of "
+    + ", ".join(UNTRAINED)
+    + "; settings follow a colon: ngram:length=8"
 )
 
 
-NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = ((int, r"-?[0-9]+"), (float, r"-?[0-9]*\.[0-9]+"))
+NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = (
+    (int, r"-?[0-9]+"),
+    (float, r"-?[0-9]*\.[0-9]+"),
+)
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -147,7 +155,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         key = key.strip().replace("-", "_")
         if key in settings:
             raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
-        settings[key] = next((kind(value) for kind, form in NUMBERS if re.fullmatch(form, value.strip())), value.strip())
+        settings[key] = next(
+            (kind(value) for kind, form in NUMBERS if re.fullmatch(form, value.strip())),
+            value.strip(),
+        )
     return name, settings
 
 
@@ -156,14 +167,16 @@ TREE_SETTINGS = ("length", "width", "nodes", "tree", "threshold", "cost", "heat"
 
 
 def without_tree(spec: str | Path) -> str:
-    """`spec` with only the settings that are not about its tree: `ngram:longest=5,length=9` -> `ngram:longest=5`."""
+    """`spec` with only the settings that are not about its tree: `ngram:longest=5,length=9` ->
+    `ngram:longest=5`."""
     name, settings = parse_spec(str(spec))
     kept = ",".join(f"{key}={value}" for key, value in settings.items() if key not in TREE_SETTINGS)
     return f"{name}:{kept}" if kept else name
 
 
 def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
-    """`parse_spec`, and that the name is a drafter's as far as one can see without a target. Raises `UserError`."""
+    """`parse_spec`, and that the name is a drafter's as far as one can see without a target. Raises
+    `UserError`."""
     name, settings = parse_spec(str(spec))
     if name not in UNTRAINED and not Path(name).is_dir():
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
@@ -172,8 +185,14 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None], tuned: dict[str, Any] | None = None) -> Proposer:
-    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`; with the tree `tuned` instead of its own.
+def load_proposer(
+    spec: str | Path,
+    target: Target,
+    warn: Callable[[str], None],
+    tuned: dict[str, Any] | None = None,
+) -> Proposer:
+    """The drafter that `spec` names (see `SPELLING`), ready to work on `target`; with the tree
+    `tuned` instead of its own.
 
     Raises `UserError`.
     """
@@ -191,9 +210,16 @@ def load_proposer(spec: str | Path, target: Target, warn: Callable[[str], None],
     else:
         make = importlib.import_module(".proposers.draft_model", __package__).load_draft_lm
         arguments = (name, target)
-    known = [p for p in inspect.signature(make).parameters if p not in ("self", "target", "artifact", "folder", "name")]
+    known = [
+        p
+        for p in inspect.signature(make).parameters
+        if p not in ("self", "target", "artifact", "folder", "name")
+    ]
     if unknown := sorted(settings.keys() - set(known)):
-        raise UserError(f"drafter {name} has no setting {unknown[0]!r}; there are: {', '.join(known) or 'no settings'}")
+        raise UserError(
+            f"drafter {name} has no setting {unknown[0]!r}; there are: "
+            f"{', '.join(known) or 'no settings'}"
+        )
     proposer = make(*arguments, **settings)
     if tuned is not None:
         proposer.name += ":tuned"
@@ -221,9 +247,12 @@ def method_module(method: str) -> ModuleType:
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """`value` as a setting that must be a whole number between `least` and `MOST`. Raises `UserError`."""
+    """`value` as a setting that must be a whole number between `least` and `MOST`. Raises
+    `UserError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if value > MOST:
-        raise UserError(f"{name} can be {MOST} at most, not {value}: every drafted token is verified")
+        raise UserError(
+            f"{name} can be {MOST} at most, not {value}: every drafted token is verified"
+        )
     return value

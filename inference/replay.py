@@ -1,7 +1,9 @@
-"""Estimated tau: the rounds that decoding would take over a known text, walked on teacher-forced correctness.
+"""Estimated tau: the rounds that decoding would take over a known text, walked on teacher-forced
+correctness.
 
-The average over all rows is another number: decoding visits positions that its own accepts select. In trials the row average
-was 4 to 13% too high. On target-greedy text in fp32 the walk below counts exactly what the decode loop counts.
+The average over all rows is another number: decoding visits positions that its own accepts select.
+In trials the row average was 4 to 13% too high. On target-greedy text in fp32 the walk below counts
+exactly what the decode loop counts.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from .target import Hidden
 def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     """Tokens kept in each round when decoding writes positions `start + 1 .. end - 1` of a text.
 
-    `accepted[n]` is how many drafts are right when position n is the root; `start` is the first response position (chosen by the
-    prefill, produced by no round), `end` the length of the text. A round at n keeps its accepted drafts and the target's next
-    token, cut at the end of the text, and the next root stands at n + accepted + 1.
+    `accepted[n]` is how many drafts are right when position n is the root; `start` is the first
+    response position (chosen by the prefill, produced by no round), `end` the length of the text. A
+    round at n keeps its accepted drafts and the target's next token, cut at the end of the text,
+    and the next root stands at n + accepted + 1.
     """
     kept = []
     root = start
@@ -37,27 +40,37 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
 def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:
     """How often the rank-r draft is right at each depth, r < `ranks`, and over how many roots.
 
-    `texts`: teacher-forced ranks `[S, D]` (-1: none of the best) and the start of the reply. Only roots with a token at every
-    depth count, so that the depths are comparable.
+    `texts`: teacher-forced ranks `[S, D]` (-1: none of the best) and the start of the reply. Only
+    roots with a token at every depth count, so that the depths are comparable.
     """
     depths = texts[0][0].shape[1]
     rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
-    return [[int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(ranks)] for d in range(depths)], len(rows)
+    return [
+        [int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(ranks)]
+        for d in range(depths)
+    ], len(rows)
 
 
 @torch.inference_mode()
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
-    """Tokens kept in each round when `proposer` drafts greedily along a known text, its features standing in for the target.
+    """Tokens kept in each round when `proposer` drafts greedily along a known text, its features
+    standing in for the target.
 
-    `ids` `[S]` and `hidden` `[S, H]` of them; the reply begins at `start`. For drafters that read features only, trees that
-    follow their confidence included: the target itself is not needed, so stored features can score a drafter.
+    `ids` `[S]` and `hidden` `[S, H]` of them; the reply begins at `start`. For drafters that read
+    features only, trees that follow their confidence included: the target itself is not needed, so
+    stored features can score a drafter.
     """
     end, root = len(ids), start
     text = [*ids.tolist(), *[UNKNOWN] * (proposer.max_drafted + 2)]
-    part = lambda a, b: Hidden(hidden.last[None, a:b], tuple(tap[None, a:b] for tap in hidden.taps))  # noqa: E731
+
+    def part(a, b):
+        return Hidden(hidden.last[None, a:b], tuple(tap[None, a:b] for tap in hidden.taps))
+
     length = torch.tensor([start], device=ids.device)
     draws = Draws(GREEDY, torch.zeros_like(length), ids[None], length)
-    proposer.prefill(Prompts([text[: start + 1]], ids[None, :start], length, part(0, start), TreeCache(0, 0)))
+    proposer.prefill(
+        Prompts([text[: start + 1]], ids[None, :start], length, part(0, start), TreeCache(0, 0))
+    )
     kept = []
     while root < end - 1:
         tree = proposer.propose(ids[root : root + 1], draws)

@@ -1,4 +1,5 @@
-"""What every command that decodes is told: where the target is, and how the next token is chosen."""
+"""What every command that decodes is told: where the target is, and how the next token is
+chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typi
 
 
 def check_url(url: str | None, option: str) -> None:
-    """Demand an address of a server, such as http://localhost:8000/v1; None is none. Raises `UserError`."""
+    """Demand an address of a server, such as http://localhost:8000/v1; None is none. Raises
+    `UserError`."""
     if url is None:
         return
     try:
@@ -24,7 +26,9 @@ def check_url(url: str | None, option: str) -> None:
     except ValueError:  # a port that is no number, or above 65535; a half-written IPv6 address
         sound = False
     if not sound:
-        raise UserError(f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1")
+        raise UserError(
+            f"{option} {url!r} is no address of a server; write it as http://localhost:8000/v1"
+        )
 
 
 BadRows = Literal["stop", "skip"]
@@ -46,15 +50,17 @@ class TargetConfig:
     attention: str | None = None
     """Attention implementation to ask transformers for; its own choice if not given."""
     spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
-    """whole: a copy on every rank; fsdp: each decoder layer shared by all ranks; tensor: every layer split between them
-    (tensor parallelism, where the model has a plan); devices: laid over this process's GPUs, for one process."""
+    """whole: a copy on every rank; fsdp: each decoder layer shared by all ranks; tensor: every
+    layer split between them (tensor parallelism, where the model has a plan); devices: laid over
+    this process's GPUs, for one process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Only for sources that you trust."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample, and which acceptance rule keeps the target's law. Raises `UserError` for values out of range."""
+    """How to sample, and which acceptance rule keeps the target's law. Raises `UserError` for
+    values out of range."""
 
     temperature: float = 0.0
     """0 is greedy decoding."""
@@ -65,14 +71,16 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens at least this likely, relative to the likeliest."""
     repetition_penalty: float | None = None
-    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not. The target's own setting if not given."""
+    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not. The
+    target's own setting if not given."""
     seed: int = 0
     """With the request's id and sample index, the seed of all its noise."""
     rule: Rule = "auto"
-    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever the drafter), match (the same
-    text, but drafts are the drafter's best tokens and know nothing of the noise, as in most engines), rejection (block
-    verification of a sampled chain, traversal of a sampled tree, match of a deterministic draft), recursive (recursive rejection
-    instead of traversal), lossy-typical (Medusa's typical acceptance: NOT the target's law)."""
+    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever
+    the drafter), match (the same text, but drafts are the drafter's best tokens and know nothing of
+    the noise, as in most engines), rejection (block verification of a sampled chain, traversal of a
+    sampled tree, match of a deterministic draft), recursive (recursive rejection instead of
+    traversal), lossy-typical (Medusa's typical acceptance: NOT the target's law)."""
 
     def __post_init__(self) -> None:
         def demand(holds: bool, what: str) -> None:
@@ -90,10 +98,19 @@ class Sampling:
             value = getattr(self, name)
             if name == "repetition_penalty" and value is None:
                 continue
-            demand(isinstance(value, kind), f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}")
-        demand(0 <= self.temperature < float("inf"), f"temperature must be 0 or more, not {self.temperature}")
+            demand(
+                isinstance(value, kind),
+                f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}",
+            )
+        demand(
+            0 <= self.temperature < float("inf"),
+            f"temperature must be 0 or more, not {self.temperature}",
+        )
         cold = 0 < self.temperature < COLDEST  # logits divided by it leave the range of float32
-        demand(not cold, f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}")
+        demand(
+            not cold,
+            f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}",
+        )
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
         demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
         demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
@@ -101,9 +118,19 @@ class Sampling:
             self.repetition_penalty is None or self.repetition_penalty > 0,
             f"repetition_penalty must be above 0, not {self.repetition_penalty}",
         )
-        truncates = [name for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)) if getattr(self, name) != off]
-        demand(not (self.greedy and truncates), f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too")
-        demand(self.rule in get_args(Rule), f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}")
+        truncates = [
+            name
+            for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
+            if getattr(self, name) != off
+        ]
+        demand(
+            not (self.greedy and truncates),
+            f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too",
+        )
+        demand(
+            self.rule in get_args(Rule),
+            f"unknown rule {self.rule!r}; use one of {', '.join(get_args(Rule))}",
+        )
 
     @property
     def greedy(self) -> bool:
@@ -116,7 +143,8 @@ class Sampling:
 
     @property
     def draws_from_law(self) -> bool:
-        """Whether the rule compares laws, so that drafts have to be fresh draws from a law that is kept."""
+        """Whether the rule compares laws, so that drafts have to be fresh draws from a law that is
+        kept."""
         return not self.greedy and self.rule in ("rejection", "recursive")
 
     @property
@@ -126,14 +154,16 @@ class Sampling:
     @cached_property
     def history_processor(self) -> Any | None:
         """What needs the text so far; `None` if nothing does."""
-        from transformers import RepetitionPenaltyLogitsProcessor  # seconds, which a help text need not take
+        # seconds, which a help text need not take
+        from transformers import RepetitionPenaltyLogitsProcessor
 
         penalty = self.repetition_penalty
         return RepetitionPenaltyLogitsProcessor(penalty) if penalty not in (None, 1) else None
 
     @cached_property
     def warpers(self) -> Any:
-        """A `LogitsProcessorList` of what looks at one row of scores only, in the order of transformers' `generate`."""
+        """A `LogitsProcessorList` of what looks at one row of scores only, in the order of
+        transformers' `generate`."""
         from transformers import (
             LogitsProcessorList,
             MinPLogitsWarper,
@@ -156,7 +186,11 @@ class Sampling:
 
     def resolved(self, own_penalty: float) -> Sampling:
         """With the target's own repetition penalty, if none was given."""
-        return self if self.repetition_penalty is not None else replace(self, repetition_penalty=own_penalty)
+        return (
+            self
+            if self.repetition_penalty is not None
+            else replace(self, repetition_penalty=own_penalty)
+        )
 
 
 GREEDY = Sampling()

@@ -1,8 +1,10 @@
-"""What a feature store knows of its target without holding it: both ends, tokenizer, fingerprint, and held-out texts.
+"""What a feature store knows of its target without holding it: both ends, tokenizer, fingerprint,
+and held-out texts.
 
-STORE/manifest.json     what the features are of, and how they lie in `shards/` (train/data/store.py)
-STORE/target/           config and tokenizer; ends.safetensors: embedding, head and final norm
-STORE/held_out.safetensors   prompts with the target's own greedy replies, and their features
+STORE/manifest.json         what the features are of, and how they lie in shards/
+                            (train/data/store.py)
+STORE/target/               config and tokenizer; ends.safetensors: embedding, head and final norm
+STORE/held_out.safetensors  prompts with the target's own greedy replies, and their features
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ SAMPLE_FILE = "sample.safetensors"
 
 @dataclass
 class HeldOutText:
-    """A prompt, the target's greedy reply, and the features of every position `[S, H]` on the CPU."""
+    """A prompt, the target's greedy reply, and the features of every position `[S, H]` on the
+    CPU."""
 
     ids: list[int]
     start: int
@@ -43,7 +46,8 @@ class HeldOutText:
 
 
 class StoredTarget(Target):
-    """A target of which only embedding, final norm and head are here; its decoder layers are shapes without numbers."""
+    """A target of which only embedding, final norm and head are here; its decoder layers are shapes
+    without numbers."""
 
     whole = False
 
@@ -55,7 +59,8 @@ class StoredTarget(Target):
         sizes: dict[int, float],
         sample: dict[str, Tensor] | None = None,
     ) -> None:
-        """`sizes`: root mean square of the taps that are stored. `sample`: of those, what `tap_sample` gives, and its "ids"."""
+        """`sizes`: root mean square of the taps that are stored. `sample`: of those, what
+        `tap_sample` gives, and its "ids"."""
         super().__init__(model, tokenizer, fingerprint.name)
         self._fingerprint, self._sizes, self._sample = fingerprint, sizes, sample
 
@@ -65,18 +70,24 @@ class StoredTarget(Target):
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
         if missing := sorted(set(taps) - set(self._sizes)):
             raise UserError(
-                f"the feature store has taps {sorted(self._sizes)}, not {missing}; extract again with this run's config"
+                f"the feature store has taps {sorted(self._sizes)}, not {missing}; extract again "
+                "with this run's config"
             )
         return tuple(self._sizes[tap] for tap in taps)
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
         self.tap_sizes(taps)
         if self._sample is None or self._sample["ids"].tolist() != ids:
-            raise UserError("the feature store has no sample of this run's data; extract again, into another folder")
+            raise UserError(
+                "the feature store has no sample of this run's data; extract again, into another "
+                "folder"
+            )
         return tuple(self._sample[str(tap)].to(self.device) for tap in taps)
 
     def forward(self, *arguments: Any, **more: Any) -> Hidden:
-        raise UserError(f"this needs the whole target {self.name}; here are only its embedding, norm and head")
+        raise UserError(
+            f"this needs the whole target {self.name}; here are only its embedding, norm and head"
+        )
 
 
 def save_ends(target: Target, folder: Path) -> None:
@@ -89,7 +100,11 @@ def save_ends(target: Target, folder: Path) -> None:
     if (norm := target.final_norm()) is not None:
         wanted += norm.parameters()
     ours = {id(parameter) for parameter in wanted}
-    tensors = {name: p.detach().cpu().contiguous() for name, p in target.model.named_parameters() if id(p) in ours}
+    tensors = {
+        name: p.detach().cpu().contiguous()
+        for name, p in target.model.named_parameters()
+        if id(p) in ours
+    }
     save_file(tensors, folder / ENDS_FILE)
 
 
@@ -101,7 +116,10 @@ def manifest_of(store: str | Path) -> Manifest:
 def read_manifest(store: str | Path) -> tuple[Manifest, dict[str, Any]]:
     """`manifest.json` as its type and as it is. Raises `UserError`."""
     if not Path(store, MANIFEST).is_file():
-        raise UserError(f"{store} is not a feature store: it has no {MANIFEST}; write one with draftsmith data extract")
+        raise UserError(
+            f"{store} is not a feature store: it has no {MANIFEST}; write one with draftsmith "
+            "data extract"
+        )
     return read_document(Path(store, MANIFEST), Manifest, "extract again, into another folder")
 
 
@@ -112,7 +130,9 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
         if name != TEXTS_FILE:
             verify_noted(Path(store), manifest, name)
     tensors = tensors_of(folder / ENDS_FILE)
-    model = model_of_ends(folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get)
+    model = model_of_ends(
+        folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get
+    )
     sizes = {int(tap): size for tap, size in manifest.tap_sizes.items()}
     sample = None
     if SAMPLE_FILE in manifest.files:  # stores of version 0.1 have none
@@ -120,8 +140,11 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     return StoredTarget(model, read_tokenizer(folder), manifest.target, sizes, sample)
 
 
-def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]) -> Any:
-    """The model of a folder with its embedding, final norm and head, and shapes for all else. `read` gives a tensor by name."""
+def model_of_ends(
+    folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]
+) -> Any:
+    """The model of a folder with its embedding, final norm and head, and shapes for all else.
+    `read` gives a tensor by name."""
     with torch.device("meta"):
         model: Any = make_causal_lm(read_config(folder), dtype=dtype)
     shell = Target(model, None, str(folder))
@@ -129,7 +152,8 @@ def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: 
     wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
     wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()
     embedding = model.get_input_embeddings()
-    if buffers := dict(embedding.named_buffers()):  # in no file, such as the number that Gemma multiplies embeddings by
+    # in no file, such as the number that Gemma multiplies embeddings by
+    if buffers := dict(embedding.named_buffers()):
         for name, buffer in buffers.items():
             setattr(embedding, name, torch.empty_like(buffer, device=device))
         model.init_weights()
@@ -141,8 +165,16 @@ def model_of_ends(folder: Path, device: torch.device, dtype: torch.dtype, read: 
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if any(p.is_meta for p in (*model.get_input_embeddings().parameters(), *model.get_output_embeddings().parameters())):
-        raise UserError(f"{folder} lacks the embedding or the head, or has them in a form that is not read here")
+    if any(
+        p.is_meta
+        for p in (
+            *model.get_input_embeddings().parameters(),
+            *model.get_output_embeddings().parameters(),
+        )
+    ):
+        raise UserError(
+            f"{folder} lacks the embedding or the head, or has them in a form that is not read here"
+        )
     return model
 
 
@@ -153,7 +185,9 @@ def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
         raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
     size, sha256 = (facts.bytes, facts.sha256) if isinstance(facts, FileFacts) else (None, facts)
     if (reason := differs(store, name, MANIFEST, size, sha256)) is not None:
-        raise UserError(f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew")
+        raise UserError(
+            f"{store}: {reason}; run the same draftsmith data extract again, which writes it anew"
+        )
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
@@ -161,10 +195,14 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); extract again, into another folder") from error
+        raise UserError(
+            f"{path} cannot be read ({error}); extract again, into another folder"
+        ) from error
 
 
-def save_texts(texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path) -> None:
+def save_texts(
+    texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path
+) -> None:
     """Write held-out texts with their features, in the order given."""
     tensors: dict[str, Tensor] = {
         "lengths": torch.tensor([len(text.ids) for text in texts]),
@@ -184,11 +222,19 @@ def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list
     tensors = tensors_of(path)
     try:
         lengths = tensors["lengths"].tolist()
-        split = {name: tensor.split(lengths) for name, tensor in tensors.items() if name not in ("lengths", "starts")}
+        split = {
+            name: tensor.split(lengths)
+            for name, tensor in tensors.items()
+            if name not in ("lengths", "starts")
+        }
         taps = [split[f"tap{tap}"] for tap in (manifest.taps if wanted is None else wanted)]
     except (KeyError, RuntimeError) as error:
-        raise UserError(f"{path} does not hold the texts that {MANIFEST} tells of ({error}); extract again") from error
+        raise UserError(
+            f"{path} does not hold the texts that {MANIFEST} tells of ({error}); extract again"
+        ) from error
     return [
-        HeldOutText(split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps)))
+        HeldOutText(
+            split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps))
+        )
         for i, start in enumerate(tensors["starts"].tolist())
     ]

@@ -1,7 +1,9 @@
-"""The frozen target: any decoder-only model that `AutoModelForCausalLM` loads, through transformers' public API.
+"""The frozen target: any decoder-only model that `AutoModelForCausalLM` loads, through
+transformers' public API.
 
-Shapes: B batch, N positions, H hidden size, V vocabulary, L decoder layers. Taps are indices into Hugging Face
-`hidden_states`: 0 = embeddings, i = residual stream after layer i - 1; the last hidden state is the one after the final norm.
+Shapes: B batch, N positions, H hidden size, V vocabulary, L decoder layers. Taps are indices into
+Hugging Face `hidden_states`: 0 = embeddings, i = residual stream after layer i - 1; the last hidden
+state is the one after the final norm.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 20  # positions of a target that names no limit
 PREFILL_CHUNK = 2048
 
-# What `generate` would apply from a target's generation_config and decoding here does not, with the neutral values.
+# What `generate` would apply from a target's generation_config and decoding here does not, with the
+# neutral values.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
@@ -49,14 +52,16 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Hidden:
-    """What one target forward gives: `last` `[B, N, H]` after the final norm, and one `[B, N, H]` tensor for each tap."""
+    """What one target forward gives: `last` `[B, N, H]` after the final norm, and one `[B, N, H]`
+    tensor for each tap."""
 
     last: Tensor
     taps: tuple[Tensor, ...] = ()
 
 
 class Target:
-    """A causal language model with its tokenizer, split into decoder and head: the frozen target, or a small one that drafts."""
+    """A causal language model with its tokenizer, split into decoder and head: the frozen target,
+    or a small one that drafts."""
 
     whole = True
     """False where only its ends are at hand."""
@@ -81,14 +86,18 @@ class Target:
         if unknown := kinds - {"full_attention", "sliding_attention"}:
             found = ", ".join(sorted(unknown))
             raise UserError(
-                f"target {name} ({self.config.model_type}) has layers of kind {found}, which cannot be rolled back here"
+                f"target {name} ({self.config.model_type}) has layers of kind {found}, which "
+                "cannot be rolled back here"
             )
-        window = getattr(self.config, "sliding_window", None) is not None and getattr(self.config, "use_sliding_window", True)
+        window = getattr(self.config, "sliding_window", None) is not None and getattr(
+            self.config, "use_sliding_window", True
+        )
         self._sliding = "sliding_attention" in kinds or (not kinds and window)
         self._mixed = len(kinds) > 1
         self._compiled: Any = None
         self.masks_packed_rows = False
-        """Whether packed rows get a mask of ours: some models, such as GPT-OSS, take no notice of positions that restart."""
+        """Whether packed rows get a mask of ours: some models, such as GPT-OSS, take no notice of
+        positions that restart."""
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -168,7 +177,10 @@ class Target:
 
     def final_norm(self) -> nn.Module | None:
         """The norm before the head, whatever its name; None where none is known."""
-        found = (getattr(self.decoder, name, None) for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"))
+        found = (
+            getattr(self.decoder, name, None)
+            for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+        )
         return next((norm for norm in found if getattr(norm, "weight", None) is not None), None)
 
     @torch.no_grad()
@@ -184,18 +196,26 @@ class Target:
 
     @torch.no_grad()
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
-        """Root mean square of each tap, the median over positions: a first token's may be ten times the others'."""
+        """Root mean square of each tap, the median over positions: a first token's may be ten times
+        the others'."""
         if not taps:
             return ()
         ids = spread_ids(self.vocab_size, min(128, self.max_positions)).to(self.device)[None]
-        return tuple(float(tap.float().square().mean(-1).sqrt().median()) for tap in self.forward(ids, taps=taps).taps)
+        return tuple(
+            float(tap.float().square().mean(-1).sqrt().median())
+            for tap in self.forward(ids, taps=taps).taps
+        )
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Each tap `[n, H]` of a text, for drafters that begin by looking at one."""
-        return tuple(tap[0].float() for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps)
+        return tuple(
+            tap[0].float()
+            for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps
+        )
 
     def head(self, last: Tensor) -> Tensor:
-        """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or scale."""
+        """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or
+        scale."""
         logits = self._output(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale
@@ -213,16 +233,25 @@ class Target:
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`.
 
-        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents of a packed row, and no
-        document sees another. `mask` `[B, 1, N, length]` is additive (0 = visible).
+        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents
+        of a packed row, and no document sees another. `mask` `[B, 1, N, length]` is additive (0 =
+        visible).
         """
         if cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
         elif mask is None and positions is not None and self.masks_packed_rows:
-            mask = packed_mask(positions, self.dtype, self.config.sliding_window if self._sliding else None, self._mixed)
+            mask = packed_mask(
+                positions,
+                self.dtype,
+                self.config.sliding_window if self._sliding else None,
+                self._mixed,
+            )
         run = (
             self._compiled
-            if self._compiled is not None and cache is not None and cache.static and mask is not None
+            if self._compiled is not None
+            and cache is not None
+            and cache.static
+            and mask is not None
             else run_decoder
         )
         last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
@@ -231,18 +260,27 @@ class Target:
             last, found = last.to(self.device), tuple(tap.to(self.device) for tap in found)
         return Hidden(last, found)
 
-    def prefill(self, ids: Tensor, cache: TreeCache, taps: tuple[int, ...] = (), chunk: int = PREFILL_CHUNK) -> Hidden:
-        """Run prompts `[B, S]`, padded on the right, `chunk` positions at a time, so that attention's work space stays bounded.
+    def prefill(
+        self, ids: Tensor, cache: TreeCache, taps: tuple[int, ...] = (), chunk: int = PREFILL_CHUNK
+    ) -> Hidden:
+        """Run prompts `[B, S]`, padded on the right, `chunk` positions at a time, so that
+        attention's work space stays bounded.
 
-        The caller sets the rows' true lengths afterwards; padding stands behind every real token, so no token sees it.
+        The caller sets the rows' true lengths afterwards; padding stands behind every real token,
+        so no token sees it.
         """
         parts = []
         for start in range(0, ids.shape[1], chunk):
             part = ids[:, start : start + chunk]
             end = start + part.shape[1]
             positions = None
-            if end > self.max_positions:  # a draft model's own limit: what lies past it is drafted badly, not wrongly
-                positions = torch.arange(start, end, device=ids.device).clamp(max=self.max_positions - 1).expand(len(ids), -1)
+            # a draft model's own limit: what lies past it is drafted badly, not wrongly
+            if end > self.max_positions:
+                positions = (
+                    torch.arange(start, end, device=ids.device)
+                    .clamp(max=self.max_positions - 1)
+                    .expand(len(ids), -1)
+                )
             parts.append(self.forward(part, positions, cache=cache, taps=taps))
             cache.commit([part.shape[1]] * len(ids))
         if len(parts) == 1:
@@ -259,41 +297,63 @@ class Target:
         cache: TreeCache,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        """Run tree nodes `[B, N]` over what `cache` holds: committed positions, then T undecided slots, the last N being these.
+        """Run tree nodes `[B, N]` over what `cache` holds: committed positions, then T undecided
+        slots, the last N being these.
 
-        `visible` `[1 | B, N, T]` bool: which undecided slots each node sees, None: all; `depths` `[1 | B, N]` of the nodes and
-        `slot_depths` `[1 | B, T]` of the slots, the row's length being the position of depth 0. NO_NODE tokens are run as
-        token 0, unknown ones as the last.
+        `visible` `[1 | B, N, T]` bool: which undecided slots each node sees, None: all; `depths`
+        `[1 | B, N]` of the nodes and `slot_depths` `[1 | B, T]` of the slots, the row's length
+        being the position of depth 0. NO_NODE tokens are run as token 0, unknown ones as the last.
         """
         count, slots = tokens.shape[1], slot_depths.shape[1]
         cache.reserve(cache.longest + cache.staged + count)
         starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
-        # A node past the last position can never be kept (the limit cuts it off); clamping keeps learned positions in range.
+        # A node past the last position can never be kept (the limit cuts it off); clamping keeps
+        # learned positions in range.
         positions = depths + starts
         if cache.longest + slots > self.max_positions:
             positions = positions.clamp(max=self.max_positions - 1)
-        # A lone node of an even batch that sees everything is what the model assumes without being told.
-        alone = count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
+        # A lone node of an even batch that sees everything is what the model assumes without being
+        # told.
+        alone = (
+            count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
+        )
         mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
         positions = positions.expand(tokens.shape[0], -1)
         return self.forward(tokens.clamp(0, self.vocab_size - 1), positions, mask, cache, taps)
 
-    def tree_mask(self, visible: Tensor | None, positions: Tensor, slot_depths: Tensor, cache: TreeCache, count: int) -> Any:
-        """What `forward` takes as mask for `count` tree nodes; arguments as in `forward_tree`, `positions` `[1 | B, N]`.
+    def tree_mask(
+        self,
+        visible: Tensor | None,
+        positions: Tensor,
+        slot_depths: Tensor,
+        cache: TreeCache,
+        count: int,
+    ) -> Any:
+        """What `forward` takes as mask for `count` tree nodes; arguments as in `forward_tree`,
+        `positions` `[1 | B, N]`.
 
-        `[1 | B, 1, N, slots]`, additive, since every attention implementation that takes a 4D mask takes an additive one. Layers
-        with a sliding window see only keys less than a window back; models that mix both kinds of layers take one mask for each.
+        `[1 | B, 1, N, slots]`, additive, since every attention implementation that takes a 4D mask
+        takes an additive one. Layers with a sliding window see only keys less than a window back;
+        models that mix both kinds of layers take one mask for each.
         """
         width, undecided = cache.seen(count), slot_depths.shape[1]
         lowest = torch.finfo(self.dtype).min
         if visible is None:
             visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
         if cache.uniform and not self._sliding:
-            tree = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, lowest)[:, None]
+            tree = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
+                ~visible, lowest
+            )[:, None]
             before = torch.nn.functional.pad(tree, (cache.longest, 0))
-            return torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest) if cache.static else before
+            return (
+                torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest)
+                if cache.static
+                else before
+            )
         see = visible_slots(visible, cache, width)
-        full = torch.zeros(see.shape, dtype=self.dtype, device=see.device).masked_fill_(~see, lowest)[:, None]
+        full = torch.zeros(see.shape, dtype=self.dtype, device=see.device).masked_fill_(
+            ~see, lowest
+        )[:, None]
         if not self._sliding:
             return full
         starts = cache.starts()[:1] if cache.uniform else cache.starts()
@@ -308,10 +368,11 @@ class Target:
         return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
 
     def compile(self) -> None:
-        """Compile the forward over trees (static caches only); on a CUDA device, for capture as a graph.
+        """Compile the forward over trees (static caches only); on a CUDA device, for capture as a
+        graph.
 
-        Capacities are rounded up to powers of two. A size of tree or batch that differs from the first is compiled once more, and
-        then for all sizes.
+        Capacities are rounded up to powers of two. A size of tree or batch that differs from the
+        first is compiled once more, and then for all sizes.
         """
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
         self._compiled = torch.compile(run_decoder, mode=mode)
@@ -322,10 +383,12 @@ class Target:
 
     @torch.no_grad()
     def check_tree(self) -> None:
-        """Demand that a forward over a small tree gives each node what its own path gives alone; raises `UserError` otherwise.
+        """Demand that a forward over a small tree gives each node what its own path gives alone;
+        raises `UserError` otherwise.
 
-        Catches, by trying, whatever cannot be verified as a tree: recurrent state (Mamba and hybrids), attention implementations
-        that ignore a 4D mask, position biases that are derived from it.
+        Catches, by trying, whatever cannot be verified as a tree: recurrent state (Mamba and
+        hybrids), attention implementations that ignore a 4D mask, position biases that are derived
+        from it.
         """
         shape = TreeShape((-1, 0, 0, 2, 1))  # the last node's parent is not the node before it
         ids = (torch.arange(3 + shape.nodes, device=self.device) * 7 + 3) % self.vocab_size
@@ -335,47 +398,74 @@ class Target:
             self.forward(ids[None, :3], cache=cache)
             assert len(cache) == self.num_layers, "some layers keep no keys and values"
             cache.commit([3])
-            ours = self.forward_tree(ids[None, 3:], tables.ancestors, tables.depths, tables.depths, cache).last[0]
-        except (AssertionError, AttributeError, IndexError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+            ours = self.forward_tree(
+                ids[None, 3:], tables.ancestors, tables.depths, tables.depths, cache
+            ).last[0]
+        except (
+            AssertionError,
+            AttributeError,
+            IndexError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+            RuntimeError,
+        ) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UserError(f"{self._cannot()}: {reason}") from error
-        paths = [torch.cat([ids[:3], ids[3:][torch.tensor(shape.path_to(node))]]) for node in range(shape.nodes)]
+        paths = [
+            torch.cat([ids[:3], ids[3:][torch.tensor(shape.path_to(node))]])
+            for node in range(shape.nodes)
+        ]
         alone = torch.stack([self.forward(path[None]).last[0, -1] for path in paths])
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         error = ((ours - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
         if not error <= tolerance:
-            raise UserError(f"{self._cannot()}: nodes differ from their own paths (relative difference {error:.1e})")
+            raise UserError(
+                f"{self._cannot()}: nodes differ from their own paths (relative difference "
+                f"{error:.1e})"
+            )
 
     def _cannot(self) -> str:
         return (
-            f"target {self.name} ({self.config.model_type}) cannot verify draft trees and roll back; "
+            f"target {self.name} ({self.config.model_type}) cannot verify draft trees and roll "
+            "back; "
             "try --target.attention sdpa or eager, or another target"
         )
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Demand that `head(features)` gives the model's own logits; drafters would learn from a wrong teacher otherwise."""
+        """Demand that `head(features)` gives the model's own logits; drafters would learn from a
+        wrong teacher otherwise."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
         own = self.model(input_ids=ids, use_cache=False).logits.float()
         ours = self.head(self.forward(ids).last).float()
         if not bool(own.isfinite().all()):
             raise UserError(
-                f"target {self.name} gives logits that are not finite: its weights are damaged (download them again), or they "
-                f"overflow in {str(self.dtype).removeprefix('torch.')} (give --target.dtype float32 or bfloat16)"
+                f"target {self.name} gives logits that are not finite: its weights are damaged "
+                "(download them again), or they "
+                f"overflow in {str(self.dtype).removeprefix('torch.')} (give --target.dtype "
+                "float32 or bfloat16)"
             )
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
         error = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-6)
         if not error <= tolerance:
             raise UserError(
-                f"target {self.name} ({self.config.model_type}) changes its logits after the head in an unknown way "
+                f"target {self.name} ({self.config.model_type}) changes its logits after the head "
+                "in an unknown way "
                 f"(relative difference {error:.1e}); please report this model type"
             )
 
 
 def run_decoder(
-    decoder: Any, ids: Tensor, positions: Tensor | None, mask: Any, cache: TreeCache | None, all_states: bool
+    decoder: Any,
+    ids: Tensor,
+    positions: Tensor | None,
+    mask: Any,
+    cache: TreeCache | None,
+    all_states: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The last hidden state and, if asked for, the hidden states of all layers. Free of everything else, so that it compiles."""
+    """The last hidden state and, if asked for, the hidden states of all layers. Free of everything
+    else, so that it compiles."""
     output = decoder(
         input_ids=ids,
         position_ids=positions,
@@ -388,7 +478,8 @@ def run_decoder(
 
 
 def load_target(config: TargetConfig) -> Target:
-    """Load model and tokenizer, merge an adapter if there is one, and check the head. Raises `UserError`."""
+    """Load model and tokenizer, merge an adapter if there is one, and check the head. Raises
+    `UserError`."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     path, adapter = base_and_adapter(config)
@@ -398,7 +489,10 @@ def load_target(config: TargetConfig) -> Target:
     if config.attention is not None:
         options["attn_implementation"] = config.attention
     if adapter is not None and config.spread != "whole":
-        raise UserError("an adapter is merged into a whole model; merge and save it first, or leave out target.spread")
+        raise UserError(
+            "an adapter is merged into a whole model; merge and save it first, or leave out "
+            "target.spread"
+        )
     if config.spread == "whole":
         check_fits(path, dtype, device)
     check_config(path, config.trust_remote_code)
@@ -411,7 +505,8 @@ def load_target(config: TargetConfig) -> Target:
             model, digest = load_spread(config.spread, path, device, options)
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    if config.spread == "whole" and not getattr(model, "is_quantized", False):  # a quantised model is placed as it is loaded
+    # a quantised model is placed as it is loaded
+    if config.spread == "whole" and not getattr(model, "is_quantized", False):
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
     target.spread, target._digest = config.spread, digest
@@ -419,26 +514,32 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def target_of(model: Any, tokenizer: Any = None) -> Target:
-    """A target of a model that is loaded already; its weights go on needing gradients if they do. `tokenizer`: read from where
-    the model came from if None. Raises `UserError`."""
+    """A target of a model that is loaded already; its weights go on needing gradients if they do.
+    `tokenizer`: read from where the model came from if None. Raises `UserError`."""
     source = str(getattr(model.config, "_name_or_path", "") or "")
     if tokenizer is None:
         if not source:
-            raise UserError("this model does not say where it came from; give its tokenizer too: load(model, tokenizer=...)")
+            raise UserError(
+                "this model does not say where it came from; give its tokenizer too: load(model, "
+                "tokenizer=...)"
+            )
         tokenizer = read_tokenizer(source, False)
     target = Target(model, tokenizer, source or type(model).__name__, frozen=False)
     return checked(target)
 
 
 def checked(target: Target) -> Target:
-    """`target`, after its head and its trees have been tried, and what is odd about it has been said. Raises `UserError`."""
+    """`target`, after its head and its trees have been tried, and what is odd about it has been
+    said. Raises `UserError`."""
     target.check_head()
     target.check_tree()
     for message in vocabulary_warnings(target):
         log.warning("target %s: %s", target.name, message)
     if target.processors:
         asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
-        log.warning("target %s asks generate for %s; decoding here does not apply it", target.name, asked)
+        log.warning(
+            "target %s asks generate for %s; decoding here does not apply it", target.name, asked
+        )
     return target
 
 
@@ -447,16 +548,22 @@ def vocabulary_warnings(target: Target) -> list[str]:
     found, rows = [], target.vocab_size
     if (tokens := len(target.tokenizer)) > rows:
         found.append(
-            f"its tokenizer has {tokens} tokens, its embedding {rows} rows; a text with one of the others cannot be read"
+            f"its tokenizer has {tokens} tokens, its embedding {rows} rows; a text with one of "
+            "the others cannot be read"
         )
     if outside := sorted(token for token in target.eos_ids if token >= rows):
-        found.append(f"its end token {outside[0]} is none of its {rows} tokens; mend eos_token_id in generation_config.json")
+        found.append(
+            f"its end token {outside[0]} is none of its {rows} tokens; mend eos_token_id in "
+            "generation_config.json"
+        )
     return found
 
 
 def resolve_device(name: str) -> torch.device:
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
     except RuntimeError as error:
         raise UserError(f"unknown device {name!r}; use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):

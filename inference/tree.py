@@ -1,7 +1,8 @@
 """Draft trees: shapes, filled trees, and the tables that verification needs of them.
 
-Node 0 is the root (the last token that the target chose, not a draft), and every node stands after its parent.
-Shapes here: B batch, N nodes with the root, D levels (depth of the deepest node). A table of a static shape has 1 in place of B.
+Node 0 is the root (the last token that the target chose, not a draft), and every node stands after
+its parent. Shapes here: B batch, N nodes with the root, D levels (depth of the deepest node). A
+table of a static shape has 1 in place of B.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ NO_NODE = -1  # never a token id, so padding can never match (Medusa's tables pa
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The static shape of a draft tree; a chain is a tree. Siblings are offered in the order of their ids."""
+    """The static shape of a draft tree; a chain is a tree. Siblings are offered in the order of
+    their ids."""
 
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
         assert self.parents and self.parents[0] == NO_NODE, "node 0 is the root"
-        assert all(0 <= p < i for i, p in enumerate(self.parents[1:], 1)), "a node must stand after its parent"
+        assert all(0 <= p < i for i, p in enumerate(self.parents[1:], 1)), (
+            "a node must stand after its parent"
+        )
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
@@ -88,14 +92,16 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """What verification needs of trees, as tensors on one device. The one place where a mask or a path comes from."""
+    """What verification needs of trees, as tensors on one device. The one place where a mask or a
+    path comes from."""
 
     parents: Tensor
     """[B, N]; the root's is 0, itself."""
     depths: Tensor
     """[B, N]."""
     ancestors: Tensor
-    """[B, N, N] bool: row i is true at i and at i's ancestors. The tree part of the attention mask."""
+    """[B, N, N] bool: row i is true at i and at i's ancestors. The tree part of the attention
+    mask."""
     paths: Tensor
     """[B, N, D + 1]: node ids from the root to each node, padded with NO_NODE."""
 
@@ -117,22 +123,27 @@ def tables_of(parents: Tensor, levels: int) -> TreeTables:
 
 
 def deepest(right: Tensor, tables: TreeTables) -> Tensor:
-    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the first."""
+    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the
+    first."""
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
     return torch.where(reached, tables.depths, -1).argmax(-1)
 
 
 @lru_cache(maxsize=256)
 def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
-    return tables_of(torch.tensor([[max(p, 0) for p in shape.parents]], device=device), shape.levels)
+    return tables_of(
+        torch.tensor([[max(p, 0) for p in shape.parents]], device=device), shape.levels
+    )
 
 
 @dataclass
 class DraftTree:
-    """Trees filled with guesses, one a row: `tokens` `[B, N]`, the root's own token first, NO_NODE where a row has no such node.
+    """Trees filled with guesses, one a row: `tokens` `[B, N]`, the root's own token first, NO_NODE
+    where a row has no such node.
 
-    `shape` if all rows share one static shape; `parents` `[B, N]` and `levels` otherwise (the root's parent is 0; a missing node
-    hangs on the root). `laws` `[B, N, V]`: what the children of each node were drawn from, for the rules that compare laws.
+    `shape` if all rows share one static shape; `parents` `[B, N]` and `levels` otherwise (the
+    root's parent is 0; a missing node hangs on the root). `laws` `[B, N, V]`: what the children of
+    each node were drawn from, for the rules that compare laws.
     """
 
     tokens: Tensor
@@ -141,11 +152,11 @@ class DraftTree:
     levels: int = 0
     laws: Tensor | None = None
     scores: Tensor | None = None
-    """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen by, a sum along each path; the
-    root's is inf."""
+    """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen
+    by, a sum along each path; the root's is inf."""
     informed: bool | None = None
-    """Whether the drafts knew anything of the target's noise at their positions; then probabilities say nothing of acceptance.
-    None: as the rule says, coupled drafts do."""
+    """Whether the drafts knew anything of the target's noise at their positions; then probabilities
+    say nothing of acceptance. None: as the rule says, coupled drafts do."""
 
     def __post_init__(self) -> None:
         if self.shape is not None:

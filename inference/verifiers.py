@@ -1,11 +1,14 @@
-"""The rules that compare laws: which sampled drafts are kept, so that the text has exactly the target's law.
+"""The rules that compare laws: which sampled drafts are kept, so that the text has exactly the
+target's law.
 
-A verifier turns a drafted tree, the target's laws p and the draft's laws q into a `Plan`: one acceptance chance for each node,
-the law of the round's last token at each node, and how coins pick the node. All of it is deterministic, which is what lets a test
-enumerate every outcome. Rules and proofs: verification-and-trees 4.4 to 4.7.
+A verifier turns a drafted tree, the target's laws p and the draft's laws q into a `Plan`: one
+acceptance chance for each node, the law of the round's last token at each node, and how coins pick
+the node. All of it is deterministic, which is what lets a test enumerate every outcome. Rules and
+proofs: verification-and-trees 4.4 to 4.7.
 
-Shapes: B batch, N tree nodes with the root, V vocabulary. `tokens` `[B, N]`, `p` and `q` `[B, N, V]`: laws of the token after
-each node. Children are draws without replacement from their parent's q, in order; NO_NODE where q had run out of tokens.
+Shapes: B batch, N tree nodes with the root, V vocabulary. `tokens` `[B, N]`, `p` and `q` `[B, N,
+V]`: laws of the token after each node. Children are draws without replacement from their parent's
+q, in order; NO_NODE where q had run out of tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from torch import Tensor
 
 from .tree import TreeShape, deepest
 
-TINY = 1e-12  # a residual with less mass than this is never reached; p stands in so that nothing divides by zero
+# a residual with less mass than this is never reached; p stands in so that nothing divides by zero
+TINY = 1e-12
 
 
 @dataclass
@@ -92,24 +96,29 @@ def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
 
 
 def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
-    """Leviathan et al. (2211.17192), Chen et al. (2302.01318): the reference for chains, which the loop does not use."""
+    """Leviathan et al. (2211.17192), Chen et al. (2302.01318): the reference for chains, which the
+    loop does not use."""
     assert shape.is_chain
     laws, chances = p.clone(), torch.ones_like(p[..., 0])
     for i in range(1, shape.nodes):
-        chances[:, i] = ratio(at(p[:, i - 1], tokens[:, i]), at(q[:, i - 1], tokens[:, i])).clamp(max=1)
+        chances[:, i] = ratio(at(p[:, i - 1], tokens[:, i]), at(q[:, i - 1], tokens[:, i])).clamp(
+            max=1
+        )
         laws[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
     return Plan(chances, laws, partial(select_down, shape))
 
 
 def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
-    """Block verification of a sampled chain (Sun et al., arXiv 2403.10444): the longest accepted prefix wins."""
+    """Block verification of a sampled chain (Sun et al., arXiv 2403.10444): the longest accepted
+    prefix wins."""
     assert shape.is_chain
     last = shape.nodes - 1
     weights = [torch.ones_like(p[:, 0, 0])]
     for i in range(1, shape.nodes):
         x = tokens[:, i]
         weights.append((weights[-1] * ratio(at(p[:, i - 1], x), at(q[:, i - 1], x))).clamp(max=1))
-    weight = torch.stack(weights, dim=1)  # [B, N]: P_i, and Pr[the path ends at i or deeper | drafts 1 .. i]
+    # [B, N]: P_i, and Pr[the path ends at i or deeper | drafts 1 .. i]
+    weight = torch.stack(weights, dim=1)
     chances, laws = weight.clone(), p.clone()
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
@@ -128,13 +137,15 @@ def residual_weighted(weight: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Ten
 def share_of(mass: Tensor, weight: Tensor) -> Tensor:
     """`mass / (mass + 1 - weight)`, within [0, 1]; 0 for no mass.
 
-    `1 - weight` comes first: beside 1, float32 loses a mass below 6e-8, and the quotient would reach 1e4.
+    `1 - weight` comes first: beside 1, float32 loses a mass below 6e-8, and the quotient would
+    reach 1e4.
     """
     return (mass / (mass + (1 - weight)).clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
 
 def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
-    """Recursive rejection without replacement (Sequoia, arXiv 2402.12374): children in order, each against what is left."""
+    """Recursive rejection without replacement (Sequoia, arXiv 2402.12374): children in order, each
+    against what is left."""
     laws, chances = p.clone(), torch.ones_like(p[..., 0])
     for node, below in enumerate(shape.children):
         left, drawn = p[:, node], q[:, node]
@@ -148,7 +159,8 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
 
 
 def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
-    """Traversal verification (Weng et al., arXiv 2505.12398): leaves first, the first accepted node wins; block on a chain."""
+    """Traversal verification (Weng et al., arXiv 2505.12398): leaves first, the first accepted node
+    wins; block on a chain."""
     left, drawn = list(p.unbind(1)), list(q.unbind(1))
     weight = [torch.ones_like(p[:, 0, 0])] * shape.nodes
     order: list[int] = []
@@ -156,7 +168,9 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
     def visit(node: int) -> None:
         for child in shape.children[node]:
             x = tokens[:, child]
-            weight[child] = (weight[node] * ratio(at(left[node], x), at(drawn[node], x))).clamp(max=1)
+            weight[child] = (weight[node] * ratio(at(left[node], x), at(drawn[node], x))).clamp(
+                max=1
+            )
             visit(child)
             rest, mass = residual_weighted(weight[node], left[node], drawn[node])
             missing = x < 0
@@ -166,4 +180,6 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         order.append(node)
 
     visit(0)
-    return Plan(torch.stack(weight, dim=1), torch.stack(left, dim=1), partial(select_first, tuple(order)))
+    return Plan(
+        torch.stack(weight, dim=1), torch.stack(left, dim=1), partial(select_first, tuple(order))
+    )

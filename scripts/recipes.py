@@ -39,9 +39,13 @@ Plans = dict[Path, tuple[Any, Shape, dict[str, float]]]
 
 
 def recipes() -> list[Path]:
-    """configs/METHOD/TARGET.yaml, by the size of the target, then by method as `METHODS` has them."""
+    """configs/METHOD/TARGET.yaml, by the size of the target, then by method as `METHODS` has
+    them."""
     found = [path for method in METHODS for path in (ROOT / "configs" / method).glob("*.yaml")]
-    return sorted((path for path in found if path.stem != "quickstart"), key=lambda path: (billions(path.stem), path.stem))
+    return sorted(
+        (path for path in found if path.stem != "quickstart"),
+        key=lambda path: (billions(path.stem), path.stem),
+    )
 
 
 def billions(name: str) -> float:
@@ -56,7 +60,8 @@ def config_of(name: str) -> Path:
 
 
 def config_folder(name: str, folder: Path) -> Path:
-    """A folder within `folder` that holds the config.json of the model that the hub calls `name`."""
+    """A folder within `folder` that holds the config.json of the model that the hub calls
+    `name`."""
     place = folder / config_of(name).stem
     place.mkdir(exist_ok=True)
     (place / "config.json").write_text(config_of(name).read_text())
@@ -64,7 +69,8 @@ def config_folder(name: str, folder: Path) -> Path:
 
 
 def plans(folder: Path) -> Plans:
-    """The run, the shape and the plan of every recipe; configs of targets and siblings are put into `folder`."""
+    """The run, the shape and the plan of every recipe; configs of targets and siblings are put into
+    `folder`."""
     found: Plans = {}
     for recipe in recipes():
         run: dict[str, Any] = yaml.safe_load(recipe.read_text())
@@ -85,15 +91,22 @@ def table(found: Plans) -> str:
             count(shape.drafter_params).split()[0],
             size(plan["feature_bytes"]),
         ]
-        cells += [hours(plan[f"{stage}_gpu_hours"]).split()[0] for stage in ("regenerate", "extract", "train")]
+        cells += [
+            hours(plan[f"{stage}_gpu_hours"]).split()[0]
+            for stage in ("regenerate", "extract", "train")
+        ]
         cells += [size(plan[f"{part}_bytes"]) for part in ("target", "drafter", "activation")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the table in configs/README.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="replace the table in configs/README.md"
+    )
     write = parser.parse_args().write
     with tempfile.TemporaryDirectory() as folder:
         found = table(plans(Path(folder)))

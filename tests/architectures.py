@@ -1,4 +1,5 @@
-"""Tiny random targets of many architectures, and proposers that are always right or always wrong."""
+"""Tiny random targets of many architectures, and proposers that are always right or always
+wrong."""
 
 from __future__ import annotations
 
@@ -47,13 +48,22 @@ MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, HEADS),
     "llama-mqa": (LlamaConfig, {**HEADS, "num_key_value_heads": 1}),
-    "qwen2": (Qwen2Config, {**HEADS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "qwen2": (
+        Qwen2Config,
+        {**HEADS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
     "qwen3": (Qwen3Config, {**HEADS, "head_dim": 8}),
     "mistral": (MistralConfig, {**HEADS, "sliding_window": WINDOW}),
     "gemma2": (Gemma2Config, {**HEADS, **GEMMA}),
-    "gemma3": (Gemma3TextConfig, {**HEADS, **GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma3": (
+        Gemma3TextConfig,
+        {**HEADS, **GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "phi3": (Phi3Config, {**HEADS, "partial_rotary_factor": 0.5}),
-    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 64, "max_position_embeddings": 256, "rotary_pct": 0.25}),
+    "gpt-neox": (
+        GPTNeoXConfig,
+        {"intermediate_size": 64, "max_position_embeddings": 256, "rotary_pct": 0.25},
+    ),
     "gpt2": (GPT2Config, {"n_positions": 256}),
     "cohere": (CohereConfig, {**HEADS, "logit_scale": 0.5}),
     "deepseek-v3": (
@@ -78,22 +88,32 @@ ARCHITECTURES: dict[str, tuple[type, dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {**HEADS, **MOE, "sliding_window": None}),
     "qwen2-moe": (
         Qwen2MoeConfig,
-        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        {
+            **HEADS,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
     ),
 }
 NO_EARLY_EXIT = ("gpt-neox", "gpt2", "gpt-oss")
 
 
 def architecture(kind: str, seed: int = 0, dtype: torch.dtype | None = None) -> Target:
-    """A two-layer target of this kind, float64 so that near-ties vanish (MoE float32: its kernels know no float64)."""
+    """A two-layer target of this kind, float64 so that near-ties vanish (MoE float32: its kernels
+    know no float64)."""
     make, extra = ARCHITECTURES[kind]
     torch.manual_seed(seed)
     sizes: dict[str, Any] = dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB, initializer_range=0.3,
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCAB,
+        initializer_range=0.3,
         pad_token_id=0, eos_token_id=[1, 2], bos_token_id=None,
     )  # fmt: skip
     moe = "num_experts_per_tok" in extra
-    model = AutoModelForCausalLM.from_config(make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if moe else torch.float64))
+    model = AutoModelForCausalLM.from_config(
+        make(**{**sizes, **extra}), dtype=dtype or (torch.float32 if moe else torch.float64)
+    )
     return Target(model, None, kind)
 
 
@@ -105,7 +125,9 @@ def near_copy(target: Target, noise: float = 0.05) -> Target:
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * noise)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * noise
+            )
     return Target(model, target.tokenizer, "near copy")
 
 
@@ -123,7 +145,9 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "draft-lm tree": DraftLM(drafter, target.vocab_size, length=3, width=3, nodes=9),
         "medusa": MedusaProposer(heads, ranks),
         "medusa best-first": MedusaProposer(heads, 9),
-        "eagle3 chain": EagleProposer(random_eagle(target, "eagle3 draft vocabulary"), length=3, width=1),
+        "eagle3 chain": EagleProposer(
+            random_eagle(target, "eagle3 draft vocabulary"), length=3, width=1
+        ),
         "eagle3 tree": EagleProposer(random_eagle(target, "eagle3.1"), length=3, width=3, nodes=9),
         "eagle1 tree": EagleProposer(random_eagle(target, "eagle1"), length=3, width=2, nodes=6),
         "dflash chain": proposer_of(random_block(target)),
@@ -138,14 +162,17 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
 
 
 class FromTheFuture:
-    """Knows what the target will write. `right`: the root with a chain of it, and beside each right node a wrong one; the
-    accepted leaf is never the last row. Otherwise: a tree of the same shape in which no token is right."""
+    """Knows what the target will write. `right`: the root with a chain of it, and beside each right
+    node a wrong one; the accepted leaf is never the last row. Otherwise: a tree of the same shape
+    in which no token is right."""
 
     taps: tuple[int, ...] = ()
     shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
     max_drafted = shape.drafted
 
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], right: bool, vocab_size: int) -> None:
+    def __init__(
+        self, texts: dict[tuple[int, ...], list[int]], right: bool, vocab_size: int
+    ) -> None:
         """`texts`: reply by prompt."""
         self.name = "oracle" if right else "adversary"
         self._texts, self._right, self._vocab = texts, right, vocab_size
@@ -161,11 +188,15 @@ class FromTheFuture:
             wrong = [(token + 1) % self._vocab for token in coming]
             other = [(token + 2) % self._vocab for token in coming]
             best = coming if self._right else other
-            rows.append([first] + [t for pair in zip(best, wrong, strict=True) for t in pair] + [wrong[0]])
+            rows.append(
+                [first] + [t for pair in zip(best, wrong, strict=True) for t in pair] + [wrong[0]]
+            )
         return DraftTree(torch.tensor(rows, device=root.device), self.shape)
 
     def commit(self, accepted: Accepted) -> None:
-        self._ahead = [ahead[len(new) :] for ahead, new in zip(self._ahead, accepted.tokens, strict=True)]
+        self._ahead = [
+            ahead[len(new) :] for ahead, new in zip(self._ahead, accepted.tokens, strict=True)
+        ]
 
     def keep(self, rows: list[int]) -> None:
         self._ahead = [self._ahead[row] for row in rows]

@@ -27,12 +27,20 @@ KINDS: dict[str, dict[str, Any]] = {
 def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: Any) -> Any:
     """An untrained drafter with weights away from their start, norms included."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"taps": list(range(1, target.num_layers))[:2], **KINDS[kind], **more}
+    settings: dict[str, Any] = {
+        "taps": list(range(1, target.num_layers))[:2],
+        **KINDS[kind],
+        **more,
+    }
     mask = target.vocab_size - 1
     if kind.startswith("dspark"):
-        drafter: DFlashDrafter = DSparkDrafter(dspark.shape_for(DSparkConfig(**settings), target.config, mask), target.ends)
+        drafter: DFlashDrafter = DSparkDrafter(
+            dspark.shape_for(DSparkConfig(**settings), target.config, mask), target.ends
+        )
     else:
-        drafter = DFlashDrafter(dflash.shape_for(DFlashConfig(**settings), target.config, mask), target.ends)
+        drafter = DFlashDrafter(
+            dflash.shape_for(DFlashConfig(**settings), target.config, mask), target.ends
+        )
     drafter.start_from(target.final_norm_weight())
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
@@ -47,19 +55,25 @@ def proposer_of(drafter: Any, **settings: Any) -> DFlashProposer:
     return (DSparkProposer if drafter.method == "dspark" else DFlashProposer)(drafter, **settings)
 
 
-def changed_block(target: Target, kind: str, change: Callable[[Any], Any] = lambda drafter: None, **shape: Any) -> Artifact:
-    """The committed drafter of this kind with another shape; what it has no weights for is made up, and small."""
+def changed_block(
+    target: Target, kind: str, change: Callable[[Any], Any] = lambda drafter: None, **shape: Any
+) -> Artifact:
+    """The committed drafter of this kind with another shape; what it has no weights for is made up,
+    and small."""
     before = committed(kind, target)
     torch.manual_seed(1)
     drafter = type(before.drafter)(replace(before.drafter.shape, **shape), target.ends)
     for name, parameter in drafter.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
+            parameter, std=0.02
+        )
     drafter.load_state_dict(before.drafter.state_dict(), strict=False)
     change(drafter)
     return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
 
 
 def share_key_norms(drafter: Any) -> None:
-    """Every layer's norm of the keys is the first one's: the only one that a vLLM for CPUs applies to the context."""
+    """Every layer's norm of the keys is the first one's: the only one that a vLLM for CPUs applies
+    to the context."""
     for layer in drafter.layers:
         layer.k_norm.weight.data.copy_(drafter.layers[0].k_norm.weight)

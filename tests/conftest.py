@@ -1,4 +1,5 @@
-"""Targets for the tests: tiny random models, the quickstart target, and a real pretrained one if it is at hand."""
+"""Targets for the tests: tiny random models, the quickstart target, and a real pretrained one if it
+is at hand."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "scripts" / "quickstart" / "target"
-PYTHON = str(Path(__file__).with_name("warm") / "python") if sys.platform == "linux" else sys.executable
-"""Starts as `sys.executable` does, without its imports: for tests of what a command does, not of how it starts."""
+PYTHON = (
+    str(Path(__file__).with_name("warm") / "python") if sys.platform == "linux" else sys.executable
+)
+"""Starts as `sys.executable` does, without its imports: for tests of what a command does, not of
+how it starts."""
 STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 
 
@@ -40,48 +44,76 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How many damaged files tests/robust tried, and what came of them."""
-    ended = [r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", None) == "teardown"]
+    ended = [
+        r
+        for reports in terminalreporter.stats.values()
+        for r in reports
+        if getattr(r, "when", None) == "teardown"
+    ]
     found = Counter[str]()
     for report in ended:
-        found.update({name: number for name, number in report.user_properties if name in ("tried", "accepted", "wrong")})
+        found.update(
+            {
+                name: number
+                for name, number in report.user_properties
+                if name in ("tried", "accepted", "wrong")
+            }
+        )
     if found["tried"]:
         refused = found["tried"] - found["accepted"] - found["wrong"]
         terminalreporter.write_line(
-            f"damaged files: {found['tried']} tried, {refused} refused in one line, {found['accepted']} accepted without harm, "
+            f"damaged files: {found['tried']} tried, {refused} refused in one line, "
+            f"{found['accepted']} accepted without harm, "
             f"{found['wrong']} wrong"
         )
 
 
 MARKED_TEMPLATE = (
-    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{% generation %}{{ m['content'] + '<e>' }}{% endgeneration %}"
-    "{%- else -%}{{ '<u>' + m['content'] + '<e>' }}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}<a>{%- endif -%}"
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}<a>{% generation %}{{ "
+    "m['content'] + '<e>' }}{% endgeneration %}"
+    "{%- else -%}{{ '<u>' + m['content'] + '<e>' }}{%- endif -%}{%- endfor -%}{%- if "
+    "add_generation_prompt -%}<a>{%- endif -%}"
 )
 
 
 def make_tokenizer(
-    special: list[str], template: str | None, eos: str, bos: str | None = None, vocab_size: int = 300
+    special: list[str],
+    template: str | None,
+    eos: str,
+    bos: str | None = None,
+    vocab_size: int = 300,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE with merges, so that words are not single bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size + len(special), special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size + len(special), special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )  # fmt: skip
-    tokenizer.train_from_iterator(["hello there, how are you today? I am fine, thank you. the the then"] * 4, trainer)
+    tokenizer.train_from_iterator(
+        ["hello there, how are you today? I am fine, thank you. the the then"] * 4, trainer
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=eos, bos_token=bos, pad_token=special[0], chat_template=template
+        tokenizer_object=tokenizer,
+        eos_token=eos,
+        bos_token=bos,
+        pad_token=special[0],
+        chat_template=template,
     )
 
 
 def tiny_target(seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Target:
-    """A random two-layer Llama with a marked chat template. Its text is not degenerate: weights are drawn wide."""
+    """A random two-layer Llama with a marked chat template. Its text is not degenerate: weights are
+    drawn wide."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(["<p>", "<e>", "<u>", "<a>"], MARKED_TEMPLATE, eos="<e>")
     defaults: dict[str, Any] = dict(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, eos_token_id=1, pad_token_id=0,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, eos_token_id=1,
+        pad_token_id=0,
         bos_token_id=None, tie_word_embeddings=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**defaults, **config}), dtype=dtype)
@@ -138,10 +170,16 @@ def saved_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a module as a user would and capture what it prints."""
 
-    def run(*arguments: Any, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: Any, env: dict[str, str] | None = None, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
         return subprocess.run(
-            [PYTHON, "-m", *map(str, arguments)], capture_output=True, text=True, env=environment, timeout=timeout
+            [PYTHON, "-m", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=timeout,
         )
 
     return run

@@ -28,7 +28,11 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def taps_for(target: Target, config: dict[str, Any]) -> dict[str, Any]:
     """Any taps: the targets of the tests have too few layers for the default ones."""
-    return config if config.get("version") == 1 else {"taps": list(range(min(target.num_layers, 3))), **config}
+    return (
+        config
+        if config.get("version") == 1
+        else {"taps": list(range(min(target.num_layers, 3))), **config}
+    )
 
 
 def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: Any) -> EagleDrafter:
@@ -38,7 +42,9 @@ def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: An
     drafter = EagleDrafter(shape, target.ends)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:
-        ids = most_frequent(torch.randint(0, 50, (shape.vocab_size,)), shape.draft_vocab_size, target.eos_ids)
+        ids = most_frequent(
+            torch.randint(0, 50, (shape.vocab_size,)), shape.draft_vocab_size, target.eos_ids
+        )
     drafter.start_from(target.head_weight.float(), target.final_norm_weight(), ids)
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
@@ -50,18 +56,26 @@ def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: An
 
 def committed(name: str, target: Target) -> Artifact:
     """A drafter that stands in scripts/quickstart/drafters, in the target's dtype."""
-    artifact = Artifact.load(ROOT / "scripts" / "quickstart" / "drafters" / name, target.fingerprint(), target.ends, pytest.fail)
+    artifact = Artifact.load(
+        ROOT / "scripts" / "quickstart" / "drafters" / name,
+        target.fingerprint(),
+        target.ends,
+        pytest.fail,
+    )
     artifact.drafter.to(target.dtype)
     return artifact
 
 
 def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any) -> Artifact:
-    """The committed plain EAGLE-3 with another shape; what it has no weights for is made up, and small."""
+    """The committed plain EAGLE-3 with another shape; what it has no weights for is made up, and
+    small."""
     before = committed("eagle3_plain", target)
     torch.manual_seed(1)
     drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.ends)
     for name, parameter in drafter.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
+            parameter, std=0.02
+        )
     drafter.load_state_dict(before.drafter.state_dict(), strict=False)
     change(drafter)
     return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
@@ -79,24 +93,34 @@ def vary(*names: str) -> Callable[[EagleDrafter], None]:
 
 
 def all_tokens(target: Target) -> Artifact:
-    """The committed plain EAGLE-3 with a row of its head for every token: the target's where it had none."""
+    """The committed plain EAGLE-3 with a row of its head for every token: the target's where it had
+    none."""
     before = committed("eagle3_plain", target)
     shape, state = before.drafter.shape, before.drafter.state_dict()
-    state["lm_head.weight"] = target.head_weight.index_copy(0, before.drafter.kept, state["lm_head.weight"])
+    state["lm_head.weight"] = target.head_weight.index_copy(
+        0, before.drafter.kept, state["lm_head.weight"]
+    )
     drafter = EagleDrafter(replace(shape, draft_vocab_size=shape.vocab_size), target.ends)
-    drafter.load_state_dict({name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")})
+    drafter.load_state_dict(
+        {name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")}
+    )
     return Artifact(drafter.eval().requires_grad_(False), before.fingerprint, before.calibration)
 
 
 @torch.no_grad()
 def widened(target: Target, hidden: int) -> Artifact:
-    """The committed plain EAGLE-3 in the first rows and columns of a wider one, which has an embedding of its own."""
+    """The committed plain EAGLE-3 in the first rows and columns of a wider one, which has an
+    embedding of its own."""
     before = committed("eagle3_plain", target)
     narrow, state = before.drafter.shape.hidden_size, before.drafter.state_dict()
     torch.manual_seed(1)
     drafter = EagleDrafter(replace(before.drafter.shape, hidden_size=hidden), target.ends)
     for name, parameter in drafter.named_parameters():
-        old = target.model.get_input_embeddings().weight if name == "embedding.weight" else state[name]
+        old = (
+            target.model.get_input_embeddings().weight
+            if name == "embedding.weight"
+            else state[name]
+        )
         torch.nn.init.normal_(parameter, std=0.01)
         if "norm" in name:
             parameter[:narrow] = old * (narrow / hidden) ** 0.5

@@ -18,14 +18,22 @@ from draftsmith.inference.settings import TargetConfig
 from tests.conftest import QUICKSTART, ROOT
 
 DRAFTS, REPLY, PROMPTS = 3, 96, 24
-"""Drafts a round, but of block drafters, of which a whole block is drafted where nothing else is said."""
+"""Drafts a round, but of block drafters, of which a whole block is drafted where nothing else is
+said."""
 Counts = dict[str, Any]
 
 
 def unseen_functions(folder: Path) -> Path:
     """A file of functions that neither target nor drafters have seen."""
     path = folder / "prompts.jsonl"
-    script = [sys.executable, str(ROOT / "scripts/quickstart/functions.py"), "--split", "test", "--count", str(PROMPTS)]
+    script = [
+        sys.executable,
+        str(ROOT / "scripts/quickstart/functions.py"),
+        "--split",
+        "test",
+        "--count",
+        str(PROMPTS),
+    ]
     subprocess.run([*script, "--out", str(path)], check=True, cwd=ROOT)
     return path
 
@@ -41,21 +49,40 @@ def drafts_of(artifact: Artifact | None) -> int:
     return artifact.drafter.drafts if artifact is not None and artifact.method in BLOCKS else DRAFTS
 
 
-def counts_like_each(engine: str, drafters: Mapping[str, tuple[str, int]], prompts_file: Path, folder: Path) -> dict[str, Counts]:
+def counts_like_each(
+    engine: str, drafters: Mapping[str, tuple[str, int]], prompts_file: Path, folder: Path
+) -> dict[str, Counts]:
     """What `evaluate --like ENGINE:drafts=N` says of each (folder, N), by its name."""
     found: dict[str, Counts] = {}
     for drafts in {drafts for _, drafts in drafters.values()}:
         names = [name for name, (_, number) in drafters.items() if number == drafts]
-        counts = counts_like(engine, [drafters[name][0] for name in names], prompts_file, folder, drafts)
+        counts = counts_like(
+            engine, [drafters[name][0] for name in names], prompts_file, folder, drafts
+        )
         found |= dict(zip(names, counts, strict=True))
     return found
 
 
-def counts_like(engine: str, drafters: Sequence[str], prompts_file: Path, folder: Path, drafts: int = DRAFTS) -> list[Counts]:
+def counts_like(
+    engine: str, drafters: Sequence[str], prompts_file: Path, folder: Path, drafts: int = DRAFTS
+) -> list[Counts]:
     """What `evaluate --like ENGINE:drafts=3` says of each drafter."""
     config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
-    given: dict[str, Any] = {"baselines": False, "repeats": 1, "max_new_tokens": REPLY, "like": [f"{engine}:drafts={drafts}"]}
+    given: dict[str, Any] = {
+        "baselines": False,
+        "repeats": 1,
+        "max_new_tokens": REPLY,
+        "like": [f"{engine}:drafts={drafts}"],
+    }
     given["limit"] = PROMPTS
-    run(Options(config, str(prompts_file), drafter=list(drafters), json=str(folder / "out.json"), **given))
+    run(
+        Options(
+            config,
+            str(prompts_file),
+            drafter=list(drafters),
+            json=str(folder / "out.json"),
+            **given,
+        )
+    )
     (setting,) = json.loads((folder / "out.json").read_text())["settings"]
     return [found for name, found in setting["drafters"].items() if f" as in {engine}" in name]

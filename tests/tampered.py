@@ -7,11 +7,14 @@ from draftsmith.heads.files import facts_of, read_json, write_json
 
 
 def seal(folder: Path) -> None:
-    """Note the checksums of the files as they are now, so that what is wrong in them has to be found in another way."""
+    """Note the checksums of the files as they are now, so that what is wrong in them has to be
+    found in another way."""
     own = read_json(folder / OWN_FILE)
     facts = {name: f for name, f in facts_of(folder).items() if name != OWN_FILE}
     if "export" in own:
-        own["export"]["sha256"] = {name: facts[name]["sha256"] for name in own["export"]["sha256"] if name in facts}
+        own["export"]["sha256"] = {
+            name: facts[name]["sha256"] for name in own["export"]["sha256"] if name in facts
+        }
     else:
         own["files"] = facts
     write_json(folder / OWN_FILE, own)

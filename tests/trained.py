@@ -1,4 +1,5 @@
-"""Medusa heads trained on the target's own text: right often enough that trees are really accepted."""
+"""Medusa heads trained on the target's own text: right often enough that trees are really
+accepted."""
 
 from __future__ import annotations
 
@@ -29,12 +30,19 @@ _kept: dict[int, Artifact] = {}
 def chat_prompts(target: Target, split: str, count: int) -> list[list[int]]:
     """Functions of the standard library, as the quickstart asks for them."""
     chats = [[{"role": "user", "content": asked}] for asked in questions(split, count)]
-    return [target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+    return [
+        target.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        for c in chats
+    ]
 
 
 @lru_cache
 def questions(split: str, count: int) -> list[str]:
-    chosen = functions_module().select(all_functions(), split, count, seed=1, min_body=80, max_chars=700)
+    chosen = functions_module().select(
+        all_functions(), split, count, seed=1, min_body=80, max_chars=700
+    )
     return [function.prompt for function in chosen]
 
 
@@ -52,7 +60,16 @@ def functions_module() -> Any:
         sys.path.pop(0)
 
 
-STARTS = ["Once upon a time", "The dog", "Lily and Tom", "One day, a big", "There was a", "In the park", "Mom", "A cat"]
+STARTS = [
+    "Once upon a time",
+    "The dog",
+    "Lily and Tom",
+    "One day, a big",
+    "There was a",
+    "In the park",
+    "Mom",
+    "A cat",
+]
 ENDS = ["", " was happy", " went to", " saw a", ' said, "', " did not"]
 
 
@@ -63,22 +80,33 @@ def story_prompts(target: Target, count: int) -> list[list[int]]:
 @lru_cache
 def greedy_texts(target: Target) -> tuple[tuple[tuple[int, ...], int], ...]:
     """(ids, start of the reply) of greedy replies to prompts of the target's kind."""
-    prompts = chat_prompts(target, "train", PROMPTS) if target.tokenizer.chat_template else story_prompts(target, PROMPTS)
+    prompts = (
+        chat_prompts(target, "train", PROMPTS)
+        if target.tokenizer.chat_template
+        else story_prompts(target, PROMPTS)
+    )
     replies = generate(target, PlainDecoding(), prompts, LENGTH, eos_ids=frozenset())
-    return tuple((tuple(prompt + reply.token_ids), len(prompt)) for prompt, reply in zip(prompts, replies, strict=True))
+    return tuple(
+        (tuple(prompt + reply.token_ids), len(prompt))
+        for prompt, reply in zip(prompts, replies, strict=True)
+    )
 
 
 def trained_artifact(target: Target) -> Artifact:
     """Calibrated heads: the quickstart's for its target, otherwise trained once a session."""
     if id(target) not in _kept:
         chat = target.tokenizer.chat_template
-        _kept[id(target)] = Artifact.load(MEDUSA, target.fingerprint()) if chat else trained_heads(target)
+        _kept[id(target)] = (
+            Artifact.load(MEDUSA, target.fingerprint()) if chat else trained_heads(target)
+        )
     return _kept[id(target)]
 
 
 def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
     """Four calibrated heads for `target`, trained for a few seconds."""
-    heads = MedusaHeads(MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head)
+    heads = MedusaHeads(
+        MedusaConfig(4, shared_head=shared_head), target.hidden_size, target.vocab_size, target.head
+    )
     heads.start_from(target.head_weight)
     objective = MedusaObjective(MedusaLoss(), 4, target.head)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
@@ -93,6 +121,7 @@ def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
         optimizer.zero_grad()
     heads.eval().requires_grad_(False)
     outcomes = [
-        (teacher_forced(heads, features.last[i, : len(ids)], torch.tensor(ids)), start) for i, (ids, start) in enumerate(texts)
+        (teacher_forced(heads, features.last[i, : len(ids)], torch.tensor(ids)), start)
+        for i, (ids, start) in enumerate(texts)
     ]
     return Artifact(heads, target.fingerprint(), calibrate(outcomes, tree_nodes=10))

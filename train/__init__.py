@@ -1,1 +1,2 @@
-"""How a drafter learns: config, data, the frozen target's features, objectives, the loop, checkpoints, and the commands."""
+"""How a drafter learns: config, data, the frozen target's features, objectives, the loop,
+checkpoints, and the commands."""

@@ -1,4 +1,5 @@
-"""Command lines: jsonargparse over dataclasses, with hyphens in every option and one clear line for every mistake."""
+"""Command lines: jsonargparse over dataclasses, with hyphens in every option and one clear line for
+every mistake."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def one_line(message: str) -> str:
     """jsonargparse nests its reasons over several lines; join them."""
     lines = [line.strip(" -") for line in str(message).splitlines()]
     joined = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined).removeprefix("Parser key ")
+    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined).removeprefix(
+        "Parser key "
+    )
 
 
 def hyphenated(text: str) -> str:
@@ -44,7 +47,8 @@ def hyphenated(text: str) -> str:
 
 
 def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str]:
-    """An instance of the dataclass from `--config FILE` (YAML) and options, later ones winning, and the same resolved as YAML.
+    """An instance of the dataclass from `--config FILE` (YAML) and options, later ones winning, and
+    the same resolved as YAML.
 
     Exits with 2 on a mistake.
     """
@@ -71,7 +75,9 @@ def build_parser(config_class: Any, prog: str) -> Parser:
         formatter_class=RawDescription,
         default_meta=False,
     )
-    parser.add_argument("--config", action="config", help="YAML file with the same keys; options after it win")
+    parser.add_argument(
+        "--config", action="config", help="YAML file with the same keys; options after it win"
+    )
     parser.add_class_arguments(config_class)
     return parser
 
@@ -85,20 +91,33 @@ def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> N
     groups = {name.rpartition(".")[0] for name in types}
     for argument in arguments:
         name = argument[2:].partition("=")[0].removesuffix("+")
-        if not argument.startswith("--") or name in {*types, *groups, "config", "help", "print_config"}:
+        if not argument.startswith("--") or name in {
+            *types,
+            *groups,
+            "config",
+            "help",
+            "print_config",
+        }:
             continue
-        if any(name.startswith(f"{known}.") and not is_dataclass(kind) for known, kind in types.items()):
+        if any(
+            name.startswith(f"{known}.") and not is_dataclass(kind) for known, kind in types.items()
+        ):
             continue  # a key of a table, such as data.chat_template_kwargs.enable_thinking
         fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` with those of `known` that are spelled like `word`; empty if there are none."""
+    """`; did you mean ...?` with those of `known` that are spelled like `word`; empty if there are
+    none."""
     by_end: dict[str, list[str]] = {}
     for name in known:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
-    found = [name for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7) for name in by_end[form]]
+    found = [
+        name
+        for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7)
+        for name in by_end[form]
+    ]
     options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(found)]
     return f"; did you mean {' or '.join(options[:3])}?" if options else ""
 
@@ -114,17 +133,24 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def positional(config_class: Any) -> dict[str, str]:
-    """The list that takes what is given without an option's name, and its word in the usage line, if the dataclass has one."""
-    return {part.name: part.metadata["positional"] for part in fields(config_class) if "positional" in part.metadata}
+    """The list that takes what is given without an option's name, and its word in the usage line,
+    if the dataclass has one."""
+    return {
+        part.name: part.metadata["positional"]
+        for part in fields(config_class)
+        if "positional" in part.metadata
+    }
 
 
-def spelled(argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None) -> list[str]:
+def spelled(
+    argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
+) -> list[str]:
     """The command line as jsonargparse wants it.
 
     Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is
-    `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag`
-    and `--no-flag` set a switch; an option that takes a list may be given several times. What is no option's value belongs to the
-    list `bare_goes_to`, if there is one.
+    `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag` and `--no-flag` set a
+    switch; an option that takes a list may be given several times. What is no option's value
+    belongs to the list `bare_goes_to`, if there is one.
     """
     result: list[str] = []
     given: set[str] = set()
@@ -136,7 +162,8 @@ def spelled(argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
-        name += "_" * (name not in types and f"{name}_" in types)  # such as --from, which Python keeps for itself
+        # such as --from, which Python keeps for itself
+        name += "_" * (name not in types and f"{name}_" in types)
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
         for group in ("sampling", "target"):
             if name not in types and f"{group}.{name}" in types:

@@ -1,4 +1,5 @@
-"""What a training run is told. Every method's run is these parts plus its own two (heads, objective); unknown keys are errors."""
+"""What a training run is told. Every method's run is these parts plus its own two (heads,
+objective); unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from typing import Any, Literal
 from ..heads.errors import UserError
 from ..inference.settings import BadRows, TargetConfig, check_url
 
-__all__ = ["Checkpoints", "Data", "Evaluation", "HeldOut", "Optim", "RunConfig", "Source", "TargetConfig"]
+__all__ = [
+    "Checkpoints",
+    "Data",
+    "Evaluation",
+    "HeldOut",
+    "Optim",
+    "RunConfig",
+    "Source",
+    "TargetConfig",
+]
 
 
 @dataclass
@@ -20,7 +30,8 @@ class Source:
     split: str = "train"
     """Split to take of a hub data set."""
     weight: float = 1.0
-    """Rows taken for each row there is: 0.5 takes a seeded half of the source, 2 takes every row twice."""
+    """Rows taken for each row there is: 0.5 takes a seeded half of the source, 2 takes every row
+    twice."""
     name: str | None = None
     """Name in counts and errors; the path if not given."""
 
@@ -31,7 +42,8 @@ class Source:
 
 @dataclass
 class HeldOut:
-    """Which rows are kept away from training, to calibrate trees and to choose the best checkpoint."""
+    """Which rows are kept away from training, to calibrate trees and to choose the best
+    checkpoint."""
 
     by: Literal["row", "source", "time"] = "row"
     """row: a seeded share of all rows; source: whole sources; time: rows at or after a moment."""
@@ -65,7 +77,8 @@ class Data:
     bad_rows: BadRows = "stop"
     """What a malformed row does: stop, or skip it (it is named)."""
     max_lost_share: float = 0.01
-    """Error if more than this share of a source's rows is left out, over-long or has nothing to learn from."""
+    """Error if more than this share of a source's rows is left out, over-long or has nothing to
+    learn from."""
     deduplicate: bool = True
     """Drop rows whose tokens equal an earlier row's."""
     decontaminate: bool = True
@@ -81,7 +94,8 @@ class Optim:
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to min_lr_share; constant then linear decay at the end (wsd); or constant."""
+    """After the warm-up: cosine to min_lr_share; constant then linear decay at the end (wsd); or
+    constant."""
     warmup_share: float = 0.02
     """Share of the steps over which the rate rises from zero."""
     decay_share: float = 0.2
@@ -95,7 +109,8 @@ class Optim:
     clip_norm: float = 1.0
     """Largest global gradient norm."""
     max_skipped: int = 10
-    """Steps in a row that are skipped because their gradient is not finite; one more ends the run."""
+    """Steps in a row that are skipped because their gradient is not finite; one more ends the
+    run."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:
@@ -110,7 +125,8 @@ class Optim:
 
 @dataclass
 class Evaluation:
-    """Held-out decoding during training. Its measured tau chooses the best checkpoint; a loss never does."""
+    """Held-out decoding during training. Its measured tau chooses the best checkpoint; a loss never
+    does."""
 
     every: int = 200
     """Steps between evaluations; there is always one at the end."""
@@ -125,7 +141,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if min(self.every, self.prompts, self.max_new_tokens, self.tree_nodes) < 1:
-            raise UserError("evaluation.every, prompts, max_new_tokens and tree_nodes must be at least 1")
+            raise UserError(
+                "evaluation.every, prompts, max_new_tokens and tree_nodes must be at least 1"
+            )
         if self.patience < 0:
             raise UserError("evaluation.patience must be at least 0")
 
@@ -148,13 +166,15 @@ class Checkpoints:
 
 @dataclass
 class FeatureOptions:
-    """Where the target's features come from; from the target in this process if nothing is given."""
+    """Where the target's features come from; from the target in this process if nothing is
+    given."""
 
     store: str | None = None
-    """Folder that `draftsmith data extract` wrote for this run; the target is not loaded, and no held-out text is decoded."""
+    """Folder that `draftsmith data extract` wrote for this run; the target is not loaded, and no
+    held-out text is decoded."""
     server: str | None = None
-    """Address of a running vLLM that gives hidden states, such as http://localhost:8000/v1; only the target's embedding, norm and
-    head are loaded from target.path."""
+    """Address of a running vLLM that gives hidden states, such as http://localhost:8000/v1; only
+    the target's embedding, norm and head are loaded from target.path."""
     server_layers: list[int] = field(default_factory=list)
     """Layer ids that it was started with, ascending: the run's taps, and the number of layers."""
     server_model: str = "target"
@@ -205,13 +225,15 @@ class RunConfig:
     batch_rows: int = 4
     """Packed rows in a forward pass of one rank."""
     accumulation: int = 1
-    """Forward passes of one rank in an optimiser step; a resume on other ranks adjusts it, so that steps keep their rows."""
+    """Forward passes of one rank in an optimiser step; a resume on other ranks adjusts it, so that
+    steps keep their rows."""
     precision: Literal["no", "bf16"] = "no"
     """bf16: autocast with fp32 master weights."""
     init_from: str | None = None
     """Start from the weights of this drafter; its shape, taps, vocabulary and norms are kept."""
     retarget: bool = False
-    """Allow `init_from` a drafter of another target of the same shape, such as the base of a fine-tune."""
+    """Allow `init_from` a drafter of another target of the same shape, such as the base of a
+    fine-tune."""
     seed: int = 0
     log_every: int = 10
     """Steps between log lines."""
@@ -222,7 +244,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.batch_rows < 1 or self.accumulation < 1 or self.epochs <= 0 or self.log_every < 1:
-            raise UserError("batch_rows, accumulation and log_every must be at least 1, epochs above 0")
+            raise UserError(
+                "batch_rows, accumulation and log_every must be at least 1, epochs above 0"
+            )
         if self.seed < 0 or not self.data.sources:
             raise UserError("seed must be at least 0, and data.sources name at least one source")
         if self.max_steps is not None and self.max_steps < 1:

@@ -1,4 +1,5 @@
-"""Cost of a training run from its configs alone: bytes, GPU-hours, GPU memory. Absurd costs are refused before anything is loaded.
+"""Cost of a training run from its configs alone: bytes, GPU-hours, GPU memory. Absurd costs are
+refused before anything is loaded.
 
 Everything is arithmetic on shapes: the target and the drafter are built without numbers.
 """
@@ -23,8 +24,14 @@ from .outline import ConfigOnly, Outline, config_at, empty
 STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments
 DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
 MOST_MEMORY = 2.0  # times what there is; the estimate of activations is an upper bound
-MOST_WORK = 100.0  # times the target's forward pass over the same token; common recipes stay below 10
-COUNTS = (("heads", "num_heads"), ("heads", "block_size"), ("heads", "num_layers"), ("objective", "steps"))
+# times the target's forward pass over the same token; common recipes stay below 10
+MOST_WORK = 100.0
+COUNTS = (
+    ("heads", "num_heads"),
+    ("heads", "block_size"),
+    ("heads", "num_layers"),
+    ("objective", "steps"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,9 @@ def shape_of(method: Any, config: Any) -> Shape:
     model = empty(model_config)
     total = sum(p.numel() for p in model.parameters())
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    used, there = (getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts"))
+    used, there = (
+        getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts")
+    )
     there = there or getattr(target.config, "num_local_experts", None)
     active = total - experts + (experts * used // there if used and there else experts)
     taps, all_last = method.features_of(config, target)
@@ -66,7 +75,8 @@ def shape_of(method: Any, config: Any) -> Shape:
 
 
 def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
-    """The run's drafter without numbers, on the meta device, with what training runs through. Raises `UserError`."""
+    """The run's drafter without numbers, on the meta device, with what training runs through.
+    Raises `UserError`."""
     with torch.device("meta"):
         return method.outline(config, target)
 
@@ -76,15 +86,19 @@ def plan_for(shape: Shape, options: PlanOptions, config: Any) -> dict[str, float
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
     hours = 3600 * GPUS[options.gpu].tflops * 1e12
-    per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params  # of what is frozen, no gradient of its weights
+    # of what is frozen, no gradient of its weights
+    per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params
     positions = config.batch_rows * config.data.max_length
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
     states = positions * shape.passes * shape.layers
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
-    regenerate = 2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE)
+    regenerate = (
+        2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE)
+    )
     extract = 2 * shape.active_params * options.tokens / (hours * options.mfu)
     train = per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu)
-    extractions = config.epochs if config.features.store is None else 1.0  # live, or through a ring: in each epoch anew
+    # live, or through a ring: in each epoch anew
+    extractions = config.epochs if config.features.store is None else 1.0
     return {
         "feature_bytes_per_token": per_token,
         "feature_bytes": per_token * options.tokens,
@@ -101,33 +115,43 @@ def plan_for(shape: Shape, options: PlanOptions, config: Any) -> dict[str, float
 
 
 def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
-    """Raise `UserError` where a step of `run` asks for far more memory or work than makes sense on this machine.
+    """Raise `UserError` where a step of `run` asks for far more memory or work than makes sense on
+    this machine.
 
-    A run from a feature store is not looked at, since its target may not be here; nor is one that begins with a drafter, whose
-    shape is that drafter's.
+    A run from a feature store is not looked at, since its target may not be here; nor is one that
+    begins with a drafter, whose shape is that drafter's.
     """
     if run.features.store is not None or run.init_from is not None:
         return
     for part, name in COUNTS:
         value = getattr(getattr(run, part, None), name, None)
         if value is not None and value > run.data.max_length:
-            raise UserError(f"{part}.{name} is {value}, more than the {run.data.max_length} tokens of a row; lower it")
+            raise UserError(
+                f"{part}.{name} is {value}, more than the {run.data.max_length} tokens of a row; "
+                "lower it"
+            )
     shape = shape_of(method, run)
     plan = plan_for(shape, PlanOptions(""), run)
     sizes = [f"{part}.{name}" for part, name in COUNTS if hasattr(getattr(run, part, None), name)]
     lower = f"lower {', '.join(sizes) or 'the size of the student'}"
-    checkpoint = plan["drafter_bytes"] * 3 / 4  # of weight, gradient and two moments, the gradient is not kept
+    # of weight, gradient and two moments, the gradient is not kept
+    checkpoint = plan["drafter_bytes"] * 3 / 4
     check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")
-    needed, there = plan["drafter_bytes"] / ranks + plan["activation_bytes"], memory_of(resolve_device(run.target.device))
+    needed, there = (
+        plan["drafter_bytes"] / ranks + plan["activation_bytes"],
+        memory_of(resolve_device(run.target.device)),
+    )
     if needed > MOST_MEMORY * there:
         raise UserError(
-            f"training needs about {size(needed)} beside the target, and this machine has {size(there)} (see draftsmith data "
+            f"training needs about {size(needed)} beside the target, and this machine has "
+            f"{size(there)} (see draftsmith data "
             f"plan); {lower} or batch_rows and data.max_length"
         )
     work = plan["train_gpu_hours"] / run.epochs / plan["extract_gpu_hours"]
     if work > MOST_WORK:
         raise UserError(
-            f"training on a token would cost {work:,.0f} times the target's own forward pass over it, {MOST_WORK:g} at most "
+            f"training on a token would cost {work:,.0f} times the target's own forward pass over "
+            f"it, {MOST_WORK:g} at most "
             f"make sense (see draftsmith data plan); {lower}"
         )
 

@@ -1,4 +1,5 @@
-"""What a run learns from: the live target with the run's own data, or a feature store that has both."""
+"""What a run learns from: the live target with the run's own data, or a feature store that has
+both."""
 
 from __future__ import annotations
 
@@ -42,36 +43,60 @@ class Inputs:
     make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
     """The last argument says whether the run has been told to stop."""
     make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
-    """Held-out texts with the features of these taps, where they are not the target's to write here."""
+    """Held-out texts with the features of these taps, where they are not the target's to write
+    here."""
 
 
-def inputs_of(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
-    """Load what the run's config names. `check` is given the identity before anything is written."""
+def inputs_of(
+    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+) -> Inputs:
+    """Load what the run's config names. `check` is given the identity before anything is
+    written."""
     if run.features.store is not None:
         return stored_inputs(run, accelerator, check)
     find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
 
-def live_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
+def live_inputs(
+    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+) -> Inputs:
     target = load_target(on_rank(run.target, accelerator))
     if run.data.max_length > target.max_positions:
         raise UserError(
-            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} positions; lower it"
+            f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} "
+            "positions; lower it"
         )
-    identity = {"target": target.fingerprint().weights_hash, "data": data_module.tables_key(run.data, target, run.seed)}
+    identity = {
+        "target": target.fingerprint().weights_hash,
+        "data": data_module.tables_key(run.data, target, run.seed),
+    }
     check(identity)
-    on_main(accelerator, lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None)
+    on_main(
+        accelerator,
+        lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None,
+    )
     return Inputs(
-        target, data_module.load(folder / "data"), identity, lambda objective, batches, asked: LiveTarget(target, objective.taps)
+        target,
+        data_module.load(folder / "data"),
+        identity,
+        lambda objective, batches, asked: LiveTarget(target, objective.taps),
     )
 
 
-def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]) -> Inputs:
+def served_inputs(
+    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+) -> Inputs:
     target = served_target(run, accelerator)
-    identity = {"target": target.fingerprint().weights_hash, "data": data_module.tables_key(run.data, target, run.seed)}
+    identity = {
+        "target": target.fingerprint().weights_hash,
+        "data": data_module.tables_key(run.data, target, run.seed),
+    }
     check(identity)
-    on_main(accelerator, lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None)
+    on_main(
+        accelerator,
+        lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None,
+    )
     tables = data_module.load(folder / "data")
     prompts = held_out_prompts(tables.held_out, run.evaluation.prompts, target.max_positions - 2)
     longest = run.evaluation.max_new_tokens
@@ -79,14 +104,22 @@ def served_inputs(run: Any, accelerator: Accelerator, folder: Path, check: Calla
     def make_texts(taps: tuple[int, ...]) -> list[HeldOutText]:
         return on_main(accelerator, lambda: served_texts(target, prompts, taps, longest))
 
-    return Inputs(target, tables, identity, lambda objective, batches, asked: ServedFeatures(target, objective.taps), make_texts)
+    return Inputs(
+        target,
+        tables,
+        identity,
+        lambda objective, batches, asked: ServedFeatures(target, objective.taps),
+        make_texts,
+    )
 
 
 def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
     """The ends of the run's target, and a client of the server that has the rest."""
     options = run.features
     target = ends_in(run.target.path, resolve_device(str(accelerator.device)), run.target.dtype)
-    target.client = Client(options.server, options.server_model, options.server_layers, options.concurrency)
+    target.client = Client(
+        options.server, options.server_model, options.server_layers, options.concurrency
+    )
     return target
 
 
@@ -96,7 +129,9 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder} holds no safetensors files to take the embedding and the head from")
+        raise UserError(
+            f"{folder} holds no safetensors files to take the embedding and the head from"
+        )
     opened = [safe_open(file, framework="pt") for file in files]
     place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
@@ -113,23 +148,42 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})
 
 
-def stored_inputs(run: Any, accelerator: Accelerator, check: Callable[[dict[str, str]], None]) -> Inputs:
+def stored_inputs(
+    run: Any, accelerator: Accelerator, check: Callable[[dict[str, str]], None]
+) -> Inputs:
     store = run.features.store
     manifest = manifest_of(store)
     for name, ours in (("max_length", run.data.max_length), ("seed", run.seed)):
         if (theirs := getattr(manifest, name)) != ours:
-            raise UserError(f"{store} was extracted with {name} {theirs}, this run has {ours}; use the same, or extract again")
+            raise UserError(
+                f"{store} was extracted with {name} {theirs}, this run has {ours}; use the same, "
+                "or extract again"
+            )
     target = load_stored(store, str(accelerator.device))
     identity = {"target": manifest.target.weights_hash, "data": manifest.tables}
     check(identity)
     main = accelerator.is_main_process
 
-    def make_source(objective: Objective, batches: Batches, asked: Callable[[], bool]) -> FeatureSource:
-        return StoredFeatures(store, batches, target, objective.taps, objective.all_last, main, asked)
+    def make_source(
+        objective: Objective, batches: Batches, asked: Callable[[], bool]
+    ) -> FeatureSource:
+        return StoredFeatures(
+            store, batches, target, objective.taps, objective.all_last, main, asked
+        )
 
-    log.info("features of %s from %s, and its data: target and data.sources of this config are not read", target.name, store)
+    log.info(
+        "features of %s from %s, and its data: target and data.sources of this config are not read",
+        target.name,
+        store,
+    )
 
-    return Inputs(target, data_module.load(Path(store, "data")), identity, make_source, lambda taps: load_texts(store, taps))
+    return Inputs(
+        target,
+        data_module.load(Path(store, "data")),
+        identity,
+        make_source,
+        lambda taps: load_texts(store, taps),
+    )
 
 
 def on_rank(target: Any, accelerator: Accelerator) -> Any:
@@ -138,6 +192,7 @@ def on_rank(target: Any, accelerator: Accelerator) -> Any:
         target.device = str(accelerator.device)
     elif torch.device(target.device).type != accelerator.device.type:
         raise UserError(
-            f"target.device is {target.device}, but accelerate trains on {accelerator.device}; leave target.device at auto"
+            f"target.device is {target.device}, but accelerate trains on {accelerator.device}; "
+            "leave target.device at auto"
         )
     return target

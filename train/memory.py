@@ -1,7 +1,8 @@
 """Less memory for more work: what a forward pass keeps for the backward pass, and where.
 
-accelerate and transformers have this too, but by wrapping a module's own layers, for models in training mode: EAGLE's unrolled
-steps are no layers, students learn without dropout, and objectives read weights beside the modules that own them.
+accelerate and transformers have this too, but by wrapping a module's own layers, for models in
+training mode: EAGLE's unrolled steps are no layers, students learn without dropout, and objectives
+read weights beside the modules that own them.
 """
 
 from __future__ import annotations
@@ -25,18 +26,22 @@ class Memory:
     """Part of an objective's config."""
 
     recompute: bool = False
-    """Keep only the states between EAGLE's unrolled steps, or the layers of a student or block drafter, and compute the rest
-    again in the backward pass: less memory, up to a third more time."""
+    """Keep only the states between EAGLE's unrolled steps, or the layers of a student or block
+    drafter, and compute the rest again in the backward pass: less memory, up to a third more
+    time."""
     offload: bool = False
     """With recompute: what is kept waits in host memory."""
 
     def __post_init__(self) -> None:
         if self.offload and not self.recompute:
-            raise UserError("objective.offload is about what objective.recompute keeps; set that too")
+            raise UserError(
+                "objective.offload is about what objective.recompute keeps; set that too"
+            )
 
 
 def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:
-    """`function`, of which only the arguments are kept and which runs again in the backward pass (arXiv 1604.06174).
+    """`function`, of which only the arguments are kept and which runs again in the backward pass
+    (arXiv 1604.06174).
 
     `offload`: they wait in pinned host memory, so that a GPU keeps nothing of it.
     """

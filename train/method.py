@@ -18,20 +18,27 @@ OWN_PARTS = ("heads", "student", "objective")  # of a run: what only its method 
 
 def method_module(method: str) -> Any:
     """The module in `methods/` that has the method's `Run`, its drafter and its objective."""
-    return importlib.import_module(f".methods.{'draft_model' if method == 'distill' else method}", __package__)
+    return importlib.import_module(
+        f".methods.{'draft_model' if method == 'distill' else method}", __package__
+    )
 
 
 def method_for(path: str, given: Method | None = None) -> Method:
-    """The method that the config file at `path` is for: the one that was named, else the one that knows all its keys, else, of
-    several, the one that its folder or the file is named after (configs/eagle/mine.yaml). Raises `UserError` for a choice."""
+    """The method that the config file at `path` is for: the one that was named, else the one that
+    knows all its keys, else, of several, the one that its folder or the file is named after
+    (configs/eagle/mine.yaml). Raises `UserError` for a choice."""
     if given is not None:
         return given
     keys = own_keys(path)
-    fitting: list[Method] = [method for method in METHODS if _knows(method_module(method).Run, keys)]
+    fitting: list[Method] = [
+        method for method in METHODS if _knows(method_module(method).Run, keys)
+    ]
     if len(fitting) == 1:
         return fitting[0]
     named: list[Method] = [
-        method for method in fitting or METHODS if method in (Path(path).stem, Path(path).absolute().parent.name)
+        method
+        for method in fitting or METHODS
+        if method in (Path(path).stem, Path(path).absolute().parent.name)
     ]
     if len(named) == 1:
         return named[0]
@@ -40,11 +47,15 @@ def method_for(path: str, given: Method | None = None) -> Method:
 
 
 def own_keys(path: str) -> dict[str, list[str]]:
-    """The keys of a config file under `OWN_PARTS`, by part. Raises `UserError` for a file that is no YAML."""
+    """The keys of a config file under `OWN_PARTS`, by part. Raises `UserError` for a file that is
+    no YAML."""
     run = read_yaml(Path(path))
     return {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
 
 
 def _knows(run_class: Any, keys: Mapping[str, list[str]]) -> bool:
     types = get_type_hints(run_class)
-    return all(part in types and {*names} <= {field.name for field in fields(types[part])} for part, names in keys.items())
+    return all(
+        part in types and {*names} <= {field.name for field in fields(types[part])}
+        for part, names in keys.items()
+    )

@@ -1,4 +1,5 @@
-"""What is known of a run before anything is loaded: configs, drafters without numbers, what their training runs through."""
+"""What is known of a run before anything is loaded: configs, drafters without numbers, what their
+training runs through."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Outline:
     passes: float = 1.0
     """Passes of the drafter over a position."""
     borrowed_params: int = 0
-    """Frozen parameters of the target's head that gradients of such a pass go through, over all of a drafter's heads."""
+    """Frozen parameters of the target's head that gradients of such a pass go through, over all of
+    a drafter's heads."""
     layers: int = 1
     """Decoder layers whose states a pass keeps."""
     laws: int = 1
@@ -40,7 +42,8 @@ class ConfigOnly:
 
 
 def config_at(path: str, trust: bool = False) -> Any:
-    """The config of a model on the hub or in a folder. Raises `UserError` where none is to be had."""
+    """The config of a model on the hub or in a folder. Raises `UserError` where none is to be
+    had."""
     check_there(path)
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)

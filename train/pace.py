@@ -1,4 +1,5 @@
-"""How fast a run goes and where its time goes. Device work is timed on the device, without waiting for it."""
+"""How fast a run goes and where its time goes. Device work is timed on the device, without waiting
+for it."""
 
 from __future__ import annotations
 
@@ -13,15 +14,19 @@ import torch
 from ..inference.evaluation.gains import GPUS
 
 PARTS = ("data", "target", "drafter", "optimiser")
-"""Making batches and counting their weights; the target's features; the drafter forward and backward; clipping and the step."""
+"""Making batches and counting their weights; the target's features; the drafter forward and
+backward; clipping and the step."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """FLOP/s that this GPU's data sheet promises in bf16; None for what is not listed, CPUs among them."""
+    """FLOP/s that this GPU's data sheet promises in bf16; None for what is not listed, CPUs among
+    them."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((1e12 * gpu.tflops for known, gpu in GPUS.items() if re.search(rf"\b{known}\b", name)), None)
+    return next(
+        (1e12 * gpu.tflops for known, gpu in GPUS.items() if re.search(rf"\b{known}\b", name)), None
+    )
 
 
 class Pace:
@@ -58,7 +63,8 @@ class Pace:
         self._spans, self._positions, self._since = [], 0, time.perf_counter()
 
     def report(self) -> dict[str, float]:
-        """Positions a second over all ranks, the share of each part of this rank's time, and MFU where the peak is known."""
+        """Positions a second over all ranks, the share of each part of this rank's time, and MFU
+        where the peak is known."""
         if self._cuda and self._spans:
             self._spans[-1][2].synchronize()
         passed = max(time.perf_counter() - self._since, 1e-9)

@@ -14,8 +14,9 @@ from .config import Profile
 
 @contextmanager
 def profiler(config: Profile, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """A function to call after every step. After `config.steps` of them from `config.first` on (counted from the start of this
-    process) it writes OUTPUT/profile/rank-N.json, which Chrome's tracing page and Perfetto open."""
+    """A function to call after every step. After `config.steps` of them from `config.first` on
+    (counted from the start of this process) it writes OUTPUT/profile/rank-N.json, which Chrome's
+    tracing page and Perfetto open."""
     if not config.steps:
         yield lambda: None
         return

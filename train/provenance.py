@@ -10,7 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "deepspeed", "safetensors", "tokenizers")
+PACKAGES = (
+    "draftsmith",
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "safetensors",
+    "tokenizers",
+)
 
 
 def versions() -> dict[str, str | None]:
@@ -35,12 +44,25 @@ def provenance() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Revision of the checkout that this file stands in, with a plus sign if it was changed; None outside one."""
+    """Revision of the checkout that this file stands in, with a plus sign if it was changed; None
+    outside one."""
     try:
         folder = Path(__file__).parent
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
         dirty = subprocess.run(
-            ["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+            ["git", "status", "--porcelain"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
     except (OSError, subprocess.SubprocessError):
         return None

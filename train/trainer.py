@@ -1,4 +1,5 @@
-"""One optimiser step, and what it is made of: drafter, objective, features, optimiser, under the launcher's engine."""
+"""One optimiser step, and what it is made of: drafter, objective, features, optimiser, under the
+launcher's engine."""
 
 from __future__ import annotations
 
@@ -51,24 +52,42 @@ class Trainer:
             warm_start(self._trained, before, run.init_from or "")
         self.objective: Objective = method.make_objective(run, target, self._trained)
         self.stop = Stop()
-        self.source: FeatureSource = inputs.make_source(self.objective, batches, lambda: self.stop.asked)
+        self.source: FeatureSource = inputs.make_source(
+            self.objective, batches, lambda: self.stop.asked
+        )
         self.drafter: Any = twin_of(self._trained, accelerator)
         """Whole, whatever the engine; as new as the last `gather`."""
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
         optimizer = make_optimizer(run.optim, module)
-        self.module, self.optimizer = prepare(accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm)
+        self.module, self.optimizer = prepare(
+            accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
+        )
         parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
         if parts and not target.whole:
             raise UserError(
-                f"{parts[0][0]}.share needs the whole target, to write or to read texts; leave out the features section"
+                f"{parts[0][0]}.share needs the whole target, to write or to read texts; leave "
+                "out the features section"
             )
         if sum(config.share for _, config, _ in parts) > 1:
-            raise UserError("rollouts.share and errors.share add up to more than 1; lower one of them")
+            raise UserError(
+                "rollouts.share and errors.share add up to more than 1; lower one of them"
+            )
         batches.written = [
-            Written(name, config, self._up_to_date(write), batches, accelerator, total_steps, target.together)
+            Written(
+                name,
+                config,
+                self._up_to_date(write),
+                batches,
+                accelerator,
+                total_steps,
+                target.together,
+            )
             for name, config, write in parts
         ]
-        size = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
+
+        def size(module):
+            return sum(p.numel() for p in module.parameters())
+
         self._sizes = size(self.drafter), size(target.decoder) if target.whole else 0
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         self.pace = Pace(target.device, accelerator.num_processes)
@@ -76,7 +95,8 @@ class Trainer:
         """True on every rank once any of them was asked to end."""
 
     def _coverage(self) -> dict[str, float]:
-        """Of a drafter that proposes some tokens only: the share of the target's tokens in the data that they are."""
+        """Of a drafter that proposes some tokens only: the share of the target's tokens in the data
+        that they are."""
         if (kept := getattr(self.drafter, "kept", None)) is None:
             return {}
         counts = self.batches.token_counts(self.drafter.shape.vocab_size)
@@ -94,22 +114,27 @@ class Trainer:
         return gathered
 
     def step(self, index: int) -> tuple[Sums, float, int]:
-        """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions seen by this rank.
+        """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions
+        seen by this rank.
 
-        With a norm that is not finite nothing was changed; DeepSpeed, which steps on its own, sees to that itself.
+        With a norm that is not finite nothing was changed; DeepSpeed, which steps on its own, sees
+        to that itself.
         """
         self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
             self.batches.before_step(index)
             micro = self.micro_batches(index)
             denominators = self._global_weights(micro)
-        for group in self.optimizer.param_groups:  # first, since DeepSpeed steps within its backward pass
+        # first, since DeepSpeed steps within its backward pass
+        for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
         self.pace.flops_per_position = self._flops()
         sums = self._forward_backward(micro, denominators)
         with self.pace.part("optimiser"):
-            norm = norm_of(self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm))
+            norm = norm_of(
+                self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm)
+            )
             if math.isfinite(norm):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -117,17 +142,22 @@ class Trainer:
         return sums, norm, positions
 
     def _flops(self) -> float:
-        """By the usual count: two for each parameter that a position passes through, and twice that again for a backward pass."""
+        """By the usual count: two for each parameter that a position passes through, and twice that
+        again for a backward pass."""
         drafter, target = self._sizes
         return 6.0 * drafter * getattr(self.objective, "steps", 1) + 2.0 * target
 
     def micro_batches(self, index: int) -> list[Batch]:
         """What this rank sees in a step."""
-        return [self.batches.micro_batch(index, a, self.accelerator.process_index) for a in range(self.batches.accumulation)]
+        return [
+            self.batches.micro_batch(index, a, self.accelerator.process_index)
+            for a in range(self.batches.accumulation)
+        ]
 
     def _forward_backward(self, micro: list[Batch], denominators: dict[str, float]) -> Sums:
         sums: Sums = {}
-        # Engines average gradients over ranks, accelerate over micro-batches; the denominators are global, so the sum is wanted.
+        # Engines average gradients over ranks, accelerate over micro-batches; the denominators are
+        # global, so the sum is wanted.
         scale = self.accelerator.num_processes * len(micro)
         for batch in micro:
             with self.accelerator.accumulate(self.module):
@@ -140,11 +170,13 @@ class Trainer:
         return sums
 
     def _global_weights(self, micro: list[Batch]) -> dict[str, float]:
-        """Each term's weight over all micro-batches of the step and all ranks, known before the first forward."""
+        """Each term's weight over all micro-batches of the step and all ranks, known before the
+        first forward."""
         local = [self.objective.weights(batch) for batch in micro]
         names = list(local[0])
         sums = torch.tensor(
-            [*(sum(weights[name] for weights in local) for name in names), float(self.stop.asked)], dtype=torch.float64
+            [*(sum(weights[name] for weights in local) for name in names), float(self.stop.asked)],
+            dtype=torch.float64,
         )
         if self.accelerator.num_processes > 1:
             sums = cast(Tensor, self.accelerator.reduce(sums.to(self.accelerator.device), "sum"))
@@ -153,11 +185,16 @@ class Trainer:
         return dict(zip(names, counts, strict=True))
 
     def artifact(self, calibration: dict[str, Any], step: int) -> Artifact:
-        return Artifact(self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step})
+        return Artifact(
+            self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step}
+        )
 
     def keep_batch(self, index: int, folder: Path) -> Path:
         """Write what this rank saw in a step, for a person to look at."""
-        path = folder / f"bad-batch-step-{index + 1:06d}-rank-{self.accelerator.process_index}.safetensors"
+        path = (
+            folder
+            / f"bad-batch-step-{index + 1:06d}-rank-{self.accelerator.process_index}.safetensors"
+        )
         tensors = {}
         for number, batch in enumerate(self.micro_batches(index)):
             for name in ("ids", "positions", "documents", "mask"):
@@ -167,11 +204,15 @@ class Trainer:
 
 
 def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
-    """The drafter to start from, which must be of this method and, unless the run says `retarget`, of this very target."""
+    """The drafter to start from, which must be of this method and, unless the run says `retarget`,
+    of this very target."""
     differences: list[str] = []
     loaded = Artifact.load(run.init_from, target.fingerprint(), target.ends, differences.append)
     if loaded.method != (name := method.__name__.rpartition(".")[2]):
-        raise UserError(f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains {name}")
+        raise UserError(
+            f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains "
+            f"{name}"
+        )
     if differences and not run.retarget:
         raise UserError(f"{'; '.join(differences)}; give --retarget to train it for this target")
     for line in differences:
@@ -185,4 +226,6 @@ def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
         drafter.load_state_dict(before.drafter.state_dict())
     except RuntimeError as error:
         reason = [line.strip() for line in str(error).splitlines()][1]
-        raise UserError(f"init_from {folder} has another shape than this run's heads: {reason}") from error
+        raise UserError(
+            f"init_from {folder} has another shape than this run's heads: {reason}"
+        ) from error

@@ -1,1 +1,2 @@
-"""Other projects' checkpoint formats: export to serving engines, import of public drafters, the check of what was written."""
+"""Other projects' checkpoint formats: export to serving engines, import of public drafters, the
+check of what was written."""

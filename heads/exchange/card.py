@@ -1,4 +1,5 @@
-"""The page that stands in an export: what it is, how it is served, what it was measured to accept, and where it ends."""
+"""The page that stands in an export: what it is, how it is served, what it was measured to accept,
+and where it ends."""
 
 from __future__ import annotations
 
@@ -40,14 +41,22 @@ class Measured:
     """The report and a hash of its prompts."""
 
 
-def card(artifact: Artifact, order: Order, recipe: Recipe, licence: str, measured: Sequence[Measured]) -> str:
+def card(
+    artifact: Artifact, order: Order, recipe: Recipe, licence: str, measured: Sequence[Measured]
+) -> str:
     """The README, with the header that the hub reads."""
     kind = kind_of(artifact.drafter)
-    rounded = any(weight.dtype.itemsize > order.dtype.itemsize for weight in artifact.drafter.parameters())
+    rounded = any(
+        weight.dtype.itemsize > order.dtype.itemsize for weight in artifact.drafter.parameters()
+    )
     header = [
         "---",
         f"license: {licence}",
-        *([f"base_model: {order.target}"] if order.target.count("/") == 1 and not Path(order.target).exists() else []),
+        *(
+            [f"base_model: {order.target}"]
+            if order.target.count("/") == 1 and not Path(order.target).exists()
+            else []
+        ),
         "library_name: draftsmith",
         "pipeline_tag: text-generation",
         "tags:",
@@ -59,7 +68,8 @@ def card(artifact: Artifact, order: Order, recipe: Recipe, licence: str, measure
     parts = [
         "\n".join(header),
         title,
-        "A drafter for speculative decoding: it guesses tokens that the target checks, so that the text stays the target's own.",
+        "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
+        "the text stays the target's own.",
         f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
         _others(recipe, order),
         f"## Measured\n\n{_table(order, measured, rounded)}",
@@ -73,7 +83,10 @@ def _others(recipe: Recipe, order: Order) -> str:
     others = [engine for engine in recipe.also if engine != order.engine]
     if not others:
         return ""
-    return f"The same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` prints the command of each)."
+    return (
+        f"The same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` prints "
+        "the command of each)."
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -88,22 +101,37 @@ def _table(order: Order, measured: Sequence[Measured], rounded: bool) -> str:
     if not measured:
         lines.append("Nothing yet: no report was given (`draftsmith export --report`).")
     if shown:
-        lines += ["| drafts | T | batch | tau (95%) | accepted at least 1, 2, .. | prompts |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| drafts | T | batch | tau (95%) | accepted at least 1, 2, .. | prompts |",
+            "|---|---|---|---|---|---|",
+        ]
         for row in shown:
             low, high = row.interval
             rates = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.survival)
             tau = f"{row.tau:.2f} ({low:.2f}-{high:.2f})"
-            lines.append(f"| {row.drafts} | {row.temperature:g} | {row.batch} | {tau} | {rates} | {row.prompts} |")
+            lines.append(
+                f"| {row.drafts} | {row.temperature:g} | {row.batch} | {tau} | {rates} | "
+                f"{row.prompts} |"
+            )
         lines += [
             "",
-            "tau: tokens kept a round, the target's own among them; measured in draftsmith's own loop, not in the engine.",
+            "tau: tokens kept a round, the target's own among them; measured in draftsmith's own "
+            "loop, not in the engine.",
         ]
-        lines += [f"Measured before the weights were rounded to {_name(order.dtype)}."] if rounded else []
+        lines += (
+            [f"Measured before the weights were rounded to {_name(order.dtype)}."]
+            if rounded
+            else []
+        )
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
-        lines.append(f"{left_out} measurement(s) with trees are left out: {order.engine} drafts chains.")
+        lines.append(
+            f"{left_out} measurement(s) with trees are left out: {order.engine} drafts chains."
+        )
     if not shown and measured:
-        lines.append(f"Measure what it will see: `draftsmith evaluate --like vllm:drafts={order.drafts}`.")
+        lines.append(
+            f"Measure what it will see: `draftsmith evaluate --like vllm:drafts={order.drafts}`."
+        )
     return "\n".join(lines)
 
 
@@ -117,9 +145,14 @@ def _facts(artifact: Artifact, order: Order) -> str:
         ("parameters", f"{size:,}, stored as {_name(order.dtype)}"),
         (
             "target",
-            f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, vocabulary {target.vocab_size:,}",
+            f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, "
+            f"vocabulary {target.vocab_size:,}",
         ),
-        ("target's weights", f"hash {target.weights_hash}; tokenizer {target.tokenizer_hash}, template {target.template_hash}"),
+        (
+            "target's weights",
+            f"hash {target.weights_hash}; tokenizer {target.tokenizer_hash}, template "
+            f"{target.template_hash}",
+        ),
     ]
     if drafter.taps:
         rows.append(("taps", f"hidden states {list(drafter.taps)} (0: embeddings)"))
@@ -129,9 +162,20 @@ def _facts(artifact: Artifact, order: Order) -> str:
     else:
         rows.append(("training data", "not recorded"))
     if (pruned := artifact.provenance.get("pruned")) is not None:
-        rows.append(("draft vocabulary", f"cut after training; covers {pruned['coverage']:.2%} of the text that it was cut by"))
+        rows.append(
+            (
+                "draft vocabulary",
+                f"cut after training; covers {pruned['coverage']:.2%} of the text that it was cut "
+                "by",
+            )
+        )
     elif data.get("vocabulary_coverage") is not None:
-        rows.append(("draft vocabulary", f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data"))
+        rows.append(
+            (
+                "draft vocabulary",
+                f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data",
+            )
+        )
     if (command := artifact.provenance.get("command")) is not None:
         rows.append(("command", f"`{command if isinstance(command, str) else ' '.join(command)}`"))
     if (source := artifact.provenance.get("imported_from")) is not None:
@@ -142,7 +186,8 @@ def _facts(artifact: Artifact, order: Order) -> str:
 def _limits(artifact: Artifact, recipe: Recipe) -> str:
     name = artifact.fingerprint.name
     lines = [
-        f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no engine says so.",
+        f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no "
+        "engine says so.",
         "Acceptance depends on the text: measure on your own prompts.",
         *recipe.notes,
     ]

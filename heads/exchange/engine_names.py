@@ -1,4 +1,5 @@
-"""The serving engines that drafters are exported to, by the names that `draftsmith export --to` takes."""
+"""The serving engines that drafters are exported to, by the names that `draftsmith export --to`
+takes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Other people's checkpoints, read into our drafters: Medusa, EAGLE-1/2, EAGLE-3 of SafeAILab, SpecForge and speculators, and the
-block drafters of `public_blocks`.
+"""Other people's checkpoints, read into our drafters: Medusa, EAGLE-1/2, EAGLE-3 of SafeAILab,
+SpecForge and speculators, and the block drafters of `public_blocks`.
 
-Every tensor has to be there by name and shape, and none besides. What a layout leaves open (which unit taps are in, which state
-is recycled) is taken where only one reading is possible, and asked for otherwise.
+Every tensor has to be there by name and shape, and none besides. What a layout leaves open (which
+unit taps are in, which state is recycled) is taken where only one reading is possible, and asked
+for otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from ..errors import UserError
 from ..files import read_json
 from ..medusa import MedusaConfig, MedusaHeads
 from ..stored_tensors import StoredTensors
-from .foreign import Answers, Checkpoint, Public, TargetSide, drop_embedding, rope_of, same_matrix, same_size
+from .foreign import (
+    Answers,
+    Checkpoint,
+    Public,
+    TargetSide,
+    drop_embedding,
+    rope_of,
+    same_matrix,
+    same_size,
+)
 from .public_blocks import block_drafter, is_block, speculators_block
 
 MIDDLE = re.compile(r"^midlayer\.")
@@ -31,15 +41,25 @@ TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "
 TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}  # older names
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp put it in place of the target's
-INNER_KEYS = ("num_attention_heads", "intermediate_size", "rms_norm_eps", "hidden_size", "vocab_size")
+INNER_KEYS = (
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "hidden_size",
+    "vocab_size",
+)
 
 
 def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
-    """The drafter in `folder`. Raises `UserError` with what is missing, surplus, contradictory or open."""
+    """The drafter in `folder`. Raises `UserError` with what is missing, surplus, contradictory or
+    open."""
     path = folder / "config.json"
     config = read_json(path)
     if (folder / MASK_ROW).exists():
-        raise UserError(f"{folder} has an embedding of its own for the mask token ({MASK_ROW}), which is not supported")
+        raise UserError(
+            f"{folder} has an embedding of its own for the mask token ({MASK_ROW}), which is not "
+            "supported"
+        )
     stored = StoredTensors(folder)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a table of keys; copy or download it again")
@@ -48,7 +68,10 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     tensors = {name: stored[there] for name, there in names.items() if wanted(name, read)}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
-            raise UserError(f"{folder}: {name} is {tensor.dtype}, which is not read here; convert it to bfloat16")
+            raise UserError(
+                f"{folder}: {name} is {tensor.dtype}, which is not read here; convert it to "
+                "bfloat16"
+            )
     try:
         return read(Checkpoint(folder, path, config, tensors, target, answers))
     except UserError:
@@ -58,12 +81,17 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 
 
-def recognise(config: Mapping[str, Any], names: Sequence[str], folder: Path) -> Callable[[Checkpoint], Public]:
+def recognise(
+    config: Mapping[str, Any], names: Sequence[str], folder: Path
+) -> Callable[[Checkpoint], Public]:
     """Who wrote it, by what only they write. Raises `UserError` if nobody known did."""
     if (kind := config.get("speculators_model_type")) is not None:
         readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
         if kind not in readers:
-            raise UserError(f"{folder} is a speculators checkpoint of type {kind!r}; only {', '.join(readers)} are read here")
+            raise UserError(
+                f"{folder} is a speculators checkpoint of type {kind!r}; only "
+                f"{', '.join(readers)} are read here"
+            )
         return readers[kind]
     if is_block(config, names):
         return block_drafter
@@ -74,9 +102,13 @@ def recognise(config: Mapping[str, Any], names: Sequence[str], folder: Path) -> 
     if "fc.weight" in names and any(LAYER.match(name) for name in names):
         return eagle1
     if any(name.startswith("model.layers.") for name in names):
-        raise UserError(f"{folder} is a whole language model, which needs no import: give it to --drafter as it is")
+        raise UserError(
+            f"{folder} is a whole language model, which needs no import: give it to --drafter as "
+            "it is"
+        )
     raise UserError(
-        f"{folder} is no Medusa, EAGLE, DFlash, DSpark or speculators checkpoint: it has {', '.join(sorted(names)[:3])}"
+        f"{folder} is no Medusa, EAGLE, DFlash, DSpark or speculators checkpoint: it has "
+        f"{', '.join(sorted(names)[:3])}"
     )
 
 
@@ -94,43 +126,64 @@ def wanted(name: str, read: Callable[[Checkpoint], Public]) -> bool:
 
 
 def medusa(found: Checkpoint) -> Public:
-    """FasterDecoding's names: `0.0.linear.weight` (v0.1), or `medusa_head.0.0.linear.weight` within a whole model (v1.0)."""
+    """FasterDecoding's names: `0.0.linear.weight` (v0.1), or `medusa_head.0.0.linear.weight` within
+    a whole model (v1.0)."""
     config, tensors = found.config, found.tensors
     inside = any(name.startswith("medusa_head.") for name in tensors)
-    found.tensors = tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()}
+    found.tensors = tensors = {
+        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()
+    }
     places = [(int(m[1]), int(m[2]), m[3]) for name in tensors if (m := MEDUSA.match(name))]
     if not any(kind != "weight" for *_, kind in places):
-        raise UserError(f"{found.folder} has no tensors of Medusa heads, though its config speaks of some")
+        raise UserError(
+            f"{found.folder} has no tensors of Medusa heads, though its config speaks of some"
+        )
     blocks = [(head, layer) for head, layer, kind in places if kind != "weight"]
     heads, layers = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
     for key, there in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
         if (said := config.get(key)) is not None and said != there:
             if key == "medusa_num_heads" and said < there and not inside:
-                found.notes.append(f"config.json says {said} heads, the file holds {there}: all are taken")
+                found.notes.append(
+                    f"config.json says {said} heads, the file holds {there}: all are taken"
+                )
             else:
                 raise UserError(f"{found.path} says {key} {said}, the file holds {there}")
     shared = not any(kind == "weight" for *_, kind in places)
-    if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:  # vLLM has the target's head beside the heads
+    # vLLM has the target's head beside the heads
+    if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:
         same_matrix(found, "lm_heads.0.weight", own, found.target.head)
     hidden = len(tensors["0.0.linear.weight"])
     biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
     if config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
-        raise UserError(f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds some")
+        raise UserError(
+            f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
+            "some"
+        )
     if not biases:
         tensors.update(
-            {f"{h}.{i}.linear.bias": torch.zeros(hidden, dtype=found.dtype) for h in range(heads) for i in range(layers)}
+            {
+                f"{h}.{i}.linear.bias": torch.zeros(hidden, dtype=found.dtype)
+                for h in range(heads)
+                for i in range(layers)
+            }
         )
         found.notes.append("the blocks have no bias: zeros are taken")
     if inside:
-        found.notes.append("the heads stand in a whole model, with which they were trained: give that very model as target")
+        found.notes.append(
+            "the heads stand in a whole model, with which they were trained: give that very model "
+            "as target"
+        )
     head = found.target.ends.head if shared else None
-    drafter = MedusaHeads(MedusaConfig(heads, layers, shared), hidden, found.target.vocab_size, head)
+    drafter = MedusaHeads(
+        MedusaConfig(heads, layers, shared), hidden, found.target.vocab_size, head
+    )
     same_size(found, "hidden_size", hidden, found.target.hidden_size)
     return found.finished(drafter, "medusa v1.0" if inside else "medusa v0.1")
 
 
 def eagle1(found: Checkpoint) -> Public:
-    """SafeAILab's EAGLE-1 and EAGLE-2, which have the same weights, and what engines are given of them."""
+    """SafeAILab's EAGLE-1 and EAGLE-2, which have the same weights, and what engines are given of
+    them."""
     config, tensors = found.config, found.tensors
     drop_embedding(found)
     bias = "fc.bias" in tensors
@@ -138,7 +191,9 @@ def eagle1(found: Checkpoint) -> Public:
         del tensors["fc.bias"]  # as SGLang needs it
         bias = False
     elif not bias and config.get("bias"):
-        found.notes.append("config.json says that fc has a bias, of which there is none: none is taken")
+        found.notes.append(
+            "config.json says that fc has a bias, of which there is none: none is taken"
+        )
     native = _llama_layers(found, version=1) | {"bias": bias}
     return found.finished(EagleDrafter.from_serving_config(native, found.target.ends), "eagle1")
 
@@ -148,17 +203,23 @@ def eagle3(found: Checkpoint) -> Public:
     inner = found.config.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise UserError(
-            f"{found.path} says use_aux_hidden_state false: the head is fed by the last state, which is not supported"
+            f"{found.path} says use_aux_hidden_state false: the head is fed by the last state, "
+            "which is not supported"
         )
     taps = _plain_taps(found, inner)
-    flag = lambda name, default=False: bool(inner.get(name, found.config.get(name, default)))  # noqa: E731
+
+    def flag(name, default=False):
+        return bool(inner.get(name, found.config.get(name, default)))
+
     norm_output = flag("norm_output")
     if found.answers.norm_output is not None:
         norm_output = found.answers.norm_output
     elif norm_output and not found.answers.ours:
         raise UserError(
-            f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm before lm_head that all heads "
-            "have; say --norm-output if drafts recycle the normed state (EAGLE-3.1), --no-norm-output if not; else "
+            f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
+            "before lm_head that all heads "
+            "have; say --norm-output if drafts recycle the normed state (EAGLE-3.1), "
+            "--no-norm-output if not; else "
             "evaluate both ways"
         )
     elif (
@@ -167,12 +228,17 @@ def eagle3(found: Checkpoint) -> Public:
         and bool((found.tensors.get("norm.weight", torch.zeros(1)) == 1).all())
     ):
         found.notes.append(
-            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: see that it accepts"
+            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
+            "see that it accepts"
         )
     flags = {
-        "norm_before_residual": _open(found.answers.norm_before_residual, flag("norm_before_residual")),
+        "norm_before_residual": _open(
+            found.answers.norm_before_residual, flag("norm_before_residual")
+        ),
         "norm_before_fc": flag("norm_before_fc"),
-        "fc_norm": flag("fc_norm", bool(inner.get("use_aux_norm", found.config.get("use_aux_norm", False)))),
+        "fc_norm": flag(
+            "fc_norm", bool(inner.get("use_aux_norm", found.config.get("use_aux_norm", False)))
+        ),
         "norm_output": norm_output,
     }
     return _eagle3(found, found.config, taps, flags, "eagle3")
@@ -187,12 +253,14 @@ def speculators(found: Checkpoint) -> Public:
         found.notes.append(f"no taps are named: {list(taps)} are taken, as engines do")
     elif taps[0] == 1 and found.answers.taps is None and not found.answers.ours:
         found.notes.append(
-            f"the first of the taps {taps} is 1: converted heads exist whose taps are one too low; see that it accepts"
+            f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
+            "low; see that it accepts"
         )
     before = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
     if before is None:
         raise UserError(
-            f"{found.path} does not say norm_before_residual, of which the library's default is false and vLLM's true; say "
+            f"{found.path} does not say norm_before_residual, of which the library's default is "
+            "false and vLLM's true; say "
             "--norm-before-residual or --no-norm-before-residual"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
@@ -200,7 +268,11 @@ def speculators(found: Checkpoint) -> Public:
         "norm_before_residual": before,
         "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
     }
-    outer = {key: config[key] for key in ("draft_vocab_size", "target_hidden_size") if config.get(key) is not None}
+    outer = {
+        key: config[key]
+        for key in ("draft_vocab_size", "target_hidden_size")
+        if config.get(key) is not None
+    }
     return _eagle3(found, {**layer, **outer}, list(taps), flags, "speculators")
 
 
@@ -208,13 +280,20 @@ def _open(answer: Any, otherwise: Any) -> Any:
     return otherwise if answer is None else answer
 
 
-def _eagle3(found: Checkpoint, config: dict[str, Any], taps: list[int], flags: dict[str, bool], layout: str) -> Public:
+def _eagle3(
+    found: Checkpoint, config: dict[str, Any], taps: list[int], flags: dict[str, bool], layout: str
+) -> Public:
     """What both layouts of EAGLE-3 have in common. `config`: the layer's own."""
     found.config = config
     if flags["fc_norm"] and flags["norm_before_fc"]:
-        raise UserError(f"{found.path} says fc_norm and norm_before_fc, of which a head can have one")
+        raise UserError(
+            f"{found.path} says fc_norm and norm_before_fc, of which a head can have one"
+        )
     if sorted(set(taps)) != taps or not all(0 <= tap < found.target.num_layers for tap in taps):
-        raise UserError(f"taps {taps} must be ascending, distinct and between 0 and {found.target.num_layers - 1}; say --taps")
+        raise UserError(
+            f"taps {taps} must be ascending, distinct and between 0 and "
+            f"{found.target.num_layers - 1}; say --taps"
+        )
     drop_embedding(found)
     native = _llama_layers(found, version=3)
     tensors, vocab = found.tensors, native["vocab_size"]
@@ -224,7 +303,10 @@ def _eagle3(found: Checkpoint, config: dict[str, Any], taps: list[int], flags: d
     same_size(found, "target_hidden_size", wide, found.target.hidden_size)
     if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(taps) * wide:
         many = tensors["fc.weight"].shape[1] / wide
-        raise UserError(f"{found.folder}: fc.weight fuses {many:g} taps of width {wide}, the config names {len(taps)}: {taps}")
+        raise UserError(
+            f"{found.folder}: fc.weight fuses {many:g} taps of width {wide}, the config names "
+            f"{len(taps)}: {taps}"
+        )
     if "lm_head.weight" not in tensors and drafted == vocab and found.target.head is not None:
         tensors["lm_head.weight"] = found.target.head.to("cpu", found.dtype)
         found.notes.append("it has no lm_head: the target's is taken, as engines do")
@@ -238,8 +320,9 @@ def _eagle3(found: Checkpoint, config: dict[str, Any], taps: list[int], flags: d
 
 
 def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
-    """Taps as indices of hidden states. The top-level key has these; the nested one has layers counted from 0, but for vLLM,
-    which reads it as it stands: alone it is open, unless only one reading gives the default taps."""
+    """Taps as indices of hidden states. The top-level key has these; the nested one has layers
+    counted from 0, but for vLLM, which reads it as it stands: alone it is open, unless only one
+    reading gives the default taps."""
     if found.answers.taps is not None:
         return found.answers.taps
     key = "eagle_aux_hidden_state_layer_ids"
@@ -248,7 +331,8 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     if top is not None:
         if nested is not None and nested not in ([tap - 1 for tap in top], top):
             raise UserError(
-                f"{found.path} names taps {top} and, inside eagle_config, {nested}, which is neither these nor one less"
+                f"{found.path} names taps {top} and, inside eagle_config, {nested}, which is "
+                "neither these nor one less"
             )
         return list(top)
     if nested is None:
@@ -258,7 +342,8 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     if usual in (shifted, nested):
         return list(usual or [])
     raise UserError(
-        f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for SpecForge and SGLang, {nested} "
+        f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
+        f"SpecForge and SGLang, {nested} "
         f"for vLLM; say which with --taps '{shifted}' or --taps '{nested}'"
     )
 
@@ -272,18 +357,30 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
     same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
-    for name in [name for name in tensors if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()]:
+    for name in [
+        name
+        for name in tensors
+        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()
+    ]:
         del tensors[name]  # as vLLM needs it
     layers = 1 + max([int(m[1]) for name in tensors if (m := LAYER.match(name))], default=0)
     if config.get("num_hidden_layers", 1) != layers:
-        found.notes.append(f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: these are taken")
+        found.notes.append(
+            f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: "
+            "these are taken"
+        )
     if version == 3:
         single = layers == 1
         found.tensors = {MIDDLE.sub("layers.0.", name): tensor for name, tensor in tensors.items()}
         if single:
-            found.tensors = {LAYER.sub("midlayer.", name): tensor for name, tensor in found.tensors.items()}
+            found.tensors = {
+                LAYER.sub("midlayer.", name): tensor for name, tensor in found.tensors.items()
+            }
     heads = config["num_attention_heads"]
-    has = lambda part: any(part in name for name in tensors)  # noqa: E731
+
+    def has(part):
+        return any(part in name for name in tensors)
+
     return {
         "architectures": [ARCHITECTURES[version, has("q_norm")]],  # type: ignore[index]
         "num_hidden_layers": layers,
@@ -308,11 +405,17 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         for name in ("d2t", "t2d"):
             trivial = not tensors[name].any() if name == "d2t" and name in tensors else True
             if name in tensors and not (trivial and (name == "d2t" or bool(tensors[name].all()))):
-                raise UserError(f"{found.folder}: {name} leaves tokens out, but draft_vocab_size is the whole vocabulary")
+                raise UserError(
+                    f"{found.folder}: {name} leaves tokens out, but draft_vocab_size is the whole "
+                    "vocabulary"
+                )
             tensors.pop(name, None)
         return
     if "d2t" not in tensors:
-        raise UserError(f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens are drafted")
+        raise UserError(
+            f"{found.folder}: d2t is missing, so nobody knows which {drafted} of {vocab} tokens "
+            "are drafted"
+        )
     tensors["d2t"] = offsets = tensors["d2t"].long()
     ids = offsets + torch.arange(len(offsets))
     kept = torch.zeros(vocab, dtype=torch.bool)

@@ -1,7 +1,9 @@
-"""What has to hold of an export before it stands where a person finds it: engines load a wrong one without a word.
+"""What has to hold of an export before it stands where a person finds it: engines load a wrong one
+without a word.
 
-Dropping `fc.weight`, or one norm, costs a head most of its acceptance and raises nothing in two engines; the text stays right, so
-nobody is told. Hence everything is read back from the files alone and held against the drafter.
+Dropping `fc.weight`, or one norm, costs a head most of its acceptance and raises nothing in two
+engines; the text stays right, so nobody is told. Hence everything is read back from the files alone
+and held against the drafter.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ def check_name(out: str, artifact: Artifact) -> None:
     kind = kind_of(artifact.drafter)
     if (guess := vllm_guess(out, kind)) is not None:
         raise UserError(
-            f"a folder called {Path(out).name} would be taken for method {guess!r} by vLLM where none is given; call it "
+            f"a folder called {Path(out).name} would be taken for method {guess!r} by vLLM where "
+            "none is given; call it "
             f"{kind.replace('_', '-')}-something"
         )
 
 
-def check_export(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None = None) -> None:
+def check_export(
+    folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None = None
+) -> None:
     """Read `folder` back and demand that it is `artifact`'s drafter. Raises `UserError`."""
     config = read_json(folder / "config.json")
     if artifact.method != "draft_lm" and (null := next(nulls(config), None)) is not None:
@@ -52,21 +57,28 @@ def check_export(folder: Path, artifact: Artifact, order: Order, recipe: Recipe,
 
 
 def nulls(config: Any, path: str = "") -> Iterator[str]:
-    """Names of keys without a value, at any depth: some engines fail on `target_hidden_size: null`."""
+    """Names of keys without a value, at any depth: some engines fail on `target_hidden_size:
+    null`."""
     for key, value in config.items() if isinstance(config, dict) else ():
         if value is None:
             yield f"{path}{key}"
         yield from nulls(value, f"{path}{key}.")
 
 
-def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None) -> Any:
+def load_back(
+    folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None
+) -> Any:
     """The drafter that stands in `folder`, built from what stands there alone."""
     trained_for = artifact.fingerprint
     if artifact.method == "draft_lm":
-        ends = TargetEnds(embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer)
+        ends = TargetEnds(
+            embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer
+        )
         return DraftModel.load(folder, order.dtype, ends)
     found = read_public(folder, replace(side_of(trained_for), head=head), Answers(ours=True))
-    family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(recipe.layout, kind_of(artifact.drafter))
+    family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(
+        recipe.layout, kind_of(artifact.drafter)
+    )
     if not found.layout.startswith(family) or kind_of(found.drafter) != kind_of(artifact.drafter):
         _fail(f"it is taken for {found.layout}, not for {family}")
     if found.notes:
@@ -79,13 +91,19 @@ def load_back(folder: Path, artifact: Artifact, order: Order, recipe: Recipe, he
 
 
 def side_of(target: Fingerprint) -> TargetSide:
-    """A target's sizes with ends that are made up: any will do to see whether two drafters do the same."""
+    """A target's sizes with ends that are made up: any will do to see whether two drafters do the
+    same."""
     wide = target.hidden_size
 
     def made_up(ids: Tensor) -> Tensor:
         return torch.sin(ids[..., None] * torch.arange(1, wide + 1) * 0.37)
 
-    return TargetSide(target.num_layers, wide, target.vocab_size, TargetEnds(made_up, lambda last: last, target.vocab_size))
+    return TargetSide(
+        target.num_layers,
+        wide,
+        target.vocab_size,
+        TargetEnds(made_up, lambda last: last, target.vocab_size),
+    )
 
 
 def embed(ids: Tensor) -> Tensor:
@@ -112,9 +130,13 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
 
 
 def outputs(drafter: Any) -> Tensor:
-    """Logits of a few positions that are made up, the same every time; of EAGLE after a second step on its own states."""
+    """Logits of a few positions that are made up, the same every time; of EAGLE after a second step
+    on its own states."""
     chance = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=chance)  # noqa: E731
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=chance)
+
     if drafter.method == "medusa":
         return drafter(normal(1, LENGTH, drafter.hidden_size))
     vocab = drafter.vocab_size if drafter.method == "draft_lm" else drafter.shape.vocab_size
@@ -124,21 +146,28 @@ def outputs(drafter: Any) -> Tensor:
     if drafter.method in BLOCKS:
         return block_outputs(drafter, normal, ids)
     wide, places = drafter.shape.target_hidden_size, torch.arange(LENGTH)[None]
-    state = drafter.fuse(tuple(normal(1, LENGTH, wide) for _ in drafter.taps), normal(1, LENGTH, wide))
+    state = drafter.fuse(
+        tuple(normal(1, LENGTH, wide) for _ in drafter.taps), normal(1, LENGTH, wide)
+    )
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-        found = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        found = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=True
+        )
         return found.transpose(1, 2).flatten(2)
 
     for step in range(2):
-        output = drafter.advance(drafter.token_part(ids), state, drafter.rotary(places + step), attend)
+        output = drafter.advance(
+            drafter.token_part(ids), state, drafter.rotary(places + step), attend
+        )
         state = drafter.recycled(output)
     return drafter.logits(output)
 
 
 def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> Tensor:
-    """The same of the block at the last of `ids` `[1, S]`: logits, and what is told of each draft's chances."""
+    """The same of the block at the last of `ids` `[1, S]`: logits, and what is told of each draft's
+    chances."""
     shape, anchor, before = drafter.shape, ids[:, -1:], ids.shape[1] - 1
     taps = tuple(normal(1, before, shape.hidden_size) for _ in drafter.taps)
     context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(before)[None]))
@@ -148,14 +177,19 @@ def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> T
         old = context[layer]
         keys, values = torch.cat([old[0], keys], dim=1), torch.cat([old[1], values], dim=1)
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-        return functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True).transpose(1, 2).flatten(2)
+        return (
+            functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     state = drafter.embed(anchor)
     for layer in range(shape.num_layers):
         state = drafter.layer(layer, state, rotary, attend)
     if drafter.method == "dflash":
         return drafter.base_logits(state)
-    tokens = torch.arange(shape.block_size)[None] % shape.vocab_size  # before each draft; any will do
+    # before each draft; any will do
+    tokens = torch.arange(shape.block_size)[None] % shape.vocab_size
     sure = drafter.confidence(drafter.state(state, tokens))[..., None]
     return torch.cat([drafter.base_logits(state), drafter.transition(tokens), sure], dim=-1)
 
@@ -176,7 +210,8 @@ def _check_taps(config: dict[str, Any], artifact: Artifact, order: Order) -> Non
 
 
 def _check_block_taps(config: dict[str, Any], taps: list[int], kind: str) -> None:
-    """The layout of speculators counts states; the plain one layers from 0, where DSpark's readers look and where DFlash's do."""
+    """The layout of speculators counts states; the plain one layers from 0, where DSpark's readers
+    look and where DFlash's do."""
     layers = [tap - 1 for tap in taps]
     spellings = [("aux_hidden_state_layer_ids", config, taps)]
     if "transformer_layer_config" not in config:
@@ -188,4 +223,7 @@ def _check_block_taps(config: dict[str, Any], taps: list[int], kind: str) -> Non
 
 
 def _fail(reason: str) -> None:
-    raise UserError(f"the export does not read back as the drafter, so nothing was written: {reason}; please report this")
+    raise UserError(
+        f"the export does not read back as the drafter, so nothing was written: {reason}; please "
+        "report this"
+    )

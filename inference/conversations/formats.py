@@ -1,8 +1,8 @@
 """Conversations as people store them: each format of a row as a type, read into one shape.
 
-Formats: `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response` (plain text, or messages); `text`;
-OpenAI-style request logs (`request` or `body`, with `response`); Spec-Bench `turns`; and the token-exact rows that
-`draftsmith data regenerate` writes.
+Formats: `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response` (plain text,
+or messages); `text`; OpenAI-style request logs (`request` or `body`, with `response`); Spec-Bench
+`turns`; and the token-exact rows that `draftsmith data regenerate` writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from msgspec import Meta, Struct
 
 from ...heads.documents import Count, DocumentError, Token, convert, demand
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+}
 ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "tool": "tool"}
 
 
@@ -44,10 +50,17 @@ class Conversation:
     """The user's next turns; the replies between them are still to be written."""
 
     def words(self) -> str:
-        """The text of people and model that is compared for overlap. System prompts are left out: they recur in every row."""
+        """The text of people and model that is compared for overlap. System prompts are left out:
+        they recur in every row."""
         if self.messages is not None:
-            spoken = [m.get("content") for m in self.messages if m.get("role") in ("user", "assistant")]
-            return "\n".join(content if isinstance(content, str) else json.dumps(content) for content in spoken if content)
+            spoken = [
+                m.get("content") for m in self.messages if m.get("role") in ("user", "assistant")
+            ]
+            return "\n".join(
+                content if isinstance(content, str) else json.dumps(content)
+                for content in spoken
+                if content
+            )
         return "\n".join(part for part in (self.text, self.completion) if part)
 
 
@@ -59,7 +72,10 @@ class Message(Struct):
     tool_calls: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        demand(self.content is not None or bool(self.tool_calls), f"a message of role {self.role} has no content or tool calls")
+        demand(
+            self.content is not None or bool(self.tool_calls),
+            f"a message of role {self.role} has no content or tool calls",
+        )
 
 
 Messages = Annotated[list[Message], Meta(min_length=1)]
@@ -68,7 +84,9 @@ Messages = Annotated[list[Message], Meta(min_length=1)]
 class Turn(Struct, rename={"speaker": "from"}):
     """One of ShareGPT's `conversations`."""
 
-    speaker: Literal["human", "user", "gpt", "assistant", "system", "chatgpt", "bing", "bard", "tool"]
+    speaker: Literal[
+        "human", "user", "gpt", "assistant", "system", "chatgpt", "bing", "bard", "tool"
+    ]
     value: str
 
 
@@ -113,8 +131,14 @@ class ExactRow(Struct):
 
     def __post_init__(self) -> None:
         length, ordered = len(self.token_ids), sorted(self.response_spans)
-        demand(all(start <= end <= length for start, end in ordered), "a response span lies outside token_ids")
-        demand(all(end <= start for (_, end), (start, _) in pairwise(ordered)), "two response spans overlap")
+        demand(
+            all(start <= end <= length for start, end in ordered),
+            "a response span lies outside token_ids",
+        )
+        demand(
+            all(end <= start for (_, end), (start, _) in pairwise(ordered)),
+            "two response spans overlap",
+        )
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         return Conversation(
@@ -134,7 +158,9 @@ class ChatRow(Struct):
 
     def of(self, messages: list[dict[str, Any]], later: list[str] | None = None) -> Conversation:
         kwargs = self.chat_template_kwargs or {}
-        return Conversation(messages=messages, tools=self.tools, template_kwargs=kwargs, later=later or [])
+        return Conversation(
+            messages=messages, tools=self.tools, template_kwargs=kwargs, later=later or []
+        )
 
 
 class MessagesRow(ChatRow, kw_only=True):
@@ -152,7 +178,9 @@ class ShareGptRow(ChatRow, kw_only=True):
     conversations: Annotated[list[Turn], Meta(min_length=1)]
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
-        return self.of([{"role": ROLES[turn.speaker], "content": turn.value} for turn in self.conversations])
+        return self.of(
+            [{"role": ROLES[turn.speaker], "content": turn.value} for turn in self.conversations]
+        )
 
 
 class LogRow(Struct):
@@ -173,7 +201,9 @@ class LogRow(Struct):
             messages += without_nulls([answer["choices"][0]["message"]])
         elif answer:
             messages.append({"role": "assistant", "content": answer})
-        return Conversation(messages=messages, tools=asked.tools, template_kwargs=asked.chat_template_kwargs or {})
+        return Conversation(
+            messages=messages, tools=asked.tools, template_kwargs=asked.chat_template_kwargs or {}
+        )
 
 
 class TurnsRow(ChatRow, kw_only=True):
@@ -186,7 +216,8 @@ class TurnsRow(ChatRow, kw_only=True):
 
 
 class PromptRow(ChatRow, kw_only=True):
-    """A prompt: plain text, messages, or what the user says turn by turn (MT-Bench); and the reply to the first two."""
+    """A prompt: plain text, messages, or what the user says turn by turn (MT-Bench); and the reply
+    to the first two."""
 
     prompt: str | Annotated[list[str | Message], Meta(min_length=1)]
     completion: str | list[Message] | None = None
@@ -195,8 +226,14 @@ class PromptRow(ChatRow, kw_only=True):
     def __post_init__(self) -> None:
         texts = isinstance(self.prompt, str) or all(isinstance(part, str) for part in self.prompt)
         reply = self.completion if self.completion is not None else self.response
-        demand(texts or not any(isinstance(part, str) for part in self.prompt), "prompt mixes texts and messages")
-        demand(not (texts and isinstance(reply, list)), "the reply to a text is a text; write the prompt as messages too")
+        demand(
+            texts or not any(isinstance(part, str) for part in self.prompt),
+            "prompt mixes texts and messages",
+        )
+        demand(
+            not (texts and isinstance(reply, list)),
+            "the reply to a text is a text; write the prompt as messages too",
+        )
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         prompt = self.prompt
@@ -242,9 +279,15 @@ def conversation_of(row: Any) -> Conversation:
                 return convert(row, kind).conversation(row)
             except DocumentError as error:
                 raise RowError(str(error)) from error
-    raise RowError("none of messages, conversations, request, prompt, turns, text, token_ids is there")
+    raise RowError(
+        "none of messages, conversations, request, prompt, turns, text, token_ids is there"
+    )
 
 
 def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without absent keys, which tables fill with null: templates test `is defined`, and a null is defined."""
-    return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in messages]
+    """The messages without absent keys, which tables fill with null: templates test `is defined`,
+    and a null is defined."""
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in messages
+    ]

@@ -1,4 +1,5 @@
-"""What requests start from: prompts read from people's files, and the later turns of conversations."""
+"""What requests start from: prompts read from people's files, and the later turns of
+conversations."""
 
 from __future__ import annotations
 
@@ -30,10 +31,15 @@ class Prompt:
 
 
 def read_prompts(
-    path: str | Path, tokenizer: Any, target_name: str, limit: int | None = None, split: str = "train", bad_rows: BadRows = "stop"
+    path: str | Path,
+    tokenizer: Any,
+    target_name: str,
+    limit: int | None = None,
+    split: str = "train",
+    bad_rows: BadRows = "stop",
 ) -> list[Prompt]:
-    """The prompts of whatever `sources.rows_of` reads. Raises `UserError` for no prompts, and for a malformed row unless
-    `bad_rows` is skip."""
+    """The prompts of whatever `sources.rows_of` reads. Raises `UserError` for no prompts, and for a
+    malformed row unless `bad_rows` is skip."""
     prompts: list[Prompt] = []
     plain, left_out = 0, LeftOut(str(path), bad_rows)
     for name, row in rows_of(str(path), split):
@@ -54,35 +60,54 @@ def read_prompts(
             prompt.conversation, prompt.later = conversation, conversation.later
         prompts.append(prompt)
     if not prompts:
-        why = f"; the first of {left_out.count} malformed rows is {left_out.first}" if left_out.count else ""
+        why = (
+            f"; the first of {left_out.count} malformed rows is {left_out.first}"
+            if left_out.count
+            else ""
+        )
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
     warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
 
 
 def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:
-    """Demand a prompt for every place of a batch: figures of a batch of 64 that held 8 would be of 8. Raises `UserError`."""
+    """Demand a prompt for every place of a batch: figures of a batch of 64 that held 8 would be of
+    8. Raises `UserError`."""
     if max(sizes) > len(prompts):
-        raise UserError(f"a batch of {max(sizes)} needs as many prompts, and there are {len(prompts)}; make it smaller")
+        raise UserError(
+            f"a batch of {max(sizes)} needs as many prompts, and there are {len(prompts)}; make "
+            "it smaller"
+        )
 
 
 def check_room(prompts: Sequence[Prompt], positions: int) -> None:
-    """Demand that every prompt leaves room for a token; raises `UserError` that names one which does not."""
+    """Demand that every prompt leaves room for a token; raises `UserError` that names one which
+    does not."""
     for prompt in prompts:
         if len(prompt.token_ids) >= positions:
             raise UserError(
-                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens and leaves no room in {positions} positions; "
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens and leaves no room in "
+                f"{positions} positions; "
                 "shorten it or leave it out"
             )
 
 
-def next_turn(prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int) -> Prompt | None:
-    """The conversation with the reply to it and what the user says next; `None` at its end, or if more than `room` tokens."""
+def next_turn(
+    prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int
+) -> Prompt | None:
+    """The conversation with the reply to it and what the user says next; `None` at its end, or if
+    more than `room` tokens."""
     if prompt.conversation is None or not prompt.later:
         return None
     said = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
     messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": said}]
     messages.append({"role": "user", "content": prompt.later[0]})
-    conversation = Conversation(messages=messages, template_kwargs=prompt.conversation.template_kwargs)
+    conversation = Conversation(
+        messages=messages, template_kwargs=prompt.conversation.template_kwargs
+    )
     ids = prompt_ids(conversation, tokenizer, name)
-    return Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:]) if len(ids) <= room else None
+    return (
+        Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:])
+        if len(ids) <= room
+        else None
+    )

@@ -1,4 +1,5 @@
-"""Rows of JSON and JSONL files, those of them that are malformed, and the tokens that a prompt becomes."""
+"""Rows of JSON and JSONL files, those of them that are malformed, and the tokens that a prompt
+becomes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """The malformed rows of a source: the first one ends the command, or each is left out and named."""
+    """The malformed rows of a source: the first one ends the command, or each is left out and
+    named."""
 
     NAMED = 20
 
@@ -41,7 +43,8 @@ class LeftOut:
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name of the row, its value) for every row of a JSON or JSONL file; the value of a broken line is a `RowError`."""
+    """(name of the row, its value) for every row of a JSON or JSONL file; the value of a broken
+    line is a `RowError`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,11 +68,14 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str) -> Any:
-    """A JSON value of numbers that are finite and texts that can be written as UTF-8. Raises `RowError`."""
+    """A JSON value of numbers that are finite and texts that can be written as UTF-8. Raises
+    `RowError`."""
     try:
         value = json.loads(text, parse_constant=no_constant)
     except json.JSONDecodeError as error:
-        raise RowError(f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
+        raise RowError(
+            f"not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        ) from error
     except RecursionError as error:
         raise RowError("nested too deeply to be read") from error
     except ValueError as error:  # such as an integer of more digits than Python converts
@@ -83,10 +89,12 @@ def parsed(text: str) -> Any:
 
 
 def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
-    """Say so where `plain` rows of a file are given to a chat model without its template: it may answer them with nothing."""
+    """Say so where `plain` rows of a file are given to a chat model without its template: it may
+    answer them with nothing."""
     if plain and getattr(tokenizer, "chat_template", None):
         log.warning(
-            "%s: %d rows are plain text, which the target is given as it is, without its chat template; for questions to a chat "
+            "%s: %d rows are plain text, which the target is given as it is, without its chat "
+            "template; for questions to a chat "
             'model write {"messages": [{"role": "user", "content": "..."}]}',
             path,
             plain,
@@ -97,15 +105,19 @@ def template_of(tokenizer: Any, name: str) -> str:
     """The tokenizer's chat template; `UserError` where it has none."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
-            f"target {name} has no chat template, but the data is chat-shaped; use plain `text` or `prompt`, or a target with one"
+            f"target {name} has no chat template, but the data is chat-shaped; use plain `text` "
+            "or `prompt`, or a target with one"
         )
     return tokenizer.chat_template
 
 
 def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
-    """Token ids that the target is given: everything before the last assistant message, rendered for generation."""
+    """Token ids that the target is given: everything before the last assistant message, rendered
+    for generation."""
     if conversation.token_ids is not None:
-        first = min((start for start, _ in conversation.response_spans), default=len(conversation.token_ids))
+        first = min(
+            (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)
+        )
         return conversation.token_ids[:first]
     if conversation.messages is None:
         return tokenizer(conversation.text)["input_ids"]
@@ -117,7 +129,13 @@ def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[in
         raise RowError("there is no message before the assistant's")
     try:
         return tokenizer.apply_chat_template(
-            messages, tools=conversation.tools, add_generation_prompt=True, return_dict=True, **conversation.template_kwargs
+            messages,
+            tools=conversation.tools,
+            add_generation_prompt=True,
+            return_dict=True,
+            **conversation.template_kwargs,
         )["input_ids"]
     except Exception as error:
-        raise RowError(f"the chat template cannot render it: {str(error).splitlines()[0]}") from error
+        raise RowError(
+            f"the chat template cannot render it: {str(error).splitlines()[0]}"
+        ) from error

@@ -1,4 +1,5 @@
-"""Rows from wherever people keep them. `datasets` is imported only for parquet files and for names on the hub."""
+"""Rows from wherever people keep them. `datasets` is imported only for parquet files and for names
+on the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from .rows import read_json_rows
 
 
 def rows_of(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
-    """(name, row) of every row of a JSON, JSONL or parquet file, a folder of them, or a data set on the hub (its `split`)."""
+    """(name, row) of every row of a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub (its `split`)."""
     files = source_files(source)
     if files is None:
         yield from _hub_rows(source, split)
@@ -36,7 +38,12 @@ def source_files(source: str) -> list[Path] | None:
         if not files:
             raise UserError(f"data source {path}: the folder holds no {', '.join(kinds)} file")
         return files
-    if path.suffix in kinds or path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1:
+    if (
+        path.suffix in kinds
+        or path.is_absolute()
+        or source.startswith((".", "~"))
+        or source.count("/") > 1
+    ):
         raise UserError(f"data source {path} does not exist; check the path")
     return None
 
@@ -60,5 +67,7 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         rows = datasets.load_dataset(source, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"data source {source!r} is no local file, and the hub says: {reason}") from error
+        raise UserError(
+            f"data source {source!r} is no local file, and the hub says: {reason}"
+        ) from error
     yield from ((f"{source}:{i}", row) for i, row in enumerate(rows, 1))

@@ -1,1 +1,2 @@
-"""Everything that measures: evaluation, comparison, tuning, simulation, running servers, reports."""
+"""Everything that measures: evaluation, comparison, tuning, simulation, running servers,
+reports."""

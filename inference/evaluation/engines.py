@@ -1,7 +1,8 @@
-"""What a drafter would do in a serving engine: that engine's shape, drafts and acceptance rule, in our loop.
+"""What a drafter would do in a serving engine: that engine's shape, drafts and acceptance rule, in
+our loop.
 
-Which engine takes which drafter, and with what defaults, is as of vLLM 0.32, SGLang 0.5 and llama.cpp of late 2026; engines
-change, so every number can be given.
+Which engine takes which drafter, and with what defaults, is as of vLLM 0.32, SGLang 0.5 and
+llama.cpp of late 2026; engines change, so every number can be given.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sglang": {"steps": None, "topk": None, "tokens": None},
     "llamacpp": {"drafts": 3},
 }
-"""Settings and their defaults: vLLM's num_speculative_tokens (which it wants from you), draft_sample_method and
-rejection_sample_method; SGLang's speculative-num-steps, -eagle-topk and -num-draft-tokens; llama.cpp's draft n-max."""
+"""Settings and their defaults: vLLM's num_speculative_tokens (which it wants from you),
+draft_sample_method and rejection_sample_method; SGLang's speculative-num-steps, -eagle-topk and
+-num-draft-tokens; llama.cpp's draft n-max."""
 
 
 class Engine:
-    """An engine's way to speculate. `spec`: its name, settings after a colon, such as vllm:drafts=5,draws=probabilistic."""
+    """An engine's way to speculate. `spec`: its name, settings after a colon, such as
+    vllm:drafts=5,draws=probabilistic."""
 
     def __init__(self, spec: str) -> None:
         """Raises `UserError` for an engine or a setting that is not known."""
@@ -41,7 +44,10 @@ class Engine:
         if self.name not in ENGINES:
             raise UserError(f"unknown engine {self.name!r}; there are: {', '.join(ENGINES)}")
         if unknown := sorted(given.keys() - ENGINES[self.name].keys()):
-            raise UserError(f"{self.name} has no setting {unknown[0]!r} here; there are: {', '.join(ENGINES[self.name])}")
+            raise UserError(
+                f"{self.name} has no setting {unknown[0]!r} here; there are: "
+                f"{', '.join(ENGINES[self.name])}"
+            )
         self.settings = ENGINES[self.name] | given
         for key in ("drafts", "steps", "topk"):
             if self.settings.get(key) is not None:
@@ -49,21 +55,27 @@ class Engine:
         if self.settings.get("tokens") is not None:
             positive("tokens", self.settings["tokens"], 2)
         if self.settings.get("draws", "greedy") not in ("greedy", "probabilistic"):
-            raise UserError(f"vllm's draws are greedy or probabilistic, not {self.settings['draws']!r}")
+            raise UserError(
+                f"vllm's draws are greedy or probabilistic, not {self.settings['draws']!r}"
+            )
         if self.settings.get("verify", "standard") not in ("standard", "block"):
             raise UserError(f"vllm's verify is standard or block, not {self.settings['verify']!r}")
 
     def rule(self, kind: type) -> Rule:
-        """The rule at T > 0. Greedy drafts are one-hot laws, of which all lossless rules accept alike: match.
+        """The rule at T > 0. Greedy drafts are one-hot laws, of which all lossless rules accept
+        alike: match.
 
         Standard rejection of a drawn chain is recursive rejection with one child a node.
         """
-        if self.settings.get("draws") == "probabilistic" and issubclass(kind, EagleProposer | DFlashProposer | DraftLM):
+        if self.settings.get("draws") == "probabilistic" and issubclass(
+            kind, EagleProposer | DFlashProposer | DraftLM
+        ):
             return "rejection" if self.settings["verify"] == "block" else "recursive"
         return "match"
 
     def shape(self, proposer: Proposer, family: str = "llama") -> dict[str, Any]:
-        """The settings, for `load_proposer`, of `proposer` as it would draft there. Raises `UserError` if it does not.
+        """The settings, for `load_proposer`, of `proposer` as it would draft there. Raises
+        `UserError` if it does not.
 
         `family`: the target's model type.
         """
@@ -86,24 +98,35 @@ class Engine:
             return {"length": drafts}
         if isinstance(proposer, MedusaProposer) and self.name == "vllm":  # taken out in 0.33
             return {"tree": "chain", "nodes": min(drafts, proposer.heads)}
-        raise UserError(f"{self.name} takes no such drafter, or drafts with one of its own that is not imitated here")
+        raise UserError(
+            f"{self.name} takes no such drafter, or drafts with one of its own that is not "
+            "imitated here"
+        )
 
     def _block(self, proposer: DFlashProposer) -> dict[str, Any]:
-        """A chain of as many drafts as are asked for, from a block that is no longer than they need: all of it in SGLang."""
+        """A chain of as many drafts as are asked for, from a block that is no longer than they
+        need: all of it in SGLang."""
         asked = self.settings.get("drafts", proposer.longest)
         if self.name == "sglang":
             for key in ("steps", "topk"):
                 if self.settings[key] is not None:
-                    raise UserError(f"sglang drafts a block in one step, as a chain; leave out {key}, tokens says how many")
+                    raise UserError(
+                        f"sglang drafts a block in one step, as a chain; leave out {key}, tokens "
+                        "says how many"
+                    )
             if (tokens := self.settings["tokens"]) is not None:
                 asked = tokens - 1
         drafts = min(asked, proposer.longest)
         return {"length": drafts, "width": 1, "slots": drafts + proposer.first_slot}
 
     def _sglang(self, proposer: Proposer) -> dict[str, Any]:
-        """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where topk is 1."""
+        """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where
+        topk is 1."""
         if not isinstance(proposer, EagleProposer | DraftLM):
-            raise UserError("sglang takes no such drafter, or drafts with one of its own that is not imitated here")
+            raise UserError(
+                "sglang takes no such drafter, or drafts with one of its own that is not imitated "
+                "here"
+            )
         steps, topk, tokens = (5, 4, 8) if isinstance(proposer, EagleProposer) else (3, 1, 4)
         steps = self.settings["steps"] or steps
         topk = self.settings["topk"] or topk
@@ -111,14 +134,23 @@ class Engine:
             return {"length": steps, "width": 1}
         tokens = self.settings["tokens"] or max(tokens, steps + 1)
         if tokens <= steps:
-            raise UserError(f"sglang: tokens count the root too; {steps} steps need at least {steps + 1}, not {tokens}")
-        return {"length": steps, "width": topk, "nodes": min(tokens - 1, topk + (steps - 1) * topk**2)}
+            raise UserError(
+                f"sglang: tokens count the root too; {steps} steps need at least {steps + 1}, not "
+                f"{tokens}"
+            )
+        return {
+            "length": steps,
+            "width": topk,
+            "nodes": min(tokens - 1, topk + (steps - 1) * topk**2),
+        }
 
 
 class AsIn:
     """A drafter as a way to decode: an engine's shape and rule in our loop."""
 
-    def __init__(self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Engine, spec: str, target: Target, warn: Callable[[str], None]
+    ) -> None:
         """Raises `UserError` for a drafter that the engine does not take."""
         proposer = load_proposer(without_tree(spec), target, warn)
         self.spec = spec
@@ -128,7 +160,9 @@ class AsIn:
         self._target = target
         self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
 
-    def generate(self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling) -> list[Generation]:
+    def generate(
+        self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
+    ) -> list[Generation]:
         """As `decode.generate`."""
         law = sampling if sampling.greedy else replace(sampling, rule=self._rule)
         return generate(self._target, self._proposer, requests, max_new_tokens, law)

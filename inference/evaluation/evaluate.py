@@ -1,4 +1,5 @@
-"""`draftsmith evaluate`: every drafter beside plain decoding and those that need no training, in one table for each setting."""
+"""`draftsmith evaluate`: every drafter beside plain decoding and those that need no training, in
+one table for each setting."""
 
 from __future__ import annotations
 
@@ -36,7 +37,17 @@ from . import replayed
 from .assisted import Assisted
 from .engines import AsIn, Engine
 from .journal import Journal
-from .measure import DEFINITIONS, SAMPLES, Results, Setting, Way, compare, distinct_names, measured, model_batches
+from .measure import (
+    DEFINITIONS,
+    SAMPLES,
+    Results,
+    Setting,
+    Way,
+    compare,
+    distinct_names,
+    measured,
+    model_batches,
+)
 from .options import EvaluateOptions as Options
 from .report.tables import firsts, law, loop_shares
 from .server import report as live_report
@@ -50,10 +61,14 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 
 def if_interrupted(options: Options) -> str:
-    """A line for a person who stopped an evaluation: which file holds what was measured, and how to go on."""
+    """A line for a person who stopped an evaluation: which file holds what was measured, and how to
+    go on."""
     if options.json is None or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
-    return f"{options.json} holds what was measured so far, if anything was; the same command goes on where it stopped"
+    return (
+        f"{options.json} holds what was measured so far, if anything was; the same command goes on "
+        "where it stopped"
+    )
 
 
 def run(options: Options) -> None:
@@ -62,12 +77,17 @@ def run(options: Options) -> None:
         return replayed.run(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     served = None
-    if options.server is not None:  # first: it may be wrong or gone, and measuring drafters here takes long
+    # first: it may be wrong or gone, and measuring drafters here takes long
+    if options.server is not None:
         at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
         served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
     if served is not None and not options.drafter:
         nothing = {"left_out": {}, "drafter_bytes": {}, "settings": []}
-        report = {**facts_of(None, served.tokenizer, served.prompts, options, started), **nothing, "server": served.report}
+        report = {
+            **facts_of(None, served.tokenizer, served.prompts, options, started),
+            **nothing,
+            "server": served.report,
+        }
         write(report, options)
     else:
         report = decoded(options, settings, started, served)
@@ -81,21 +101,35 @@ def write(report: dict[str, Any], options: Options) -> None:
             write_json(aside, report)
 
 
-def decoded(options: Options, settings: list[Setting], started: str, served: live_report.Measured | None) -> dict[str, Any]:
-    """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held against those that `served` has."""
+def decoded(
+    options: Options, settings: list[Setting], started: str, served: live_report.Measured | None
+) -> dict[str, Any]:
+    """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held
+    against those that `served` has."""
     assert options.prompts is not None
     target = load_target(options.target)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
-    prompts = read_prompts(options.prompts, target.tokenizer, target.name, options.limit, options.split, options.bad_rows)
+    prompts = read_prompts(
+        options.prompts,
+        target.tokenizer,
+        target.name,
+        options.limit,
+        options.split,
+        options.bad_rows,
+    )
     check_room(prompts, target.max_positions)
     check_batches([setting.batch for setting in settings], prompts)
     theirs = assisted(options, target, proposers, left_out)
     if theirs and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
     others = tuned_and_served(options, target, left_out)
-    # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file to be written.
-    sizes = {name: weight_bytes(p, target) for name, p in zip(distinct_names(proposers), proposers, strict=True)}
+    # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
+    # to be written.
+    sizes = {
+        name: weight_bytes(p, target)
+        for name, p in zip(distinct_names(proposers), proposers, strict=True)
+    }
     own = dict(zip(sizes, map(origin, loaded), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report |= {"left_out": left_out, "drafters": own, "drafter_bytes": sizes, "settings": []}
@@ -105,7 +139,9 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     results = []
     for number, setting in enumerate(settings):
         decoding = [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]
-        partial = Partial(report, options, setting, number, len(settings), len(prompts), target, decoding)
+        partial = Partial(
+            report, options, setting, number, len(settings), len(prompts), target, decoding
+        )
         results.append(compare(target, decoding, prompts, setting, journal=journal, each=partial))
         report["settings"].append(figures(target, results[-1], setting, decoding))
         if number + 1 < len(settings):
@@ -123,11 +159,16 @@ def decoded(options: Options, settings: list[Setting], started: str, served: liv
     return report
 
 
-def figures(target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES) -> dict[str, Any]:
-    """The part of the report that is about one setting: every drafter's numbers, and the spec of tuned and engine-like ones."""
+def figures(
+    target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
+) -> dict[str, Any]:
+    """The part of the report that is about one setting: every drafter's numbers, and the spec of
+    tuned and engine-like ones."""
     named = zip(distinct_names(ways), ways, strict=True)
     others = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
-    found = measured(target, results, setting, {name: way.setting for name, way in others.items()}, samples)
+    found = measured(
+        target, results, setting, {name: way.setting for name, way in others.items()}, samples
+    )
     for name, way in others.items():
         found["drafters"][name]["spec"] = way.spec
     return found
@@ -154,21 +195,38 @@ class Partial:
         done = len({turn.prompt.place for turn in next(iter(results.values()))})
         so_far = figures(self.target, results, self.setting, self.ways, samples=0)
         where = f"{done} of {self.prompts} prompts in setting {self.number + 1} of {self.settings}"
-        write({**self.report, "settings": [*self.report["settings"], so_far], "partial": where}, self.options)
+        write(
+            {**self.report, "settings": [*self.report["settings"], so_far], "partial": where},
+            self.options,
+        )
         self.written = time.monotonic()
 
 
 def identity(report: dict[str, Any], options: Options) -> dict[str, Any]:
-    """All that the figures depend on, as JSON: a stopped evaluation goes on only where it is the same."""
-    facts = {key: report[key] for key in ("target", "dtype", "device", "threads", "machine", "versions", "drafters")}
-    asked = {key: value for key, value in asdict(options).items() if key not in ("json", "spec_bench")}
+    """All that the figures depend on, as JSON: a stopped evaluation goes on only where it is the
+    same."""
+    facts = {
+        key: report[key]
+        for key in ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
+    }
+    asked = {
+        key: value for key, value in asdict(options).items() if key not in ("json", "spec_bench")
+    }
     profile = checksum(Path(options.profile)) if options.profile is not None else None
-    found = {**facts, "prompts": report["prompt_set"]["sha256"], "options": asked, "profile": profile}
+    found = {
+        **facts,
+        "prompts": report["prompt_set"]["sha256"],
+        "options": asked,
+        "profile": profile,
+    }
     return json_module.loads(json_module.dumps(found, default=str))
 
 
-def assisted(options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]) -> list[Assisted]:
-    """transformers' own loop with the first of the small models, if baselines are wanted and there is one that it takes."""
+def assisted(
+    options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]
+) -> list[Assisted]:
+    """transformers' own loop with the first of the small models, if baselines are wanted and there
+    is one that it takes."""
     models = [proposer for proposer in proposers if isinstance(proposer, DraftLM)]
     if not options.baselines:
         return []
@@ -181,13 +239,20 @@ def assisted(options: Options, target: Target, proposers: Sequence[Proposer], le
         return []
 
 
-def tuned_and_served(options: Options, target: Target, left_out: dict[str, str]) -> Callable[[Setting], list[Way]]:
-    """For each setting, the named drafters as `options.profile` has them, and as in each engine of `options.like`."""
+def tuned_and_served(
+    options: Options, target: Target, left_out: dict[str, str]
+) -> Callable[[Setting], list[Way]]:
+    """For each setting, the named drafters as `options.profile` has them, and as in each engine of
+    `options.like`."""
     profile = Profile(options.profile, target) if options.profile is not None else None
-    apart = {key_of(spec): spec for spec in options.drafter}  # trees of one drafter are told apart by their settings alone
+    # trees of one drafter are told apart by their settings alone
+    apart = {key_of(spec): spec for spec in options.drafter}
     tuned = [spec for spec in apart.values() if profile is not None and spec in profile]
     if profile is not None and not tuned:
-        raise UserError(f"{options.profile} is of none of the drafters; name one of those that it has with --drafter")
+        raise UserError(
+            f"{options.profile} is of none of the drafters; name one of those that it has with "
+            "--drafter"
+        )
     engines: list[Way] = []
     for engine in map(Engine, options.like):
         for spec in apart.values():
@@ -197,13 +262,18 @@ def tuned_and_served(options: Options, target: Target, left_out: dict[str, str])
                 left_out[f"{spec} as in {engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
-        return [Tuned(profile, spec, target, setting.sampling, setting.batch) for spec in tuned if profile is not None] + engines
+        return [
+            Tuned(profile, spec, target, setting.sampling, setting.batch)
+            for spec in tuned
+            if profile is not None
+        ] + engines
 
     return ways
 
 
 def check(options: Options) -> list[Setting]:
-    """The settings to measure. Raises `UserError` for what is known to be wrong before a large target loads, or hours pass."""
+    """The settings to measure. Raises `UserError` for what is known to be wrong before a large
+    target loads, or hours pass."""
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -211,7 +281,9 @@ def check(options: Options) -> list[Setting]:
     if (options.features is None) == (options.prompts is None):
         raise UserError("give either --target and --prompts to decode, or --features to replay")
     only_decoding = ("temperatures", "batch_sizes", "spec_bench", "profile", "like")
-    if options.features is not None and (given := [name for name in only_decoding if getattr(options, name)]):
+    if options.features is not None and (
+        given := [name for name in only_decoding if getattr(options, name)]
+    ):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"--features replays greedy texts one by one; leave out {names}")
     for engine in options.like:
@@ -227,43 +299,68 @@ def check(options: Options) -> list[Setting]:
     if options.spec_bench is not None and Path(options.spec_bench).exists():
         raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
     sizes = numbers(options.batch_sizes, "--batch-sizes", int, 1) or [options.batch_size]
-    temperatures = numbers(options.temperatures, "--temperatures", float) or [options.sampling.temperature]
+    temperatures = numbers(options.temperatures, "--temperatures", float) or [
+        options.sampling.temperature
+    ]
     laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
-    return [Setting(law, size, options.max_new_tokens, options.repeats) for law in laws for size in sizes]
+    return [
+        Setting(law, size, options.max_new_tokens, options.repeats)
+        for law in laws
+        for size in sizes
+    ]
 
 
 def check_server(options: Options) -> None:
     """Raises `UserError` for options that do not go with `server`, or only with it."""
     if options.server is None:
         if options.concurrency is not None or options.server_model is not None:
-            raise UserError("--concurrency and --server-model are of a server; name it with --server http://127.0.0.1:8000")
+            raise UserError(
+                "--concurrency and --server-model are of a server; name it with --server "
+                "http://127.0.0.1:8000"
+            )
         return
     check_url(options.server, "--server")
     if options.features is not None:
-        raise UserError("--features replays without a server; leave out one of --features and --server")
+        raise UserError(
+            "--features replays without a server; leave out one of --features and --server"
+        )
     if options.batch_sizes is not None or options.batch_size != 1:
-        raise UserError("--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are measured one by one")
+        raise UserError(
+            "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
+            "measured one by one"
+        )
     if options.spec_bench is not None and not options.drafter:
-        raise UserError("--spec-bench writes the replies of drafters here; name one with --drafter, or leave it out")
+        raise UserError(
+            "--spec-bench writes the replies of drafters here; name one with --drafter, or leave "
+            "it out"
+        )
     if min(numbers(options.concurrency, "--concurrency", int), default=1) < 1:
         raise UserError("--concurrency must be at least 1")
 
 
 def numbers(text: str | None, option: str, kind: type, least: float | None = None) -> list[Any]:
-    """Numbers with commas between them, none of them below `least`; none if nothing is given. Raises `UserError`."""
+    """Numbers with commas between them, none of them below `least`; none if nothing is given.
+    Raises `UserError`."""
     try:
         found = [kind(part) for part in text.split(",")] if text is not None else []
     except ValueError as error:
         raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
     for number in found:
         if not math.isfinite(number) or (least is not None and number < least):
-            raise UserError(f"{option} must be {'finite' if least is None else f'at least {least:g}'}, not {number}")
+            raise UserError(
+                f"{option} must be {'finite' if least is None else f'at least {least:g}'}, not "
+                f"{number}"
+            )
     return found
 
 
 def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Plain decoding, the baselines and what the user names, by their specs, and why a baseline is left out."""
-    warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
+    """Plain decoding, the baselines and what the user names, by their specs, and why a baseline is
+    left out."""
+
+    def warn(message):
+        return print(f"warning: {message}", file=sys.stderr)
+
     named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
     proposers = {"none": load_proposer("none", target, warn)}
     left_out = {}
@@ -277,14 +374,18 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
 
 
 def origin(spec: str) -> dict[str, str | None]:
-    """A drafter as it was named, and a hash of its weights' files; None for one that has no files."""
+    """A drafter as it was named, and a hash of its weights' files; None for one that has no
+    files."""
     name, _ = parse_spec(spec)
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     return {"spec": spec, "sha256": " ".join(map(checksum, files)) or None}
 
 
-def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str) -> dict[str, Any]:
-    """What the numbers were measured on; without a `target` here, only its name and tokenizer are known."""
+def facts_of(
+    target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str
+) -> dict[str, Any]:
+    """What the numbers were measured on; without a `target` here, only its name and tokenizer are
+    known."""
     assert options.prompts is not None
     known = {"name": options.target.path, "tokenizer_hash": tokenizer_hash(tokenizer)}
     return {
@@ -301,7 +402,9 @@ def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], o
         "options": asdict(options),
         "prompt_set": {
             "path": options.prompts,
-            "sha256": hashlib.sha256(repr([(p.token_ids, p.later) for p in prompts]).encode()).hexdigest(),
+            "sha256": hashlib.sha256(
+                repr([(p.token_ids, p.later) for p in prompts]).encode()
+            ).hexdigest(),
             "prompts": len(prompts),
             "categories": dict(Counter(prompt.category for prompt in prompts)),
         },
@@ -311,24 +414,39 @@ def facts_of(target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], o
 
 
 def peak_memory(target: Target | None) -> int:
-    """Most bytes that this process has held so far: of the GPU's memory if the target lies there, else of the machine's."""
+    """Most bytes that this process has held so far: of the GPU's memory if the target lies there,
+    else of the machine's."""
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
-    """Rows as Spec-Bench's own evaluation reads them: one file a drafter, one line a question, lists over its turns."""
+    """Rows as Spec-Bench's own evaluation reads them: one file a drafter, one line a question,
+    lists over its turns."""
     with whole_directory(folder) as aside:
         aside.mkdir(exist_ok=True)
         for name, turns in results.items():
             rows: dict[str, dict[str, Any]] = {}
             for turn in turns:
-                empty = {"turns": [], "decoding_steps": [], "new_tokens": [], "wall_time": [], "accept_lengths": []}
-                row = {"question_id": turn.prompt.id, "category": turn.prompt.category, "model_id": name, "choices": [empty]}
+                empty = {
+                    "turns": [],
+                    "decoding_steps": [],
+                    "new_tokens": [],
+                    "wall_time": [],
+                    "accept_lengths": [],
+                }
+                row = {
+                    "question_id": turn.prompt.id,
+                    "category": turn.prompt.category,
+                    "model_id": name,
+                    "choices": [empty],
+                }
                 choice = rows.setdefault(turn.prompt.id, row)["choices"][0]
                 found = turn.generation
-                choice["turns"].append(target.tokenizer.decode(found.token_ids, skip_special_tokens=True))
+                choice["turns"].append(
+                    target.tokenizer.decode(found.token_ids, skip_special_tokens=True)
+                )
                 choice["decoding_steps"].append(len(found.rounds))
                 choice["new_tokens"].append(len(found.token_ids))
                 choice["wall_time"].append(found.ttft_s + found.decode_s)
@@ -348,7 +466,8 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
             gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
             if gaps:
                 console.print(
-                    f"{name}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
+                    f"{name}: where a reply first differs, the target's two best logits are at "
+                    f"most {max(gaps):.2g} apart."
                 )
     if len(report["prompt_set"]["categories"]) > 1:
         for setting in firsts(report):
@@ -364,10 +483,13 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
 def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
     drafters = setting["drafters"]
     requests = drafters["plain"]["requests"]
-    law = f"T = {setting['temperature']:g}" + ("" if setting["lossless"] else ", LOSSY typical acceptance")
+    law = f"T = {setting['temperature']:g}" + (
+        "" if setting["lossless"] else ", LOSSY typical acceptance"
+    )
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
     table = Table(
-        title=f"{report['target']['name']}\n{prompts}, {law}, batch {setting['batch']}, {report['dtype']}",
+        title=f"{report['target']['name']}\n{prompts}, {law}, batch {setting['batch']}, "
+        f"{report['dtype']}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
@@ -384,19 +506,32 @@ def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
             " ".join(f"{x:.2f}".removeprefix("0") for x in s["survival"][:SHOWN]) or "-",
             f"{s['tokens_s']:.0f}",
             f"{s['speedup']:.2f}x",
-            "-" if s["equal_to_ar"] is None else "yes" if s["equal_to_ar"] == requests else f"{s['equal_to_ar']} of {requests}",
+            "-"
+            if s["equal_to_ar"] is None
+            else "yes"
+            if s["equal_to_ar"] == requests
+            else f"{s['equal_to_ar']} of {requests}",
         )
     return table
 
 
 def _categories(setting: dict[str, Any]) -> Table:
     """Tau of every drafter that drafts, by category of the prompts."""
-    drafting = {name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]}
-    table = Table(title=f"tau by category, {law(setting)}", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    drafting = {
+        name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]
+    }
+    table = Table(
+        title=f"tau by category, {law(setting)}",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("category")
     for name in drafting:
         table.add_column(name, justify="right", overflow="fold")
     for category in sorted({c for found in drafting.values() for c in found}):
         values = (found.get(category) for found in drafting.values())
-        table.add_row(category or "-", *(f"{v['tau_incl_bonus']:.2f}" if v else "-" for v in values))
+        table.add_row(
+            category or "-", *(f"{v['tau_incl_bonus']:.2f}" if v else "-" for v in values)
+        )
     return table

@@ -1,7 +1,8 @@
-"""What a long measurement has done so far, on disk: killed at any time, the same command goes on behind it.
+"""What a long measurement has done so far, on disk: killed at any time, the same command goes on
+behind it.
 
-A file of lines beside the report: first what is measured (target, prompts, drafters, options, machine), then one line for every
-finished piece of work. It is deleted when the report is whole.
+A file of lines beside the report: first what is measured (target, prompts, drafters, options,
+machine), then one line for every finished piece of work. It is deleted when the report is whole.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Finished pieces of work by their keys; without a path they are remembered for this process only."""
+    """Finished pieces of work by their keys; without a path they are remembered for this process
+    only."""
 
     def __init__(self, report: str | None, identity: dict[str, Any], what: str) -> None:
-        """`report`: the file that the measurement will write. A journal beside it whose `identity` is another is replaced.
-        `what` is measured, for the log. Raises `UserError` where the folder cannot be written to."""
+        """`report`: the file that the measurement will write. A journal beside it whose `identity`
+        is another is replaced. `what` is measured, for the log. Raises `UserError` where the folder
+        cannot be written to."""
         self.path = journal_path(report) if report is not None else None
         self._done: dict[str, Any] = {}
         self._file: TextIO | None = None
@@ -39,20 +42,27 @@ class Journal:
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
-            raise UserError(f"cannot write to {self.path.parent}: {error.strerror}; choose another output") from error
+            raise UserError(
+                f"cannot write to {self.path.parent}: {error.strerror}; choose another output"
+            ) from error
         if not end:
             self._append(first)
         elif self._done:
             log.info("%s: going on with %s that was interrupted", report, what)
 
     def _read(self, first: str) -> int:
-        """Take over the whole lines of an earlier process; where they end in the file, 0 for nothing that is of use."""
+        """Take over the whole lines of an earlier process; where they end in the file, 0 for
+        nothing that is of use."""
         assert self.path is not None
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
         except OSError:
             return 0
-        if not lines or lines[0].decode(errors="replace").rstrip("\n") != first or not lines[0].endswith(b"\n"):
+        if (
+            not lines
+            or lines[0].decode(errors="replace").rstrip("\n") != first
+            or not lines[0].endswith(b"\n")
+        ):
             return 0
         end = len(lines[0])
         for line in lines[1:]:
@@ -61,7 +71,8 @@ class Journal:
             except (ValueError, RecursionError):
                 entry = None
             if not isinstance(entry, dict) or entry != _entry(entry.get("key"), entry.get("value")):
-                break  # a line that was being written when the process died, or that has changed since
+                # a line that was being written when the process died, or that has changed since
+                break
             self._done[entry["key"]] = entry["value"]
             end += len(line)
         return end
@@ -73,7 +84,8 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def get(self, key: str) -> Any:
-        """What was put under `key`, as JSON gives it back; None for work that is still to be done."""
+        """What was put under `key`, as JSON gives it back; None for work that is still to be
+        done."""
         return self._done.get(key)
 
     def put(self, key: str, value: Any) -> None:
@@ -107,7 +119,10 @@ def journal_path(report: str) -> Path:
 
 def as_json(found: dict[str, list[Generation]]) -> dict[str, list[dict[str, Any]]]:
     """Replies by the way that they were decoded in."""
-    return {name: [asdict(generation) for generation in generations] for name, generations in found.items()}
+    return {
+        name: [asdict(generation) for generation in generations]
+        for name, generations in found.items()
+    }
 
 
 def from_json(stored: dict[str, list[dict[str, Any]]]) -> dict[str, list[Generation]]:

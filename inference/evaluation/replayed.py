@@ -1,6 +1,8 @@
-"""`draftsmith evaluate --features STORE`: tau of drafters by replay on a feature store's held-out texts, without the target.
+"""`draftsmith evaluate --features STORE`: tau of drafters by replay on a feature store's held-out
+texts, without the target.
 
-The texts are the target's own greedy replies, so in fp32 the counts are those of decoding them (`replay.rounds_on_text`).
+The texts are the target's own greedy replies, so in fp32 the counts are those of decoding them
+(`replay.rounds_on_text`).
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ SHOWN = 3
 def run(options: Any) -> None:
     """`options` of `evaluate`; raises `UserError` for those that only decoding can answer."""
     if not options.sampling.greedy:
-        raise UserError("--features replays greedy texts; leave out --temperature, or give --target to decode")
+        raise UserError(
+            "--features replays greedy texts; leave out --temperature, or give --target to decode"
+        )
     if not options.drafter:
         raise UserError("--features needs a --drafter to replay")
     target = load_stored(options.features, options.target.device)
     texts = load_texts(options.features)[: options.limit]
-    warn = lambda message: print(f"warning: {message}", file=sys.stderr)  # noqa: E731
+
+    def warn(message):
+        return print(f"warning: {message}", file=sys.stderr)
+
     drafters = {}
     for spec in options.drafter:
         proposer = load_proposer(spec, target, warn)
@@ -56,13 +63,23 @@ def run(options: Any) -> None:
     show(report, len(texts))
 
 
-def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]) -> dict[str, Any]:
-    """Tau, its 95% interval over texts, survival by depth, and the rounds themselves: tokens kept in each."""
+def replayed(
+    proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]
+) -> dict[str, Any]:
+    """Tau, its 95% interval over texts, survival by depth, and the rounds themselves: tokens kept
+    in each."""
     kept = []
     for text in Progress(texts, desc=f"replaying {proposer.name}", unit=" texts"):
-        there = lambda states: states.to(target.device, target.dtype)  # noqa: E731
+
+        def there(states):
+            return states.to(target.device, target.dtype)
+
         hidden = Hidden(there(text.hidden.last), tuple(there(tap) for tap in text.hidden.taps))
-        kept.append(rounds_on_text(proposer, torch.tensor(text.ids, device=target.device), text.start, hidden))
+        kept.append(
+            rounds_on_text(
+                proposer, torch.tensor(text.ids, device=target.device), text.start, hidden
+            )
+        )
     accepted = [tokens - 1 for rounds in kept for tokens in rounds]
     return {
         "tau_incl_bonus": tau(kept),
@@ -75,7 +92,8 @@ def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutTe
 def show(report: dict[str, Any], texts: int) -> None:
     """Print the table a person looks at."""
     title = (
-        f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of {report['replayed_from']}, {report['dtype']}"
+        f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of "
+        f"{report['replayed_from']}, {report['dtype']}"
     )
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("drafter", overflow="fold", min_width=18)
@@ -87,4 +105,6 @@ def show(report: dict[str, Any], texts: int) -> None:
         table.add_row(name, f"{found['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}", shown)
     console = Console()
     console.print(table)
-    console.print(f"tau: tokens a round. Loop share: {report['loop_share']:.0%}; loops flatter every drafter.")
+    console.print(
+        f"tau: tokens a round. Loop share: {report['loop_share']:.0%}; loops flatter every drafter."
+    )

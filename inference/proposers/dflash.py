@@ -1,7 +1,9 @@
-"""A block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree of their laws (DDTree).
+"""A block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree
+of their laws (DDTree).
 
-The drafter's cache holds keys and values of the target's fused features for the positions before the root, and nothing else: a
-block's own rows are overwritten in the next round, and what was accepted comes again with the target's features.
+The drafter's cache holds keys and values of the target's fused features for the positions before
+the root, and nothing else: a block's own rows are overwritten in the next round, and what was
+accepted comes again with the target's features.
 
 Shapes: B batch, S positions, A accepted nodes with the root, D drafts, H hidden size, V vocabulary.
 """
@@ -35,11 +37,11 @@ RANKS = 10  # places among the best that `calibrate` counts
 class DFlashProposer(Planned):
     """`length`, `width`, `nodes`, `heat`, `threshold` and `shape` as in `TreePlan`.
 
-    Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths (`growth.best_first`), `width`
-    candidates a slot, and going deeper costs nothing.
+    Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths
+    (`growth.best_first`), `width` candidates a slot, and going deeper costs nothing.
 
-    `slots` of a block are run, all if not given. Slots see each other, so fewer of them draft otherwise: as engines do where they
-    are asked for fewer drafts than a block has.
+    `slots` of a block are run, all if not given. Slots see each other, so fewer of them draft
+    otherwise: as engines do where they are asked for fewer drafts than a block has.
     """
 
     def __init__(
@@ -56,13 +58,21 @@ class DFlashProposer(Planned):
     ) -> None:
         self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
         self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
-        self.replan(TreePlan(self.longest if length is None else length, width, nodes, threshold, heat, shape))
+        self.replan(
+            TreePlan(
+                self.longest if length is None else length, width, nodes, threshold, heat, shape
+            )
+        )
         if self.plan.length > self.longest:
-            raise UserError(f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give a smaller length")
+            raise UserError(
+                f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give "
+                "a smaller length"
+            )
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._cache = TreeCache(0, 0)
-        self._new: tuple[Tensor, list[int]] | None = None  # features of new positions, fused [B, A, H], and how many of each row
+        # features of new positions, fused [B, A, H], and how many of each row
+        self._new: tuple[Tensor, list[int]] | None = None
 
     @property
     def drafter(self) -> DFlashDrafter:
@@ -71,8 +81,13 @@ class DFlashProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        self._cache = TreeCache(batch, 2 * length + 64 + self._drafter.shape.block_size, self._device)
-        self._new = (self._drafter.fuse(prompts.hidden.taps), [len(tokens) - 1 for tokens in prompts.tokens])
+        self._cache = TreeCache(
+            batch, 2 * length + 64 + self._drafter.shape.block_size, self._device
+        )
+        self._new = (
+            self._drafter.fuse(prompts.hidden.taps),
+            [len(tokens) - 1 for tokens in prompts.tokens],
+        )
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         self._catch_up()
@@ -86,15 +101,17 @@ class DFlashProposer(Planned):
         return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
-        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, told by the drafts before it alone: that every
-        acceptance rule stays lossless where chains are cut rests on it (verification-and-trees 1, non-anticipation). Of the first
-        one it is sure; of a later one as its law was of the draft before."""
+        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, told by the drafts
+        before it alone: that every acceptance rule stays lossless where chains are cut rests on it
+        (verification-and-trees 1, non-anticipation). Of the first one it is sure; of a later one as
+        its law was of the draft before."""
         law = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
         said = law.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
         return functional.pad(said, (1, 0), value=1.0)
 
     def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
-        """Logits `[B, V]` after the root, and those after any node, from the drafting slots' `outputs` `[B, D, H]`."""
+        """Logits `[B, V]` after the root, and those after any node, from the drafting slots'
+        `outputs` `[B, D, H]`."""
         slots = Slots(self._drafter.base_logits(outputs))
         return slots.logits[:, 0], slots
 
@@ -108,13 +125,16 @@ class DFlashProposer(Planned):
             width = part.shape[1]
             cache.open(width, masked=True)
             positions = depth_row(tuple(range(width)), self._device) + cache.starts()[:, None]
-            for layer, (keys, values) in enumerate(self._drafter.context(part, self._drafter.rotary(positions))):
+            for layer, (keys, values) in enumerate(
+                self._drafter.context(part, self._drafter.rotary(positions))
+            ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
             cache.commit([min(max(count - start, 0), width) for count in counts])
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:
-        """The layers' output `[B, D, H]` for the drafting slots of the block at the root; nothing of it stays in the cache."""
+        """The layers' output `[B, D, H]` for the drafting slots of the block at the root; nothing
+        of it stays in the cache."""
         cache, drafter = self._cache, self._drafter
         size = self.slots
         cache.open(size, masked=True)
@@ -122,7 +142,9 @@ class DFlashProposer(Planned):
         if not cache.uniform:
             everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
-        rotary = drafter.rotary(depth_row(tuple(range(size)), self._device) + cache.starts()[:, None])
+        rotary = drafter.rotary(
+            depth_row(tuple(range(size)), self._device) + cache.starts()[:, None]
+        )
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
@@ -130,8 +152,14 @@ class DFlashProposer(Planned):
             shared = queries.shape[1] // keys.shape[1]
             if shared > 1 and see is not None and keys.device.type == "cuda":
                 # Grouped heads with a mask would fall back to a kernel that holds every score.
-                keys, values, shared = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1), 1
-            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=see, enable_gqa=shared > 1)
+                keys, values, shared = (
+                    keys.repeat_interleave(shared, 1),
+                    values.repeat_interleave(shared, 1),
+                    1,
+                )
+            found = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=see, enable_gqa=shared > 1
+            )
             return found.transpose(1, 2).flatten(2)
 
         state = drafter.embed(root[:, None], size)
@@ -140,7 +168,10 @@ class DFlashProposer(Planned):
         return state[:, drafter.first_slot :]
 
     def commit(self, accepted: Accepted) -> None:
-        self._new = (self._drafter.fuse(accepted.hidden.taps), [len(nodes) for nodes in accepted.nodes])
+        self._new = (
+            self._drafter.fuse(accepted.hidden.taps),
+            [len(nodes) for nodes in accepted.nodes],
+        )
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
@@ -154,13 +185,17 @@ class DFlashProposer(Planned):
 
 
 def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
-    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once false stays false.
+    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once
+    false stays false.
 
-    As long as the longest row: one synchronisation. The node before a cut has no children, so no law is compared there.
+    As long as the longest row: one synchronisation. The node before a cut has no children, so no
+    law is compared there.
     """
     longest = int(kept.sum(-1).max())
     kept = kept[:, :longest]
-    tokens = torch.cat([tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1)
+    tokens = torch.cat(
+        [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
+    )
     laws = None
     if tree.laws is not None:
         laws = tree.laws[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
@@ -178,13 +213,24 @@ def make_proposer(
     shape: Sequence[Ranks] | None = None,
     slots: int | None = None,
 ) -> DFlashProposer:
-    """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from `width` candidates a slot (all that
-    could be among them if not given); `width` 1 is a chain.
+    """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from
+    `width` candidates a slot (all that could be among them if not given); `width` 1 is a chain.
 
-    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see `TreePlan`; `slots`: `DFlashProposer`.
+    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see
+    `TreePlan`; `slots`: `DFlashProposer`.
     """
     length, width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
-    return DFlashProposer(artifact.drafter, length, width, nodes, name or artifact.method, heat, threshold, shape, slots)
+    return DFlashProposer(
+        artifact.drafter,
+        length,
+        width,
+        nodes,
+        name or artifact.method,
+        heat,
+        threshold,
+        shape,
+        slots,
+    )
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
@@ -193,15 +239,26 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
     if slots is None:
         return most
     if positive("slots", slots, least) > most:
-        raise UserError(f"a block of this drafter has {most} slots, not {slots}; give a smaller number")
+        raise UserError(
+            f"a block of this drafter has {most} slots, not {slots}; give a smaller number"
+        )
     return slots
 
 
 def tree_of(
-    artifact: Artifact, length: int | None, width: int | None, nodes: int | None, threshold: float, slots: int | None
+    artifact: Artifact,
+    length: int | None,
+    width: int | None,
+    nodes: int | None,
+    threshold: float,
+    slots: int | None,
 ) -> tuple[int, int, int | None]:
-    """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated in training."""
-    known, drafts = artifact.calibration, slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
+    """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated
+    in training."""
+    known, drafts = (
+        artifact.calibration,
+        slots_of(artifact.drafter, slots) - artifact.drafter.first_slot,
+    )
     longest: int = min(known.get("length", drafts), drafts) if length is None else length
     if threshold and (nodes is not None or width not in (None, 1)):
         raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
@@ -215,6 +272,12 @@ def tree_of(
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token of each draft is right, and the tree that this is evaluated with."""
+    """How often the rank-r token of each draft is right, and the tree that this is evaluated
+    with."""
     accuracy, roots = rank_accuracy(texts, RANKS)
-    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes, "length": min(len(accuracy), tree_nodes)}
+    return {
+        "rank_accuracy": accuracy,
+        "roots": roots,
+        "tree_nodes": tree_nodes,
+        "length": min(len(accuracy), tree_nodes),
+    }

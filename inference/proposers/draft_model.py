@@ -1,4 +1,5 @@
-"""A small causal language model of the same tokenizer as drafter (arXiv 2211.17192): it writes a chain or a tree by itself."""
+"""A small causal language model of the same tokenizer as drafter (arXiv 2211.17192): it writes a
+chain or a tree by itself."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
 class DraftLM(Planned):
-    """Its cache holds the decided text; the one token that a fully accepted draft leaves unseen is fed with the next root."""
+    """Its cache holds the decided text; the one token that a fully accepted draft leaves unseen is
+    fed with the next root."""
 
     taps: tuple[int, ...] = ()
 
@@ -55,8 +57,11 @@ class DraftLM(Planned):
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
         longest = self.model.max_positions
-        self._cache = TreeCache(batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device)
-        self.model.prefill(prompts.ids.clamp(max=self.model.vocab_size - 1), self._cache)  # its vocabulary may be smaller
+        self._cache = TreeCache(
+            batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device
+        )
+        # its vocabulary may be smaller
+        self.model.prefill(prompts.ids.clamp(max=self.model.vocab_size - 1), self._cache)
         self._cache.lengths = [len(tokens) - 1 for tokens in prompts.tokens]
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._behind = False  # whether some row's cache ends before the token before the root
@@ -69,22 +74,31 @@ class DraftLM(Planned):
         return tree
 
     def _catch_up(self, root: Tensor) -> Tensor:
-        """Run the root, behind the token before it where a row has not seen that one, and give the root's feature `[B, H]`.
+        """Run the root, behind the token before it where a row has not seen that one, and give the
+        root's feature `[B, H]`.
 
-        A row that has seen it writes the same values once more, so all rows take one forward of one shape.
+        A row that has seen it writes the same values once more, so all rows take one forward of one
+        shape.
         """
         tokens = torch.stack([self._before, root], dim=1) if self._behind else root[:, None]
         count = tokens.shape[1]
         self._cache.lengths = [length + 1 - count for length in self._text_lengths]
         depths = depth_row(tuple(range(count)), root.device)
-        causal = None if count == 1 else torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
+        causal = (
+            None
+            if count == 1
+            else torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
+        )
         hidden = self.model.forward_tree(tokens, causal, depths, depths, self._cache)
         self._cache.commit([count] * len(self._text_lengths))
         return hidden.last[:, -1]
 
     def commit(self, accepted: Accepted) -> None:
         commit_walk(self._cache, self.plan, self._slots, accepted)
-        self._text_lengths = [length + len(nodes) for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True)]
+        self._text_lengths = [
+            length + len(nodes)
+            for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True)
+        ]
         self._behind = self._cache.lengths != self._text_lengths
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
@@ -107,10 +121,13 @@ def make_proposer(
     heat: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> DraftLM:
-    """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out texts for this `cost`."""
+    """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out
+    texts for this `cost`."""
     if threshold == "auto":
         if not artifact.calibration.get("adaptive"):
-            raise UserError("this draft model has no calibrated threshold; give a number, such as threshold=0.3")
+            raise UserError(
+                "this draft model has no calibrated threshold; give a number, such as threshold=0.3"
+            )
         threshold, longest = best_adaptive(artifact.calibration, cost)
         length = longest if length is None else length
     length = DEFAULT_LENGTH if length is None else length
@@ -129,9 +146,13 @@ def load_draft_lm(
     heat: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> DraftLM:
-    """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the target's tokenizer."""
+    """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the
+    target's tokenizer."""
     if threshold == "auto":
-        raise UserError(f"{folder} was not trained here and has no calibrated threshold; give a number, such as threshold=0.3")
+        raise UserError(
+            f"{folder} was not trained here and has no calibrated threshold; give a number, such "
+            "as threshold=0.3"
+        )
     drafter = DraftModel.load(Path(folder), target.dtype, target.ends)
     drafter.model.to(target.device)
     return on_model(drafter, length, width, nodes, threshold, heat, shape)
@@ -153,12 +174,14 @@ def on_model(
 
 
 def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts of a greedy chain are right at each root; `outcome` `[S, 2]` as in `calibrate`."""
+    """How many drafts of a greedy chain are right at each root; `outcome` `[S, 2]` as in
+    `calibrate`."""
     return accepted_runs(outcome[:, 0] > 0, calibration["length"])
 
 
 def accepted_runs(right: Tensor, length: int) -> list[int]:
-    """For each root of a text, how many of the next `length` rows are `right` `[S]` without a break."""
+    """For each root of a text, how many of the next `length` rows are `right` `[S]` without a
+    break."""
     runs, run = [], 0
     for value in reversed(right.tolist()):
         run = run + 1 if value else 0
@@ -167,12 +190,13 @@ def accepted_runs(right: Tensor, length: int) -> list[int]:
 
 
 def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """What adaptive chains give on held-out texts: `adaptive`, rows of [threshold, longest, tau, drafts a round], each with more
-    of the last two than the one before; `best_adaptive` picks one.
+    """What adaptive chains give on held-out texts: `adaptive`, rows of [threshold, longest, tau,
+    drafts a round], each with more of the last two than the one before; `best_adaptive` picks one.
 
-    `outcomes`: for each text `[S, 2]`, whether the drafter's best token after each row is the text's own next one, and how likely
-    the drafter held it; and where the reply begins. Rounds are walked as decoding walks them; drafts past the first wrong one are
-    taken to be as sure as those of the text.
+    `outcomes`: for each text `[S, 2]`, whether the drafter's best token after each row is the
+    text's own next one, and how likely the drafter held it; and where the reply begins. Rounds are
+    walked as decoding walks them; drafts past the first wrong one are taken to be as sure as those
+    of the text.
     """
     replies = [outcome[start:] for outcome, start in outcomes]
     right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]
@@ -184,7 +208,9 @@ def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[s
             for runs, lengths in zip(right, sure, strict=True):
                 lengths = [min(length, longest) for length in lengths]
                 root = 0
-                for count in replay([min(pair) for pair in zip(runs, lengths, strict=True)], 0, len(runs)):
+                for count in replay(
+                    [min(pair) for pair in zip(runs, lengths, strict=True)], 0, len(runs)
+                ):
                     drafted += lengths[root]
                     root += count
                     kept, rounds = kept + count, rounds + 1
@@ -197,13 +223,17 @@ def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[s
 
 
 def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]:
-    """Threshold and longest chain of most tokens a time, if a draft takes `cost` of the time of a target pass."""
-    threshold, longest, *_ = max(calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3]))
+    """Threshold and longest chain of most tokens a time, if a draft takes `cost` of the time of a
+    target pass."""
+    threshold, longest, *_ = max(
+        calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3])
+    )
     return threshold, int(longest)
 
 
 def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
-    """From each root `[S]`, how many drafts an adaptive chain takes: it ends with the one that takes the product below."""
+    """From each root `[S]`, how many drafts an adaptive chain takes: it ends with the one that
+    takes the product below."""
     lengths = []
     chances = sure.tolist()
     for root in range(len(chances)):

@@ -1,7 +1,9 @@
-"""DSpark at work: a block's drafts are chosen in turn, each with the bias of the one before, for as long as it is confident.
+"""DSpark at work: a block's drafts are chosen in turn, each with the bias of the one before, for as
+long as it is confident.
 
-How sure the drafter is of a draft is known before the draft is chosen, so what is cut depends on earlier drafts alone, and every
-acceptance rule stays lossless (verification-and-trees 1, non-anticipation).
+How sure the drafter is of a draft is known before the draft is chosen, so what is cut depends on
+earlier drafts alone, and every acceptance rule stays lossless (verification-and-trees 1,
+non-anticipation).
 
 Shapes: B batch, D drafts, M nodes of a level, H hidden size, V vocabulary, S text positions.
 """
@@ -26,17 +28,27 @@ TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth 
 
 
 class DSparkProposer(DFlashProposer):
-    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`; `threshold` cuts chains by confidence, each row by itself.
+    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`; `threshold` cuts chains by
+    confidence, each row by itself.
 
     Trees are EAGLE-2's, over the block's laws with each node's own bias.
     """
 
     _drafter: DSparkDrafter
 
-    def __init__(self, drafter: DSparkDrafter, *settings: Any, temperatures: Sequence[float] = (), **more: Any) -> None:
-        """`temperatures`: what the confidences' logits are divided by, draft by draft (`calibrate`)."""
+    def __init__(
+        self,
+        drafter: DSparkDrafter,
+        *settings: Any,
+        temperatures: Sequence[float] = (),
+        **more: Any,
+    ) -> None:
+        """`temperatures`: what the confidences' logits are divided by, draft by draft
+        (`calibrate`)."""
         super().__init__(drafter, *settings, **more)
-        self._temperatures = torch.tensor([*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device)
+        self._temperatures = torch.tensor(
+            [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device
+        )
 
     def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
         drafter = self._drafter
@@ -64,17 +76,28 @@ def make_proposer(
     shape: Sequence[Ranks] | None = None,
     slots: int | None = None,
 ) -> DSparkProposer:
-    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
-    chain, which ends early, above `threshold` 0, once the calibrated chance that all its drafts are right is below it.
+    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
+    children a node; `width` 1 is a chain, which ends early, above `threshold` 0, once the
+    calibrated chance that all its drafts are right is below it.
 
-    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`; `slots`: see `DFlashProposer`.
+    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`; `slots`:
+    see `DFlashProposer`.
     """
     length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
     if width is None:
         tree_width = min(tree_width, DEFAULT_WIDTH)
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
     return DSparkProposer(
-        artifact.drafter, length, tree_width, nodes, name or "dspark", heat, threshold, shape, slots, temperatures=temperatures
+        artifact.drafter,
+        length,
+        tree_width,
+        nodes,
+        name or "dspark",
+        heat,
+        threshold,
+        shape,
+        slots,
+        temperatures=temperatures,
     )
 
 
@@ -93,8 +116,9 @@ def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str,
 
 
 def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
-    """Sequential temperature scaling (DSpark, arXiv 2607.05147): for one draft after another, the temperature of its logit at
-    which the product of the confidences so far tells best how often chains survive that far. Both `[R, D]`.
+    """Sequential temperature scaling (DSpark, arXiv 2607.05147): for one draft after another, the
+    temperature of its logit at which the product of the confidences so far tells best how often
+    chains survive that far. Both `[R, D]`.
 
     Greedy survival, so it is for T = 0. Also returns the calibration errors before and after.
     """
@@ -102,7 +126,10 @@ def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float
     temperatures, before, after = [], [], []
     for depth in range(logits.shape[1]):
         tried = [(sure * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
-        errors = [(calibration_error(found, survived[:, depth]), abs(t - 1), found, t) for found, t in tried]
+        errors = [
+            (calibration_error(found, survived[:, depth]), abs(t - 1), found, t)
+            for found, t in tried
+        ]
         error, _, sure, best = min(errors, key=lambda entry: entry[:2])
         temperatures.append(best)
         before.append(calibration_error(raw[:, depth], survived[:, depth]))
@@ -111,7 +138,8 @@ def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float
 
 
 def calibration_error(chances: Tensor, happened: Tensor) -> float:
-    """Expected calibration error of `chances` `[R]` against what `happened` `[R]` (0 or 1), in bins of equal mass."""
+    """Expected calibration error of `chances` `[R]` against what `happened` `[R]` (0 or 1), in bins
+    of equal mass."""
     order = chances.sort(stable=True).indices
     bins = zip(chances[order].chunk(BINS), happened[order].chunk(BINS), strict=True)
     return sum(abs(float((said - did).sum())) for said, did in bins) / len(chances)

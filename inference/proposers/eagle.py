@@ -1,9 +1,12 @@
-"""EAGLE at work: trees or chains by recycling the layer's own states, over a cache that only ever holds the target's features.
+"""EAGLE at work: trees or chains by recycling the layer's own states, over a cache that only ever
+holds the target's features.
 
-Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1; a drafted node of depth d is a
-row at one position after its parent's, fed with its parent's own output (EAGLE-2's dynamic tree, arXiv 2406.16858).
+Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1; a
+drafted node of depth d is a row at one position after its parent's, fed with its parent's own
+output (EAGLE-2's dynamic tree, arXiv 2406.16858).
 
-Shapes: B batch, S positions, N nodes of one forward, A accepted nodes with the root, H hidden size, G heads, D head size.
+Shapes: B batch, S positions, N nodes of one forward, A accepted nodes with the root, H hidden size,
+G heads, D head size.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ class EagleProposer(Planned):
         self._device = drafter.fc.weight.device
         self._kept = drafter.kept
         self._cache = TreeCache(0, 0)
-        self._new: tuple[Tensor, Tensor, Tensor] | None = None  # fused features [B, A, H], their tokens [B, A], counts [B]
+        # fused features [B, A, H], their tokens [B, A], counts [B]
+        self._new: tuple[Tensor, Tensor, Tensor] | None = None
         self._counts: list[int] = []
 
     @property
@@ -63,7 +67,11 @@ class EagleProposer(Planned):
         batch, length = prompts.ids.shape
         self._cache = TreeCache(batch, 2 * length + 64 + self.max_drafted, self._device)
         self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
-        self._new = (self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last), prompts.ids, prompts.lengths)
+        self._new = (
+            self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last),
+            prompts.ids,
+            prompts.lengths,
+        )
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         last = self._catch_up(root)
@@ -85,27 +93,43 @@ class EagleProposer(Planned):
         return tree
 
     def _catch_up(self, root: Tensor) -> Tensor:
-        """Run the rows that the last round decided; the last one's output `[B, H]` is where drafting starts."""
+        """Run the rows that the last round decided; the last one's output `[B, H]` is where
+        drafting starts."""
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
         width = features.shape[1]
         at = (counts - 1)[:, None]
-        tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])  # row p takes the token of p + 1
+        # row p takes the token of p + 1
+        tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])
         rows = torch.arange(len(root), device=root.device)
         last = features[:, 0]  # of the chunks so far, the output at each row's last position
         for start in range(0, width, PREFILL_CHUNK):
             part = slice(start, min(start + PREFILL_CHUNK, width))
             count = part.stop - part.start
             causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
-            found = self._run(tokens[:, part], features[:, part], causal, tuple(range(count)), count)
+            found = self._run(
+                tokens[:, part], features[:, part], causal, tuple(range(count)), count
+            )
             self._cache.commit([count] * len(root))
-            last = torch.where(at < start, last, found[rows, (at[:, 0] - start).clamp(0, count - 1)])
-        self._cache.lengths = [length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)]
+            last = torch.where(
+                at < start, last, found[rows, (at[:, 0] - start).clamp(0, count - 1)]
+            )
+        self._cache.lengths = [
+            length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)
+        ]
         self._new = None
         return last
 
-    def _run(self, tokens: Tensor, state: Tensor, visible: Tensor | None, depths: tuple[int, ...], slots: int) -> Tensor:
-        """The layers' output for rows `[B, N]`, `depths` behind the committed ones; `visible` is about `slots` undecided ones."""
+    def _run(
+        self,
+        tokens: Tensor,
+        state: Tensor,
+        visible: Tensor | None,
+        depths: tuple[int, ...],
+        slots: int,
+    ) -> Tensor:
+        """The layers' output for rows `[B, N]`, `depths` behind the committed ones; `visible` is
+        about `slots` undecided ones."""
         cache, drafter = self._cache, self._drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
@@ -123,8 +147,14 @@ class EagleProposer(Planned):
             shared = queries.shape[1] // keys.shape[1]
             if shared > 1 and see is not None and keys.device.type == "cuda":
                 # Grouped heads with a mask would fall back to a kernel that holds every score.
-                keys, values, shared = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1), 1
-            found = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=see, enable_gqa=shared > 1)
+                keys, values, shared = (
+                    keys.repeat_interleave(shared, 1),
+                    values.repeat_interleave(shared, 1),
+                    1,
+                )
+            found = functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=see, enable_gqa=shared > 1
+            )
             return found.transpose(1, 2).flatten(2)
 
         part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
@@ -135,7 +165,11 @@ class EagleProposer(Planned):
 
     def commit(self, accepted: Accepted) -> None:
         self._counts = [len(nodes) for nodes in accepted.nodes]
-        self._new = (self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last), accepted.ids, accepted.counts)
+        self._new = (
+            self._drafter.fuse(accepted.hidden.taps, accepted.hidden.last),
+            accepted.ids,
+            accepted.counts,
+        )
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
@@ -159,8 +193,8 @@ def make_proposer(
     heat: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> EagleProposer:
-    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width` children a node; `width` 1 is a
-    chain.
+    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
+    children a node; `width` 1 is a chain.
 
     What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`.
     """
@@ -170,11 +204,26 @@ def make_proposer(
     assert width is not None and length is not None, "a calibration holds numbers"
     if nodes is None and width != 1:
         nodes = max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length))
-    return EagleProposer(artifact.drafter, length, width, nodes, name or f"eagle{artifact.drafter.shape.version}", heat, shape)
+    return EagleProposer(
+        artifact.drafter,
+        length,
+        width,
+        nodes,
+        name or f"eagle{artifact.drafter.shape.version}",
+        heat,
+        shape,
+    )
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token at each depth is right on the texts' own paths, and the tree that this is evaluated with."""
+    """How often the rank-r token at each depth is right on the texts' own paths, and the tree that
+    this is evaluated with."""
     accuracy, roots = rank_accuracy(texts, RANKS)
     length = min(DEFAULT_LENGTH, tree_nodes)
-    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes, "length": length, "width": DEFAULT_WIDTH}
+    return {
+        "rank_accuracy": accuracy,
+        "roots": roots,
+        "tree_nodes": tree_nodes,
+        "length": length,
+        "width": DEFAULT_WIDTH,
+    }

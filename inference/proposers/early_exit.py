@@ -1,7 +1,9 @@
-"""Self-speculation: the target's own first layers draft, with its final norm and head (arXiv 2309.08168, 2404.16710).
+"""Self-speculation: the target's own first layers draft, with its final norm and head (arXiv
+2309.08168, 2404.16710).
 
-The drafting layers read and write the target's own cache: what they write for the undecided positions is what verification writes
-there again, so drafting needs no cache, no catching up and no weights of its own.
+The drafting layers read and write the target's own cache: what they write for the undecided
+positions is what verification writes there again, so drafting needs no cache, no catching up and no
+weights of its own.
 """
 
 from __future__ import annotations
@@ -31,12 +33,20 @@ class EarlyExit:
     taps: tuple[int, ...] = ()
 
     def __init__(
-        self, target: Target, layers: int | None = None, length: int = DEFAULT_LENGTH, width: int = 1, nodes: int | None = None
+        self,
+        target: Target,
+        layers: int | None = None,
+        length: int = DEFAULT_LENGTH,
+        width: int = 1,
+        nodes: int | None = None,
     ) -> None:
-        layers = positive("layers", layers if layers is not None else max(target.num_layers // 2, 1))
+        layers = positive(
+            "layers", layers if layers is not None else max(target.num_layers // 2, 1)
+        )
         self._first_layers = first_layers(target, layers)
         self.plan = TreePlan(length, width, nodes)
-        # Walking a wide tree may take more undecided slots of the target's cache than verifying its best nodes.
+        # Walking a wide tree may take more undecided slots of the target's cache than verifying its
+        # best nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.walked)
         self._cache: TreeCache | None = None
 
@@ -46,7 +56,9 @@ class EarlyExit:
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         assert self._cache is not None, "prefill first"
         depths: tuple[int, ...] = (0,)
-        logits = self._run(root[:, None], None, depth_row(depths, root.device), depth_row(depths, root.device))
+        logits = self._run(
+            root[:, None], None, depth_row(depths, root.device), depth_row(depths, root.device)
+        )
 
         def go_on(level: Level) -> Tensor:
             nonlocal depths
@@ -54,14 +66,19 @@ class EarlyExit:
             depths += here
             visible = level.visible
             if visible is not None:
-                visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)  # the root's slot
-            return self._run(level.tokens, visible, depth_row(here, root.device), depth_row(depths, root.device))
+                # the root's slot
+                visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
+            return self._run(
+                level.tokens, visible, depth_row(here, root.device), depth_row(depths, root.device)
+            )
 
         tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
         self._cache.staged = 0  # verification writes all of it again
         return tree
 
-    def _run(self, tokens: Tensor, visible: Tensor | None, depths: Tensor, slot_depths: Tensor) -> Tensor:
+    def _run(
+        self, tokens: Tensor, visible: Tensor | None, depths: Tensor, slot_depths: Tensor
+    ) -> Tensor:
         assert self._cache is not None
         hidden = self._first_layers.forward_tree(tokens, visible, depths, slot_depths, self._cache)
         self._cache.stage(tokens.shape[1])
@@ -76,13 +93,17 @@ class EarlyExit:
 
 
 def first_layers(target: Target, layers: int) -> Target:
-    """`target` with only its first layers, sharing all weights. Raises `UserError` where the model does not follow its config.
+    """`target` with only its first layers, sharing all weights. Raises `UserError` where the model
+    does not follow its config.
 
-    The decoder is copied shallowly with a config of its own, so nothing of the target changes. GPT-2 and GPT-NeoX run every layer
-    they hold, whatever `num_hidden_layers` says; such targets are found by counting the layers that really run.
+    The decoder is copied shallowly with a config of its own, so nothing of the target changes.
+    GPT-2 and GPT-NeoX run every layer they hold, whatever `num_hidden_layers` says; such targets
+    are found by counting the layers that really run.
     """
     if layers > target.num_layers:
-        raise UserError(f"early-exit: the target has {target.num_layers} layers, {layers} were asked for")
+        raise UserError(
+            f"early-exit: the target has {target.num_layers} layers, {layers} were asked for"
+        )
     shallow = copy.copy(target)
     shallow.config = _shortened(target.config, layers)
     shallow.decoder = copy.copy(target.decoder)
@@ -96,7 +117,8 @@ def first_layers(target: Target, layers: int) -> Target:
         ran = target.num_layers
     if ran != layers:
         raise UserError(
-            f"early-exit cannot draft for {target.name} ({target.config.model_type}): this architecture runs all its layers "
+            f"early-exit cannot draft for {target.name} ({target.config.model_type}): this "
+            "architecture runs all its layers "
             "whatever its config says; use ngram, suffix, lookahead or a small model"
         )
     return shallow

@@ -1,6 +1,8 @@
-"""Which guesses become nodes: static trees from measured accuracies, and trees that follow what the drafter is sure of.
+"""Which guesses become nodes: static trees from measured accuracies, and trees that follow what the
+drafter is sure of.
 
-Shapes: B batch, K children a node, M nodes, N nodes of the final tree with the root, D levels, V vocabulary.
+Shapes: B batch, K children a node, M nodes, N nodes of the final tree with the root, D levels, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -21,28 +23,35 @@ Ranks = tuple[int, ...]
 
 
 def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
-    """The shape of a set of rank tuples, one a node: `(2, 0)` is the best child of the third-best child of the root.
+    """The shape of a set of rank tuples, one a node: `(2, 0)` is the best child of the third-best
+    child of the root.
 
-    Node ids follow the order (length, lexicographic). Raises `UserError` if a node's parent is missing.
+    Node ids follow the order (length, lexicographic). Raises `UserError` if a node's parent is
+    missing.
     """
     order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
     index: dict[Ranks, int] = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
     for ranks in order:
         if not ranks or ranks[:-1] not in index:
-            raise UserError(f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}")
+            raise UserError(
+                f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}"
+            )
     return TreeShape((NO_NODE, *(index[ranks[:-1]] for ranks in order)))
 
 
 def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
-    """The `nodes` rank tuples of greatest expected acceptance, best first (Medusa, arXiv 2401.10774, section 2.3.3).
+    """The `nodes` rank tuples of greatest expected acceptance, best first (Medusa, arXiv
+    2401.10774, section 2.3.3).
 
-    `rank_accuracy[d][r]` estimates how often the candidate of rank r at depth d + 1 is right; a node's value is the product along
-    its path. Siblings are offered in order of accuracy, so the set is closed under taking parents. A node that was never right
-    is left out, so fewer than `nodes` may come back.
+    `rank_accuracy[d][r]` estimates how often the candidate of rank r at depth d + 1 is right; a
+    node's value is the product along its path. Siblings are offered in order of accuracy, so the
+    set is closed under taking parents. A node that was never right is left out, so fewer than
+    `nodes` may come back.
     """
     order = [sorted(range(len(row)), key=lambda r: (-row[r], r)) for row in rank_accuracy]
     chosen: list[Ranks] = []
-    heap: list[tuple[float, int, tuple[int, ...]]] = []  # (-value, depth, places in `order`): ties go to the shallower
+    # (-value, depth, places in `order`): ties go to the shallower
+    heap: list[tuple[float, int, tuple[int, ...]]] = []
 
     def offer(value: float, places: tuple[int, ...]) -> None:
         depth = len(places) - 1
@@ -66,13 +75,17 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
     return chosen
 
 
-def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False) -> DraftTree:
-    """The `nodes` likeliest paths through per-depth candidates that do not depend on their parent (DDTree, arXiv 2604.12989).
+def best_first(
+    tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
+) -> DraftTree:
+    """The `nodes` likeliest paths through per-depth candidates that do not depend on their parent
+    (DDTree, arXiv 2604.12989).
 
-    `tokens`, `scores` `[B, D, K]`: candidates of each depth, best first, and their log-probabilities; a path's value is the sum.
-    Level by level, without a heap and without leaving the device: each of the best `nodes` paths lies within the best `nodes` of
-    its own level, so keeping that many a level is exact. `whole`: give the best `nodes` of every level, of which any smaller or
-    shallower tree is a part.
+    `tokens`, `scores` `[B, D, K]`: candidates of each depth, best first, and their
+    log-probabilities; a path's value is the sum. Level by level, without a heap and without leaving
+    the device: each of the best `nodes` paths lies within the best `nodes` of its own level, so
+    keeping that many a level is exact. `whole`: give the best `nodes` of every level, of which any
+    smaller or shallower tree is a part.
     """
     batch, levels, width = scores.shape
     level = _Pool(root, nodes * levels if whole else nodes)
@@ -87,7 +100,8 @@ def best_first(tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: 
 
 
 def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Best `count` along the last axis; of equals the first, so that no child is taken before its parent."""
+    """Best `count` along the last axis; of equals the first, so that no child is taken before its
+    parent."""
     values, places = scores.sort(dim=-1, descending=True, stable=True)
     return values[..., :count], places[..., :count]
 
@@ -105,7 +119,8 @@ class _Pool:
         self._levels = 0
 
     def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
-        """One level more: `[B, M]` each, `parents` as pool indices. Returns the new pool indices `[B, M]`."""
+        """One level more: `[B, M]` each, `parents` as pool indices. Returns the new pool indices
+        `[B, M]`."""
         start = sum(part.shape[1] for part in self._tokens)
         self._tokens.append(tokens)
         self._parents.append(parents)
@@ -114,16 +129,23 @@ class _Pool:
         return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
 
     def select(self) -> tuple[DraftTree, Tensor]:
-        """The tree of the root and the best `nodes` candidates, and the pool index `[B, N]` of each of its nodes."""
-        tokens, parents, scores = (torch.cat(part, dim=1) for part in (self._tokens, self._parents, self._scores))
+        """The tree of the root and the best `nodes` candidates, and the pool index `[B, N]` of each
+        of its nodes."""
+        tokens, parents, scores = (
+            torch.cat(part, dim=1) for part in (self._tokens, self._parents, self._scores)
+        )
         scores[:, 0] = torch.inf
         count = min(self._nodes + 1, tokens.shape[1])
         chosen = stable_top(scores, count)[1].sort(dim=-1).values  # pool order: parents stand first
-        place = torch.zeros_like(tokens).scatter_(1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen))
+        place = torch.zeros_like(tokens).scatter_(
+            1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen)
+        )
         missing = scores.gather(1, chosen) == -torch.inf
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
         new_parents = torch.where(missing, 0, place.gather(1, parents.gather(1, chosen)))
-        return DraftTree(new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)), chosen
+        return DraftTree(
+            new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
+        ), chosen
 
     def tree(self) -> DraftTree:
         return self.select()[0]
@@ -135,53 +157,78 @@ class Level:
 
     tokens: Tensor
     above: Tensor
-    """[B, M]: index of each node's parent among the nodes of the level before; 0 for children of the root."""
+    """[B, M]: index of each node's parent among the nodes of the level before; 0 for children of
+    the root."""
     visible: Tensor | None
-    """[B, M, T]: which of the T nodes asked about so far, these included, each node sees (itself and its ancestors); None:
-    all."""
+    """[B, M, T]: which of the T nodes asked about so far, these included, each node sees (itself
+    and its ancestors); None: all."""
     depth: int
 
 
 Continue = Callable[[Level], Tensor]
-"""Logits `[B, M, V]` of what follows each node of a level; the drafter's cache holds the levels before in the same order."""
+"""Logits `[B, M, V]` of what follows each node of a level; the drafter's cache holds the levels
+before in the same order."""
 
 
 @dataclass
 class Slots:
-    """A `Continue` whose answers depend on the level only: drafts that do not know each other, `logits` `[B, D, V]`."""
+    """A `Continue` whose answers depend on the level only: drafts that do not know each other,
+    `logits` `[B, D, V]`."""
 
     logits: Tensor
 
     def __call__(self, level: Level) -> Tensor:
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
-    def tree(self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float, whole: bool = False) -> DraftTree:
-        """The `nodes` likeliest paths, with `width` candidates at each depth; `whole` as in `best_first`."""
+    def tree(
+        self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float, whole: bool = False
+    ) -> DraftTree:
+        """The `nodes` likeliest paths, with `width` candidates at each depth; `whole` as in
+        `best_first`."""
         levels = self.logits.shape[1]
-        tokens, scores = independent(lambda depth: self.logits[:, depth], levels, root, draws, width, heat)
+        tokens, scores = independent(
+            lambda depth: self.logits[:, depth], levels, root, draws, width, heat
+        )
         return best_first(tokens, scores, root, nodes, whole)
 
 
 def independent(
-    logits: Callable[[int], Tensor], levels: int, root: Tensor, draws: Draws, width: int, heat: float
+    logits: Callable[[int], Tensor],
+    levels: int,
+    root: Tensor,
+    draws: Draws,
+    width: int,
+    heat: float,
 ) -> tuple[Tensor, Tensor]:
-    """Best tokens and their log-scores `[B, levels, width]` where drafts do not know each other: `logits(depth)` `[B, V]`."""
+    """Best tokens and their log-scores `[B, levels, width]` where drafts do not know each other:
+    `logits(depth)` `[B, V]`."""
     paths, found = root[:, None, None], []
     for depth in range(levels):
         tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, heat)
         found.append((tokens, scores))
-        paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)  # penalties: of all paths, as if the best one were taken
-    return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat([scores for _, scores in found], dim=1)
+        # penalties: of all paths, as if the best one were taken
+        paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)
+    return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat(
+        [scores for _, scores in found], dim=1
+    )
 
 
 def grow_dynamic(
-    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, levels: int, width: int, nodes: int, heat: float = 1.0
+    first: Tensor,
+    root: Tensor,
+    draws: Draws,
+    go_on: Continue,
+    levels: int,
+    width: int,
+    nodes: int,
+    heat: float = 1.0,
 ) -> tuple[DraftTree, Tensor]:
-    """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the best `nodes` of all.
+    """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the
+    best `nodes` of all.
 
-    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path, at score temperature `heat`.
-    Returns the tree and, for each of its nodes `[B, N]`, its place among the nodes that `go_on` has seen (-1: not seen; the root
-    is not among them).
+    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path,
+    at score temperature `heat`. Returns the tree and, for each of its nodes `[B, N]`, its place
+    among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
     """
     pool = _Pool(root, nodes)
     paths = root[:, None, None]  # [B, M, d]
@@ -199,37 +246,53 @@ def grow_dynamic(
         visible = torch.cat([visible, own], dim=-1)
         _mark(seen, index, torch.arange(asked, asked + count, device=tokens.device))
         asked += count
-        children, gains = draws.rank(go_on(Level(tokens, above, visible, depth)), depth, width, paths, heat)
+        children, gains = draws.rank(
+            go_on(Level(tokens, above, visible, depth)), depth, width, paths, heat
+        )
         sums = (scores[..., None] + gains).flatten(1)
-        all_index = pool.add(children.flatten(1), sums, index.repeat_interleave(children.shape[-1], dim=1))
+        all_index = pool.add(
+            children.flatten(1), sums, index.repeat_interleave(children.shape[-1], dim=1)
+        )
         seen.append(torch.full_like(all_index, NO_NODE))
         scores, places = stable_top(sums, width)
         above = places // children.shape[-1]
         tokens, index = children.flatten(1).gather(1, places), all_index.gather(1, places)
-        paths = torch.cat([paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1])), tokens[..., None]], dim=-1)
+        paths = torch.cat(
+            [paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1])), tokens[..., None]],
+            dim=-1,
+        )
         visible = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1]))
     tree, chosen = pool.select()
     return tree, torch.cat(seen, dim=1).gather(1, chosen)
 
 
 def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
-    """Note that the nodes of the last level with pool indices `index` `[B, M]` are asked about at `places` `[M]`."""
+    """Note that the nodes of the last level with pool indices `index` `[B, M]` are asked about at
+    `places` `[M]`."""
     start = sum(part.shape[1] for part in seen[:-1])
     seen[-1].scatter_(1, index - start, places.expand_as(index))
 
 
-def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0) -> DraftTree:
-    """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the rule compares laws).
+def grow_chain(
+    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0
+) -> DraftTree:
+    """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the
+    rule compares laws).
 
-    Arguments as `grow_dynamic`. Above 0, `threshold` ends the chain once the product of the drafts' own probabilities is below
-    it in every row; asking costs a synchronisation a draft. Whether a chain goes on depends on its own past drafts alone, which
-    is all that the rules that compare laws need (a test enumerates it).
+    Arguments as `grow_dynamic`. Above 0, `threshold` ends the chain once the product of the drafts'
+    own probabilities is below it in every row; asking costs a synchronisation a draft. Whether a
+    chain goes on depends on its own past drafts alone, which is all that the rules that compare
+    laws need (a test enumerates it).
     """
     logits, tokens, laws = first[:, None], [root[:, None]], []
     sure = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
-        paths = torch.cat(tokens, dim=1)[:, None] if draws.sampling.history_processor is not None else None
+        paths = (
+            torch.cat(tokens, dim=1)[:, None]
+            if draws.sampling.history_processor is not None
+            else None
+        )
         if draws.sampling.draws_from_law:
             drawn, law = draws.sample(logits, depth, 1, paths)
             chosen = drawn[:, :, 0]
@@ -244,13 +307,15 @@ def grow_chain(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, lengt
             if bool((sure < threshold).all()):
                 break
         logits = go_on(Level(chosen, above, None, depth + 1))
-    laws_of_nodes = torch.cat([*laws, torch.zeros_like(laws[0])], dim=1) if laws else None  # the last node has no children
+    # the last node has no children
+    laws_of_nodes = torch.cat([*laws, torch.zeros_like(laws[0])], dim=1) if laws else None
     return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(len(tokens) - 1), laws=laws_of_nodes)
 
 
 @dataclass(frozen=True)
 class _FixedLevel:
-    """The nodes of one depth of a fixed shape that have children, and what filling those takes; on one device."""
+    """The nodes of one depth of a fixed shape that have children, and what filling those takes; on
+    one device."""
 
     at: Tensor
     """[M]: node ids."""
@@ -273,7 +338,8 @@ class _FixedLevel:
 
 @lru_cache(maxsize=64)
 def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedLevel, ...], Tensor]:
-    """The levels of `shape` below which something hangs, and each node's place `[1, N]` among those asked about (-1: none)."""
+    """The levels of `shape` below which something hangs, and each node's place `[1, N]` among those
+    asked about (-1: none)."""
     levels: list[_FixedLevel] = []
     asked: list[int] = []
     before = (NO_NODE,)
@@ -282,8 +348,15 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
     while any(shape.children[node] for node in inner):
         width = max(len(shape.children[node]) for node in inner)
         asked += [node for node in inner if node]
-        below = [(m, rank, child) for m, node in enumerate(inner) for rank, child in enumerate(shape.children[node])]
-        tensor = lambda values: torch.tensor(values, dtype=torch.long, device=device)  # noqa: E731
+        below = [
+            (m, rank, child)
+            for m, node in enumerate(inner)
+            for rank, child in enumerate(shape.children[node])
+        ]
+
+        def tensor(values):
+            return torch.tensor(values, dtype=torch.long, device=device)
+
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
@@ -302,11 +375,14 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
     return tuple(levels), torch.tensor([places], device=device)
 
 
-def grow_fixed(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape) -> tuple[DraftTree, Tensor]:
-    """Fill a fixed shape level by level with each node's likeliest tokens; for rules that compare laws, with draws without
-    replacement, whose laws are kept.
+def grow_fixed(
+    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape
+) -> tuple[DraftTree, Tensor]:
+    """Fill a fixed shape level by level with each node's likeliest tokens; for rules that compare
+    laws, with draws without replacement, whose laws are kept.
 
-    Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what keeps those rules lossless.
+    Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what
+    keeps those rules lossless.
     """
     compares = draws.sampling.draws_from_law
     batch = len(root)
@@ -316,7 +392,14 @@ def grow_fixed(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape
     laws = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
     for level in levels:
         logits = (
-            go_on(Level(tokens[:, level.at], level.above.expand(batch, -1), level.visible.expand(batch, -1, -1), level.depth))
+            go_on(
+                Level(
+                    tokens[:, level.at],
+                    level.above.expand(batch, -1),
+                    level.visible.expand(batch, -1, -1),
+                    level.depth,
+                )
+            )
             if level.depth
             else first[:, None]
         )
@@ -327,7 +410,10 @@ def grow_fixed(first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape
             laws[:, level.at] = law
         else:
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
-        padded = torch.nn.functional.pad(drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE).flatten(1)
-        there = tokens[:, level.parents] >= 0  # nothing hangs on a node that the law had no token for
+        padded = torch.nn.functional.pad(
+            drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE
+        ).flatten(1)
+        # nothing hangs on a node that the law had no token for
+        there = tokens[:, level.parents] >= 0
         tokens[:, level.children] = torch.where(there, padded[:, level.source], NO_NODE)
     return DraftTree(tokens, shape, laws=laws), places.expand(batch, -1)

@@ -1,4 +1,5 @@
-"""What drafters that look the future up in the text so far have in common: host-side text, chains, a few fixed lengths."""
+"""What drafters that look the future up in the text so far have in common: host-side text, chains,
+a few fixed lengths."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class Index(Protocol):
 
 
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
-    """`length` tokens of `text` from `place` on; a copy that reaches the end of the text goes on with what it has copied (as LZ77
-    does), so that the latest occurrence of a loop predicts as much of it as the first."""
+    """`length` tokens of `text` from `place` on; a copy that reaches the end of the text goes on
+    with what it has copied (as LZ77 does), so that the latest occurrence of a loop predicts as much
+    of it as the first."""
     copied: list[int] = []
     for i in range(place, place + length):
         copied.append(text[i] if i < len(text) else copied[i - len(text)])
@@ -34,7 +36,8 @@ def copy_from(text: list[int], place: int, length: int) -> list[int]:
 
 
 class LookupProposer(ABC):
-    """A chain looked up for each row. It costs no forward, and where nothing is found the round is plain decoding."""
+    """A chain looked up for each row. It costs no forward, and where nothing is found the round is
+    plain decoding."""
 
     name: str
     taps: tuple[int, ...] = ()
@@ -42,7 +45,9 @@ class LookupProposer(ABC):
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)
         # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and the longest.
-        self._sizes = sorted({0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)})
+        self._sizes = sorted(
+            {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
+        )
         self._rows: list[Index] = []
 
     @abstractmethod
@@ -61,7 +66,9 @@ class LookupProposer(ABC):
         if size == 0:
             return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
         padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
-        return DraftTree(torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size), informed=False)
+        return DraftTree(
+            torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size), informed=False
+        )
 
     def commit(self, accepted: Accepted) -> None:
         for row, tokens in zip(self._rows, accepted.tokens, strict=True):

@@ -1,4 +1,5 @@
-"""Medusa at work: every head's best tokens fill one static tree (arXiv 2401.10774), and the same tree on paper.
+"""Medusa at work: every head's best tokens fill one static tree (arXiv 2401.10774), and the same
+tree on paper.
 
 Shapes: B batch, N tree nodes with the root, M heads, K ranks kept, S text positions, H hidden size.
 """
@@ -26,20 +27,31 @@ DEFAULT_NODES = 16
 
 
 class MedusaProposer:
-    """Node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head d - 1, whatever its parent.
+    """Node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head d - 1, whatever its
+    parent.
 
-    With `nodes` a number instead of rank tuples, the tree follows each context: the so many likeliest paths by the heads' own
-    probabilities.
+    With `nodes` a number instead of rank tuples, the tree follows each context: the so many
+    likeliest paths by the heads' own probabilities.
     """
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, heads: MedusaHeads, nodes: Sequence[Ranks] | int, name: str = "medusa", heat: float = 1.0) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        nodes: Sequence[Ranks] | int,
+        name: str = "medusa",
+        heat: float = 1.0,
+    ) -> None:
         """`heat`: score temperature of a tree that follows each context (`Draws.rank`)."""
         self.name, self.heat = name, heat
         self._heads = heads
         self.shape: TreeShape | None = None
-        self.ranks = None if isinstance(nodes, int) else sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
+        self.ranks = (
+            None
+            if isinstance(nodes, int)
+            else sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
+        )
         self._device = next(heads.parameters()).device
         if isinstance(nodes, int):
             self.max_drafted, self._levels, self._width = nodes, heads.config.num_heads, MAX_RANK
@@ -51,7 +63,10 @@ class MedusaProposer:
             slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in self.ranks]
             self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
         if self._levels > heads.config.num_heads:
-            raise UserError(f"a tree of {self._levels} levels needs as many heads; there are {heads.config.num_heads}")
+            raise UserError(
+                f"a tree of {self._levels} levels needs as many heads; there are "
+                f"{heads.config.num_heads}"
+            )
         self._width = min(self._width, heads.vocab_size)
         self._state: Tensor
 
@@ -71,11 +86,16 @@ class MedusaProposer:
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         if not self.max_drafted:
             return DraftTree(root[:, None], TreeShape.chain(0))
-        logits = lambda head: self._heads.logits(self._state, head)  # noqa: E731
+
+        def logits(head):
+            return self._heads.logits(self._state, head)
+
         tokens, scores = independent(logits, self._levels, root, draws, self._width, self.heat)
         if self.shape is None:
             return best_first(tokens, scores, root, self.max_drafted)
-        return DraftTree(torch.cat([root[:, None], tokens.flatten(1)[:, self._slots]], dim=-1), self.shape)
+        return DraftTree(
+            torch.cat([root[:, None], tokens.flatten(1)[:, self._slots]], dim=-1), self.shape
+        )
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
@@ -95,9 +115,10 @@ def make_proposer(
     heat: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> MedusaProposer:
-    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies (`tree` calibrated), in each
-    context from the heads' own probabilities (best-first, at score temperature `heat`), or each head's best token in a row
-    (chain). Not given: calibrated; best-first for heads that were imported, of which no accuracies are known. `shape` gives the
+    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies
+    (`tree` calibrated), in each context from the heads' own probabilities (best-first, at score
+    temperature `heat`), or each head's best token in a row (chain). Not given: calibrated;
+    best-first for heads that were imported, of which no accuracies are known. `shape` gives the
     tree outright, as rank tuples."""
     name = name or artifact.method
     if not isinstance(heat, int | float) or not 0 < heat < float("inf"):
@@ -107,24 +128,35 @@ def make_proposer(
     table = artifact.calibration.get("rank_accuracy")
     tree = tree or ("calibrated" if table else "best-first")
     if tree == "calibrated" and not table:
-        raise UserError(f"drafter {name} has no held-out accuracies to grow a tree from; give tree=best-first, or train it on")
+        raise UserError(
+            f"drafter {name} has no held-out accuracies to grow a tree from; give "
+            "tree=best-first, or train it on"
+        )
     count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
     positive("nodes", count)
     if tree == "chain" and nodes is None:
         count = artifact.drafter.config.num_heads
     if tree == "chain":
-        return MedusaProposer(artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name)
+        return MedusaProposer(
+            artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name
+        )
     if tree not in ("calibrated", "best-first"):
-        raise UserError(f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}")
-    return MedusaProposer(artifact.drafter, grow(table or [], count) if tree == "calibrated" else count, name, heat)
+        raise UserError(
+            f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}"
+        )
+    return MedusaProposer(
+        artifact.drafter, grow(table or [], count) if tree == "calibrated" else count, name, heat
+    )
 
 
 @torch.no_grad()
 def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
-    """Teacher-forced ranks `[S, M]`: place of the text's own token among the best of head d when the root is at `n`.
+    """Teacher-forced ranks `[S, M]`: place of the text's own token among the best of head d when
+    the root is at `n`.
 
-    `ids` `[S]`, `last` `[S, H]`. Row n is about the tokens n + 1 .. n + M and reads the feature of n - 1, the last one that
-    exists when n is the root. -1 where the token is not among the best MAX_RANK, or lies outside the text.
+    `ids` `[S]`, `last` `[S, H]`. Row n is about the tokens n + 1 .. n + M and reads the feature of
+    n - 1, the last one that exists when n is the root. -1 where the token is not among the best
+    MAX_RANK, or lies outside the text.
     """
     length, count = ids.shape[0], heads.config.num_heads
     ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
@@ -139,9 +171,11 @@ def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
 
 
 def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts the calibrated tree would get right at each root of a text, from `teacher_forced` `[S, M]`.
+    """How many drafts the calibrated tree would get right at each root of a text, from
+    `teacher_forced` `[S, M]`.
 
-    Along a path at most one rank a depth is right, so the answer is the longest prefix of the row that is a node.
+    Along a path at most one rank a depth is right, so the answer is the longest prefix of the row
+    that is a node.
     """
     paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
     accepted = []
@@ -154,6 +188,7 @@ def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token of each head is right, over the roots of all texts (`teacher_forced`, start of the reply)."""
+    """How often the rank-r token of each head is right, over the roots of all texts
+    (`teacher_forced`, start of the reply)."""
     accuracy, roots = rank_accuracy(texts, MAX_RANK)
     return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes}

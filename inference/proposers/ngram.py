@@ -1,4 +1,5 @@
-"""Prompt lookup: what followed the last n tokens when they stood in the text before (Saxena, prompt-lookup-decoding, 2023)."""
+"""Prompt lookup: what followed the last n tokens when they stood in the text before (Saxena,
+prompt-lookup-decoding, 2023)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ class _Ngrams:
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            # The n-grams that end at the old end become findable only now that something follows them.
+            # The n-grams that end at the old end become findable only now that something follows
+            # them.
             end = len(self._text)
             for size in self._sizes:
                 if size <= end:
@@ -26,13 +28,17 @@ class _Ngrams:
 
     def guess(self, length: int) -> list[int]:
         for size in self._sizes:
-            if size <= len(self._text) and (place := self._after.get(tuple(self._text[-size:]))) is not None:
+            if (
+                size <= len(self._text)
+                and (place := self._after.get(tuple(self._text[-size:]))) is not None
+            ):
                 return copy_from(self._text, place, length)
         return []
 
 
 class NgramLookup(LookupProposer):
-    """Drafts `length` tokens from the latest place where the last `longest` .. `shortest` tokens stood before."""
+    """Drafts `length` tokens from the latest place where the last `longest` .. `shortest` tokens
+    stood before."""
 
     name = "ngram"
 

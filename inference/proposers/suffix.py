@@ -1,7 +1,7 @@
 """Suffix lookup: what followed the longest end of the text that stood in it before, of any length.
 
-An online suffix automaton (Blumer et al., 1985) over prompt and reply, as in SAM decoding (arXiv 2411.10666): amortised constant
-time a token, no window to choose.
+An online suffix automaton (Blumer et al., 1985) over prompt and reply, as in SAM decoding (arXiv
+2411.10666): amortised constant time a token, no window to choose.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from .lookup import LookupProposer, copy_from
 class SuffixAutomaton:
     """The smallest automaton that reads every substring of a growing text.
 
-    State s stands for substrings of lengths `_length[_link[s]] + 1 .. _length[s]` that end at the same places; `_first_end[s]` is
-    the first of these places (index of the token after the substring).
+    State s stands for substrings of lengths `_length[_link[s]] + 1 .. _length[s]` that end at the
+    same places; `_first_end[s]` is the first of these places (index of the token after the
+    substring).
     """
 
     def __init__(self, shortest: int = 1) -> None:
@@ -29,7 +30,8 @@ class SuffixAutomaton:
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            self._follow(token)  # before the token is added, so that a match is an earlier occurrence
+            # before the token is added, so that a match is an earlier occurrence
+            self._follow(token)
             self._add(token)
             self._text.append(token)
 
@@ -62,8 +64,8 @@ class SuffixAutomaton:
         self._last = new
 
     def _split(self, state: int, token: int, below: int) -> int:
-        """Separate the substrings of `below` that end in `state`'s and `token`: they have gained a place that the rest have
-        not."""
+        """Separate the substrings of `below` that end in `state`'s and `token`: they have gained a
+        place that the rest have not."""
         copy = self._new(self._length[state] + 1, self._first_end[below])
         self._next[copy] = dict(self._next[below])
         self._link[copy] = self._link[below]
@@ -76,7 +78,8 @@ class SuffixAutomaton:
         return copy
 
     def longest_match(self) -> tuple[int, int]:
-        """Length of the longest end of the text that stands earlier in it, and the place after its first occurrence."""
+        """Length of the longest end of the text that stands earlier in it, and the place after its
+        first occurrence."""
         return self._matched, self._first_end[self._state]
 
     def guess(self, length: int) -> list[int]:
@@ -85,8 +88,8 @@ class SuffixAutomaton:
 
 
 class SuffixLookup(LookupProposer):
-    """Drafts `length` tokens from the first place where the longest matching end of the text stood, if it has `shortest`
-    tokens."""
+    """Drafts `length` tokens from the first place where the longest matching end of the text stood,
+    if it has `shortest` tokens."""
 
     name = "suffix"
 

@@ -1,13 +1,15 @@
-"""Which kind of draft is accepted most at a node: deterministic top-k, sampled without replacement, or coupled to the target's
-noise.
+"""Which kind of draft is accepted most at a node: deterministic top-k, sampled without replacement,
+or coupled to the target's noise.
 
-    python scripts/bench/acceptance.py --target scripts/quickstart/target --draft-lm scripts/quickstart/draft_lm \
+    python scripts/bench/acceptance.py --target scripts/quickstart/target \
+        --draft-lm scripts/quickstart/draft_lm \
         --prompts runs/bench/prompts.jsonl
 
-At every position of texts that the target wrote at the given temperature, with the laws p and q of target and drafter there: how
-likely is it that one of k children is accepted, by match (deterministic top-k of q), by recursive rejection (k draws from q
-without replacement), by match under shared noise (top-k of log q + noise)? The first is exact (the mass of p on the k tokens);
-the others are means over `--draws` sets of draws, by the functions that the loop calls.
+At every position of texts that the target wrote at the given temperature, with the laws p and q of
+target and drafter there: how likely is it that one of k children is accepted, by match
+(deterministic top-k of q), by recursive rejection (k draws from q without replacement), by match
+under shared noise (top-k of log q + noise)? The first is exact (the mass of p on the k tokens); the
+others are means over `--draws` sets of draws, by the functions that the loop calls.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ WIDTHS = (1, 2, 4, 8)
 CHUNK = 256
 
 
-def positions(target: Target, drafter: Target, prompts: list[list[int]], length: int, sampling: Sampling) -> tuple[Any, Any]:
-    """Logits of target and drafter `[R, V]` at every position of texts that the target wrote by `sampling`."""
+def positions(
+    target: Target, drafter: Target, prompts: list[list[int]], length: int, sampling: Sampling
+) -> tuple[Any, Any]:
+    """Logits of target and drafter `[R, V]` at every position of texts that the target wrote by
+    `sampling`."""
     requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
     ours, theirs = [], []
     for found in generate(target, PlainDecoding(), requests, length, sampling, frozenset()):
@@ -50,9 +55,15 @@ def positions(target: Target, drafter: Target, prompts: list[list[int]], length:
 
 
 def accepted(
-    p_logits: torch.Tensor, q_logits: torch.Tensor, sampling: Sampling, width: int, draw: int, start: int
+    p_logits: torch.Tensor,
+    q_logits: torch.Tensor,
+    sampling: Sampling,
+    width: int,
+    draw: int,
+    start: int,
 ) -> torch.Tensor:
-    """Chance `[3, R]` that one of `width` children is accepted: deterministic, without replacement, coupled (0 or 1)."""
+    """Chance `[3, R]` that one of `width` children is accepted: deterministic, without replacement,
+    coupled (0 or 1)."""
     rows = len(p_logits)
     keys = torch.arange(start, start + rows, device=p_logits.device) * 7919 + draw
     text = torch.zeros(rows, 1, dtype=torch.long, device=p_logits.device)
@@ -66,7 +77,10 @@ def accepted(
     drawn, q = apart.sample(q_logits[:, None], 0, width, None)
     shape = TreeShape.wide((width,))
     tokens = torch.cat([text, drawn[:, 0]], dim=1)
-    laws = torch.cat([p, p.expand(-1, width, -1)], dim=1), torch.cat([q, q.expand(-1, width, -1)], dim=1)
+    laws = (
+        torch.cat([p, p.expand(-1, width, -1)], dim=1),
+        torch.cat([q, q.expand(-1, width, -1)], dim=1),
+    )
     plan = recursive(shape, tokens, *laws)
     rejection = 1 - (1 - plan.chances[:, 1:]).prod(-1)
 
@@ -78,11 +92,15 @@ def accepted(
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
     parser.add_argument("--draft-lm", help="folder of a small model with the target's tokenizer")
-    parser.add_argument("--early-exit", type=int, help="draft with the target's own first layers instead")
+    parser.add_argument(
+        "--early-exit", type=int, help="draft with the target's own first layers instead"
+    )
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--length", type=int, default=64, help="tokens of each text")
     parser.add_argument("--draws", type=int, default=8)
@@ -95,7 +113,10 @@ def main() -> None:
         drafter = load_draft_lm(arguments.draft_lm, target).model
     else:
         drafter = first_layers(target, arguments.early_exit)
-    prompts = [p.token_ids for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)]
+    prompts = [
+        p.token_ids
+        for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)
+    ]
     rows: list[dict[str, Any]] = []
     for temperature in tqdm((0.3, 0.7, 1.0), desc="temperatures", disable=None, leave=False):
         sampling = Sampling(temperature=temperature)
@@ -105,7 +126,11 @@ def main() -> None:
             for draw in range(arguments.draws):
                 for start in range(0, len(p_logits), CHUNK):
                     part = slice(start, start + CHUNK)
-                    total += accepted(p_logits[part], q_logits[part], sampling, width, draw, start).sum(-1).cpu()
+                    total += (
+                        accepted(p_logits[part], q_logits[part], sampling, width, draw, start)
+                        .sum(-1)
+                        .cpu()
+                    )
             mean = (total / (arguments.draws * len(p_logits))).tolist()
             kinds = dict(zip(("deterministic", "rejection", "coupled"), mean, strict=True))
             rows.append({"T": temperature, "k": width, "positions": len(p_logits), **kinds})
@@ -116,14 +141,20 @@ def main() -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{rows[0]['positions']} positions: deterministic / without replacement / coupled")
+    table = Table(
+        title=f"{rows[0]['positions']} positions: deterministic / without replacement / coupled"
+    )
     table.add_column("T")
     for width in WIDTHS:
         table.add_column(f"k = {width}")
     for temperature in sorted({row["T"] for row in rows}):
         cells = [row for row in rows if row["T"] == temperature]
         table.add_row(
-            f"{temperature:g}", *(f"{c['deterministic']:.3f} / {c['rejection']:.3f} / {c['coupled']:.3f}" for c in cells)
+            f"{temperature:g}",
+            *(
+                f"{c['deterministic']:.3f} / {c['rejection']:.3f} / {c['coupled']:.3f}"
+                for c in cells
+            ),
         )
     Console(width=120).print(table)
 

@@ -1,13 +1,16 @@
-"""What decoding costs: every way to decode on the same prompts, taking turns, and what a forward over N nodes costs.
+"""What decoding costs: every way to decode on the same prompts, taking turns, and what a forward
+over N nodes costs.
 
     python scripts/quickstart/functions.py --split test --count 16 --out runs/bench/prompts.jsonl
-    OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target --draft-lm scripts/quickstart/draft_lm \
+    OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target \
+        --draft-lm scripts/quickstart/draft_lm \
         --prompts runs/bench/prompts.jsonl --drafter ngram --drafter suffix
 
-Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the draft model (constant draft
-length, confidence threshold 0), our loop with the same draft model and length, and every `--drafter`. Greedy, batch 1. Times are
-medians of `--repeats` turns; the split is of our loop's rounds. "loop" is all of a round but draft and target forwards. tau:
-tokens a round, the prefill left out.
+Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the
+draft model (constant draft length, confidence threshold 0), our loop with the same draft model and
+length, and every `--drafter`. Greedy, batch 1. Times are medians of `--repeats` turns; the split is
+of our loop's rounds. "loop" is all of a round but draft and target forwards. tau: tokens a round,
+the prefill left out.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 @dataclass
 class Run:
-    """One decoded prompt: its tokens, the seconds from call to return, and our loop's own account if it was our loop."""
+    """One decoded prompt: its tokens, the seconds from call to return, and our loop's own account
+    if it was our loop."""
 
     tokens: list[int]
     seconds: float
@@ -78,7 +82,12 @@ def theirs(target: Target, limit: int, **options: Any) -> Callable[[list[int]], 
         ids = torch.tensor([prompt], device=target.device)
         start = synchronised(target.device)
         out = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit, pad_token_id=0, **options
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=limit,
+            pad_token_id=0,
+            **options,
         )
         return Run(out[0, len(prompt) :].tolist(), synchronised(target.device) - start)
 
@@ -98,14 +107,27 @@ def assisted(target: Target, drafter: DraftLM, limit: int) -> Callable[[list[int
 
 def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[int]]) -> list[Arm]:
     limit = arguments.max_new_tokens
-    arms = [Arm("plain (ours)", ours(target, PlainDecoding(), limit)), Arm("target.generate", theirs(target, limit))]
+    arms = [
+        Arm("plain (ours)", ours(target, PlainDecoding(), limit)),
+        Arm("target.generate", theirs(target, limit)),
+    ]
     if arguments.draft_lm:
         spec = f"{arguments.draft_lm}:length={arguments.draft_length}"
         drafter: Any = load_proposer(spec, target, print)
-        arms.append(Arm(f"assisted (transformers), {arguments.draft_length}", assisted(target, drafter, limit)))
+        arms.append(
+            Arm(
+                f"assisted (transformers), {arguments.draft_length}",
+                assisted(target, drafter, limit),
+            )
+        )
         arms.append(Arm(f"draft-lm, {arguments.draft_length}", ours(target, drafter, limit)))
     for spec in arguments.drafter:
-        arms.append(Arm(spec.rstrip("/").split("/")[-1], ours(target, load_proposer(spec, target, print), limit)))
+        arms.append(
+            Arm(
+                spec.rstrip("/").split("/")[-1],
+                ours(target, load_proposer(spec, target, print), limit),
+            )
+        )
     return arms
 
 
@@ -127,7 +149,9 @@ def summarise(arm: Arm, base: Arm) -> dict[str, Any]:
     found: dict[str, Any] = {
         "tokens_s": tokens / seconds,
         "speedup": sum(run.seconds for run in base.runs) / seconds,
-        "speedup_median": statistics.median(b.seconds / a.seconds for a, b in zip(arm.runs, base.runs, strict=True)),
+        "speedup_median": statistics.median(
+            b.seconds / a.seconds for a, b in zip(arm.runs, base.runs, strict=True)
+        ),
         "identical": sum(a.tokens == b.tokens for a, b in zip(arm.runs, base.runs, strict=True)),
         "tau": None,
     }
@@ -145,7 +169,8 @@ def summarise(arm: Arm, base: Arm) -> dict[str, Any]:
 
 @torch.inference_mode()
 def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
-    """Median seconds of a target forward with head over N nodes (chains; a tree of N nodes costs the same), taking turns."""
+    """Median seconds of a target forward with head over N nodes (chains; a tree of N nodes costs
+    the same), taking turns."""
     ids = (torch.arange(context, device=target.device) * 7 % target.vocab_size)[None]
     cache = TreeCache(1, context + max(NODES), target.device, static=target.compiled)
     target.prefill(ids, cache)
@@ -155,7 +180,9 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
             tables = TreeShape.chain(count - 1).tables(target.device)
             tokens = ids[:, :count]
             start = synchronised(target.device)
-            hidden = target.forward_tree(tokens, tables.ancestors, tables.depths, tables.depths, cache)
+            hidden = target.forward_tree(
+                tokens, tables.ancestors, tables.depths, tables.depths, cache
+            )
             target.head(hidden.last)
             if turn >= 3:
                 times[count].append(synchronised(target.device) - start)
@@ -189,7 +216,9 @@ def show(summaries: dict[str, dict[str, Any]], costs: dict[int, float], count: i
             f"{s['identical']}/{count}",
         ]
         if "split" in s:
-            shares = [f"{s['split'][part]:.0%}" for part in ("draft", "verify", "accept", "kv", "host")]
+            shares = [
+                f"{s['split'][part]:.0%}" for part in ("draft", "verify", "accept", "kv", "host")
+            ]
             row += [f"{s['round_ms']:.2f}", *shares, f"{s['loop_share']:.0%}"]
         table.add_row(*row, *[""] * (12 - len(row)))
     console.print(table)
@@ -202,25 +231,44 @@ def show(summaries: dict[str, dict[str, Any]], costs: dict[int, float], count: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
     parser.add_argument("--draft-lm", help="folder of a small model with the target's tokenizer")
     parser.add_argument("--draft-length", type=int, default=5)
-    parser.add_argument("--drafter", action="append", default=[], help="any other drafter; may be given several times")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        help="any other drafter; may be given several times",
+    )
     parser.add_argument("--limit", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--context", type=int, default=256, help="committed positions when forwards over N nodes are timed")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=256,
+        help="committed positions when forwards over N nodes are timed",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--compile", action="store_true", help="compile the target's forward in our loop")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the target's forward in our loop"
+    )
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
-    target = load_target(TargetConfig(arguments.target, dtype=arguments.dtype, device=arguments.device))
+    target = load_target(
+        TargetConfig(arguments.target, dtype=arguments.dtype, device=arguments.device)
+    )
     if arguments.compile:
         target.compile()
-    prompts = [p.token_ids for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)]
+    prompts = [
+        p.token_ids
+        for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)
+    ]
     arms = make_arms(target, arguments, prompts)
     measure(arms, prompts, arguments.repeats)
     summaries = {arm.name: summarise(arm, arms[0]) for arm in arms}
@@ -229,7 +277,12 @@ def main() -> None:
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(
-                {"arguments": vars(arguments), "threads": torch.get_num_threads(), "ways": summaries, "verify_s": costs},
+                {
+                    "arguments": vars(arguments),
+                    "threads": torch.get_num_threads(),
+                    "ways": summaries,
+                    "verify_s": costs,
+                },
                 file,
                 indent=1,
             )

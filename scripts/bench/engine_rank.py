@@ -1,8 +1,11 @@
-"""Run under `torchrun` as one of several CPU ranks: training under FSDP2 or DeepSpeed, which accelerate's launcher keeps to GPUs.
+"""Run under `torchrun` as one of several CPU ranks: training under FSDP2 or DeepSpeed, which
+accelerate's launcher keeps to GPUs.
 
-    torchrun --standalone --nproc_per_node 2 scripts/bench/engine_rank.py fsdp2|zero2|zero3 METHOD --config FILE ...
+    torchrun --standalone --nproc_per_node 2 scripts/bench/engine_rank.py \
+        fsdp2|zero2|zero3 METHOD --config FILE ...
 
-Only the launch is another: with the process group there first, accelerate takes these engines on a CPU as well.
+Only the launch is another: with the process group there first, accelerate takes these engines on a
+CPU as well.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
 }
-ZERO = {"stage3_param_persistence_threshold": 0}  # by default DeepSpeed's stage 3 leaves tensors below 100,000 numbers whole
+# by default DeepSpeed's stage 3 leaves tensors below 100,000 numbers whole
+ZERO = {"stage3_param_persistence_threshold": 0}
 
 
 def main() -> None:
@@ -29,11 +33,16 @@ def main() -> None:
     if engine == "fsdp2":
         os.environ |= FSDP2 | {"ACCELERATE_USE_CPU": "true"}
     else:
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it, accelerate takes no notice of DeepSpeed, and says nothing
+        # with it, accelerate takes no notice of DeepSpeed, and says nothing
+        os.environ.pop("ACCELERATE_USE_CPU", None)
         file = Path(tempfile.gettempdir(), f"draftsmith-{engine}-{os.getpid()}.json")
         file.write_text(json.dumps({"zero_optimization": ZERO | {"stage": int(engine[-1])}}))
         atexit.register(file.unlink)
-        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file), "DS_ACCELERATOR": "cpu"}
+        os.environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+            "DS_ACCELERATOR": "cpu",
+        }
     from accelerate import DistributedType, PartialState
 
     PartialState(cpu=True)

@@ -1,10 +1,13 @@
-"""What each engine costs, and what a second rank gains: EAGLE training on CPU ranks of one thread each.
+"""What each engine costs, and what a second rank gains: EAGLE training on CPU ranks of one thread
+each.
 
-    OMP_NUM_THREADS=1 python scripts/bench/engines.py --config configs/eagle/quickstart.yaml --steps 40
+    OMP_NUM_THREADS=1 python scripts/bench/engines.py --config configs/eagle/quickstart.yaml \
+        --steps 40
 
-One rank with two forward passes a step; two ranks with one each under DDP, FSDP2, ZeRO-2 and ZeRO-3: the same rows in each step.
-Runs take turns; of each the median of tokens/s as its own log says, evaluations left out. Efficiency: tokens/s over twice one
-rank's. Peak memory is the largest rank's.
+One rank with two forward passes a step; two ranks with one each under DDP, FSDP2, ZeRO-2 and
+ZeRO-3: the same rows in each step. Runs take turns; of each the median of tokens/s as its own log
+says, evaluations left out. Efficiency: tokens/s over twice one rank's. Peak memory is the largest
+rank's.
 """
 
 from __future__ import annotations
@@ -32,16 +35,50 @@ def command_of(engine: str, arguments: list[str]) -> list[str]:
     if engine == "one rank":
         return [sys.executable, *train]
     if engine == "DDP":
-        launch = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-        return [sys.executable, "-m", "accelerate.commands.launch", *launch, "--multi_gpu", "--num_processes", "2", *train]
+        launch = [
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+            "--main_process_port",
+            "0",
+        ]
+        return [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            *launch,
+            "--multi_gpu",
+            "--num_processes",
+            "2",
+            *train,
+        ]
     name = engine.lower().replace("-", "")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     return [*torchrun, str(RANK_SCRIPT), name, "eagle", *arguments]
 
 
 def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, float]:
     """Tokens/s of one run, and the peak resident MiB of its largest process."""
-    arguments = ["--config", config, "--output", str(folder), "--max-steps", str(steps), "--log-every", "5"]
+    arguments = [
+        "--config",
+        config,
+        "--output",
+        str(folder),
+        "--max-steps",
+        str(steps),
+        "--log-every",
+        "5",
+    ]
     arguments += [
         "--accumulation",
         "2" if engine == "one rank" else "1",
@@ -50,14 +87,27 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
         "--evaluation.every",
         "9999",
     ]
-    arguments += ["--evaluation.max-new-tokens", "8", "--checkpoints.every", "9999", "--objective.single-step-share", "0"]
+    arguments += [
+        "--evaluation.max-new-tokens",
+        "8",
+        "--checkpoints.every",
+        "9999",
+        "--objective.single-step-share",
+        "0",
+    ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command_of(engine, arguments), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command_of(engine, arguments),
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     peak = 0.0
     while process.poll() is None:
-        for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        for child in [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]:
             try:
                 peak = max(peak, child.memory_info().rss / 2**20)
             except psutil.Error:
@@ -74,7 +124,9 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
@@ -83,14 +135,28 @@ def main() -> None:
     for turn in range(arguments.repeats):
         for engine in ENGINES:
             with tempfile.TemporaryDirectory() as folder:
-                found[engine].append(measure(engine, arguments.config, arguments.steps, Path(folder, "run")))
-            print(f"{turn + 1}/{arguments.repeats} {engine}: {found[engine][-1][0]:.0f} tokens/s", file=sys.stderr)
+                found[engine].append(
+                    measure(engine, arguments.config, arguments.steps, Path(folder, "run"))
+                )
+            print(
+                f"{turn + 1}/{arguments.repeats} {engine}: {found[engine][-1][0]:.0f} tokens/s",
+                file=sys.stderr,
+            )
     base = statistics.median(speed for speed, _ in found["one rank"])
-    table = Table("engine", "ranks", "tokens/s", "against one rank", "efficiency", "peak MiB a rank")
+    table = Table(
+        "engine", "ranks", "tokens/s", "against one rank", "efficiency", "peak MiB a rank"
+    )
     for engine, runs in found.items():
         speed, ranks = statistics.median(s for s, _ in runs), 1 if engine == "one rank" else 2
         peak = max(p for _, p in runs)
-        table.add_row(engine, str(ranks), f"{speed:,.0f}", f"{speed / base:.2f}x", f"{speed / base / ranks:.0%}", f"{peak:,.0f}")
+        table.add_row(
+            engine,
+            str(ranks),
+            f"{speed:,.0f}",
+            f"{speed / base:.2f}x",
+            f"{speed / base / ranks:.0%}",
+            f"{peak:,.0f}",
+        )
     Console(width=100).print(table)
 
 

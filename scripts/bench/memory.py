@@ -1,11 +1,14 @@
-"""Peak memory of a training step by method, and what each way to save some is worth: measured, not estimated.
+"""Peak memory of a training step by method, and what each way to save some is worth: measured, not
+estimated.
 
     OMP_NUM_THREADS=2 python scripts/bench/memory.py
-    OMP_NUM_THREADS=2 python scripts/bench/memory.py --device cuda --hidden 4096 --layers 32 --vocab 128256 --length 4096
+    OMP_NUM_THREADS=2 python scripts/bench/memory.py --device cuda --hidden 4096 --layers 32 \
+        --vocab 128256 --length 4096
 
-A target with random weights (Llama's form: hidden H, H/64 heads, MLP 8/3 H), fp32, one packed row, every position supervised. The
-figure is what a step of forward, backward and AdamW takes at its peak above what lies there before it (weights, optimiser states,
-batch): on a CPU the process's largest resident size, each case in a process of its own; on a GPU the allocator's count. Time is
+A target with random weights (Llama's form: hidden H, H/64 heads, MLP 8/3 H), fp32, one packed row,
+every position supervised. The figure is what a step of forward, backward and AdamW takes at its
+peak above what lies there before it (weights, optimiser states, batch): on a CPU the process's
+largest resident size, each case in a process of its own; on a GPU the allocator's count. Time is
 that of the second step.
 """
 
@@ -54,8 +57,10 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     torch.manual_seed(0)
     heads = max(arguments.hidden // 64, 1)
     config = LlamaConfig(
-        hidden_size=arguments.hidden, num_hidden_layers=arguments.layers, num_attention_heads=heads, num_key_value_heads=heads,
-        intermediate_size=arguments.hidden * 8 // 3, vocab_size=arguments.vocab, max_position_embeddings=arguments.length,
+        hidden_size=arguments.hidden, num_hidden_layers=arguments.layers, num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=arguments.hidden * 8 // 3, vocab_size=arguments.vocab,
+        max_position_embeddings=arguments.length,
         tie_word_embeddings=False,
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config).to(arguments.device), None, "random")
@@ -68,7 +73,9 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))
     positions = torch.arange(arguments.length)[None]
     batch = Batch(ids, positions, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    texts = SimpleNamespace(sample=lambda count: [ids[0, :64]], token_counts=lambda vocab: torch.ones(vocab))
+    texts = SimpleNamespace(
+        sample=lambda count: [ids[0, :64]], token_counts=lambda vocab: torch.ones(vocab)
+    )
     drafter = method.make_drafter(run, target, texts, None).to(arguments.device)
     objective = method.make_objective(run, target, drafter)
     module = TrainingModule(drafter, objective).to(arguments.device)
@@ -87,7 +94,8 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
 def measure(arguments: argparse.Namespace, name: str, options: dict[str, Any]) -> dict[str, float]:
     step, size = make_step(arguments, name, options)
     cuda = arguments.device == "cuda"
-    if not cuda:  # the optimiser's states, which a first step makes, are part of what lies there before
+    # the optimiser's states, which a first step makes, are part of what lies there before
+    if not cuda:
         resident = psutil.Process().memory_info().rss
         step()
         start = time.perf_counter()
@@ -103,11 +111,18 @@ def measure(arguments: argparse.Namespace, name: str, options: dict[str, Any]) -
         step()
         torch.cuda.synchronize()
         seconds, peak = time.perf_counter() - start, torch.cuda.max_memory_allocated() - resident
-    return {"parameters": size, "resident_mib": resident / 2**20, "step_mib": peak / 2**20, "seconds": seconds}
+    return {
+        "parameters": size,
+        "resident_mib": resident / 2**20,
+        "step_mib": peak / 2**20,
+        "seconds": seconds,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -123,12 +138,18 @@ def main() -> None:
     found = []
     for number, (name, how, _) in enumerate(CASES):
         command = [sys.executable, __file__, *sys.argv[1:], "--case", str(number)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir())
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, cwd=tempfile.gettempdir()
+        )
         found.append({"method": name, "how": how, **json.loads(done.stdout.splitlines()[-1])})
     table = Table("method", "how", "trained parameters", "step MiB", "s / step")
     for row in found:
         table.add_row(
-            row["method"], row["how"], f"{row['parameters'] / 1e6:.1f} M", f"{row['step_mib']:,.0f}", f"{row['seconds']:.1f}"
+            row["method"],
+            row["how"],
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{row['step_mib']:,.0f}",
+            f"{row['seconds']:.1f}",
         )
     Console(width=100).print(table)
     if arguments.json:

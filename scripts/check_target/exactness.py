@@ -1,5 +1,5 @@
-"""Does every drafter write what the target alone writes? Greedy and coupled texts against plain decoding, token for token, and
-greedy ones against transformers' own `generate`.
+"""Does every drafter write what the target alone writes? Greedy and coupled texts against plain
+decoding, token for token, and greedy ones against transformers' own `generate`.
 
     python scripts/check_target/exactness.py --target TARGET --prompts FILE [--drafter FOLDER ...]
 """
@@ -21,7 +21,8 @@ from draftsmith.inference.target import Target, load_target
 
 BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Logits that are closer than this may change places when a tree is verified in another batch shape."""
+"""Logits that are closer than this may change places when a tree is verified in another batch
+shape."""
 
 
 def main() -> None:
@@ -42,7 +43,8 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Print a line for each way to decode; the number of replies that differ where the target is sure."""
+    """Print a line for each way to decode; the number of replies that differ where the target is
+    sure."""
     target = load_target(TargetConfig(options.target, dtype=options.dtype))
     prompts = read_prompts(options.prompts, target.tokenizer, target.name)
     wrong = 0
@@ -66,9 +68,15 @@ def check(options: argparse.Namespace) -> int:
 
 
 def decoded(
-    target: Target, spec: str, prompts: Sequence[Prompt], batch: int, sampling: Sampling, longest: int
+    target: Target,
+    spec: str,
+    prompts: Sequence[Prompt],
+    batch: int,
+    sampling: Sampling,
+    longest: int,
 ) -> list[Generation]:
-    """A reply to each prompt, `batch` of them at a time; the noise of a request is the same in every batch."""
+    """A reply to each prompt, `batch` of them at a time; the noise of a request is the same in
+    every batch."""
     proposer = load_proposer(spec, target, lambda message: None)
     requests = [Request(prompt.token_ids, number) for number, prompt in enumerate(prompts)]
     replies: list[Generation] = []
@@ -82,12 +90,21 @@ def by_transformers(target: Target, prompt: Prompt, longest: int) -> list[int]:
     """What `generate` writes greedily after one prompt."""
     ids = torch.tensor([prompt.token_ids], device=target.device)
     penalty = {"repetition_penalty": target.repetition_penalty}
-    found = target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest, **penalty)
+    found = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=longest, **penalty
+    )
     return found[0, ids.shape[1] :].tolist()
 
 
-def told(label: str, target: Target, plain: Sequence[Generation], others: Sequence[list[int]], sampling: Sampling) -> int:
-    """Print how many replies are equal, and return how many are not though the target's two best tokens are apart there."""
+def told(
+    label: str,
+    target: Target,
+    plain: Sequence[Generation],
+    others: Sequence[list[int]],
+    sampling: Sampling,
+) -> int:
+    """Print how many replies are equal, and return how many are not though the target's two best
+    tokens are apart there."""
     different = wrong = 0
     for reply, other in zip(plain, others, strict=True):
         if reply.token_ids == other:

@@ -1,4 +1,5 @@
-"""Does everything work with this model? A little of each command, on one target; run by `scripts/check_target.sh`."""
+"""Does everything work with this model? A little of each command, on one target; run by
+`scripts/check_target.sh`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-# The steps run in forks of this process: what is imported here, none of them imports again. Nothing may be computed here.
+# The steps run in forks of this process: what is imported here, none of them imports again. Nothing
+# may be computed here.
 import draftsmith.inference.evaluation.evaluate
 import draftsmith.train.loop  # noqa: F401
 from draftsmith.heads.errors import UserError
@@ -26,7 +28,17 @@ def main() -> None:
     options = parsed()
     try:
         folder, target = prepared(options)
-        steps = every_step(Plan(target, folder, options.dtype, options.tokens, options.steps, options.ranks, options.quick))
+        steps = every_step(
+            Plan(
+                target,
+                folder,
+                options.dtype,
+                options.tokens,
+                options.steps,
+                options.ranks,
+                options.quick,
+            )
+        )
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -50,16 +62,38 @@ def main() -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="check_target.sh", description=__doc__)
     parser.add_argument("target", nargs="?", help="a model folder, or a name on the hub")
-    parser.add_argument("--shape", help=f"instead: random weights in the sizes of {', '.join(known_shapes())}")
+    parser.add_argument(
+        "--shape", help=f"instead: random weights in the sizes of {', '.join(known_shapes())}"
+    )
     parser.add_argument("--layers", type=int, help="with --shape: so many decoder layers only")
-    parser.add_argument("--dtype", default="auto", help="as --target.dtype of every command (float32 on a CPU if not given)")
-    parser.add_argument("--out", type=Path, help="folder for all that is made (runs/check/NAME); emptied first")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="as --target.dtype of every command (float32 on a CPU if not given)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder for all that is made (runs/check/NAME); emptied first"
+    )
     parser.add_argument("--tokens", type=int, default=8, help="longest reply of a step (8)")
     parser.add_argument("--steps", type=int, default=4, help="optimiser steps of each training (4)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes of the trainings that share work; 1 leaves them out")
-    parser.add_argument("--quick", action="store_true", help="one method only, no ranks, one export")
-    parser.add_argument("--only", help="steps whose names begin with one of these, with commas between them")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds after which a command is given up (1800)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="processes of the trainings that share work; 1 leaves them out",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one method only, no ranks, one export"
+    )
+    parser.add_argument(
+        "--only", help="steps whose names begin with one of these, with commas between them"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=1800,
+        help="seconds after which a command is given up (1800)",
+    )
     options = parser.parse_args()
     if (options.target is None) == (options.shape is None):
         parser.error("give a target, or --shape NAME")
@@ -71,7 +105,8 @@ def parsed() -> argparse.Namespace:
 
 
 def prepared(options: argparse.Namespace) -> tuple[Path, str]:
-    """The output folder, empty but for a target made before, and the target's path. Raises `UserError`."""
+    """The output folder, empty but for a target made before, and the target's path. Raises
+    `UserError`."""
     name = options.shape or Path(options.target).name
     if options.layers is not None:
         name += f"-{options.layers}-layers"
@@ -111,7 +146,10 @@ def table(console: Console, target: str, outcomes: list[Outcome], expected: int)
     passed = sum(outcome.result == "pass" for outcome in outcomes)
     seconds = sum(outcome.seconds for outcome in outcomes)
     peak = max((outcome.peak_bytes for outcome in outcomes), default=0)
-    console.print(f"{passed} of {expected} passed in {seconds:.0f} s; at most {peak / GIB:.1f} GiB in one process")
+    console.print(
+        f"{passed} of {expected} passed in {seconds:.0f} s; at most {peak / GIB:.1f} GiB in one "
+        "process"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Run the steps of a check one after another, each in a process of its own, and measure them.
 
-A step is one or several commands as a user would type them. Those of this package run in a fork of this process, which has
-imported everything once: that saves each of them some seconds, and nothing of one step is left behind in the next.
+A step is one or several commands as a user would type them. Those of this package run in a fork of
+this process, which has imported everything once: that saves each of them some seconds, and nothing
+of one step is left behind in the next.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ REFUSED = 2  # exit code of every command for what a user has to change
 
 @dataclass
 class Command:
-    """What a step runs: arguments of `draftsmith`, of `python -m draftsmith.train`, or of any other program."""
+    """What a step runs: arguments of `draftsmith`, of `python -m draftsmith.train`, or of any other
+    program."""
 
     arguments: Sequence[str]
     program: Sequence[str] = ("draftsmith",)
     may_refuse: bool = False
-    """Exit code 2 with a reason is an answer too, such as of an engine that cannot serve this drafter."""
+    """Exit code 2 with a reason is an answer too, such as of an engine that cannot serve this
+    drafter."""
 
     def __str__(self) -> str:
         return shlex.join([*self.program, *self.arguments])
@@ -53,7 +56,8 @@ class Step:
     name: str
     commands: Sequence[Command] = ()
     after: Callable[[Path], str] | None = None
-    """Looks at what the commands made (given their log) and returns a remark; raises `AssertionError` with what is wrong."""
+    """Looks at what the commands made (given their log) and returns a remark; raises
+    `AssertionError` with what is wrong."""
     needs: Sequence[str] = ()
     """Steps without which this one means nothing."""
 
@@ -90,7 +94,9 @@ class Runner:
         self.tell(outcome)
 
     def _run(self, step: Step) -> Outcome:
-        log = self.folder / f"{len(self.outcomes) + 1:02d} {step.name}.log".replace(" ", "-").replace("/", "-")
+        log = self.folder / f"{len(self.outcomes) + 1:02d} {step.name}.log".replace(
+            " ", "-"
+        ).replace("/", "-")
         started, peak, refused = time.monotonic(), 0, []
         outcome = Outcome(step.name, "pass")
         for command in step.commands:
@@ -102,7 +108,10 @@ class Runner:
             if code == REFUSED and command.may_refuse:
                 refused.append(last_line(log, before))
             elif code != 0:
-                outcome.result, outcome.remark = "FAIL", f"exit code {code}: {last_line(log, before)}"
+                outcome.result, outcome.remark = (
+                    "FAIL",
+                    f"exit code {code}: {last_line(log, before)}",
+                )
                 break
         if outcome.result == "pass":
             try:
@@ -138,7 +147,9 @@ def run_command(command: Command, log: Path, timeout_s: float) -> tuple[int, int
 
 def _started(command: Command, log: Path) -> int:
     with log.open("a") as file:
-        return subprocess.Popen([*command.program, *command.arguments], stdout=file, stderr=file, start_new_session=True).pid
+        return subprocess.Popen(
+            [*command.program, *command.arguments], stdout=file, stderr=file, start_new_session=True
+        ).pid
 
 
 def _forked(command: Command, log: Path) -> int:
@@ -168,17 +179,23 @@ def _forked(command: Command, log: Path) -> int:
 
 
 def last_line(log: Path, start: int) -> str:
-    """The last line of a log after byte `start` that says something: an error line if there is one."""
+    """The last line of a log after byte `start` that says something: an error line if there is
+    one."""
     with log.open("rb") as file:
         file.seek(start)
         text = file.read().decode(errors="replace").replace("\r", "\n")
     lines = [line.strip(TABLE + " ") for line in text.splitlines() if line.strip(TABLE + " ")]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ") or "│ error" in line]
+    errors = [
+        line.removeprefix("error: ")
+        for line in lines
+        if line.startswith("error: ") or "│ error" in line
+    ]
     return (errors or lines or ["it said nothing"])[-1]
 
 
 def run_isolated(work: Callable[[], None]) -> None:
-    """`work` in a fork of this process, so that its memory and threads are gone afterwards. Raises `UserError`."""
+    """`work` in a fork of this process, so that its memory and threads are gone afterwards. Raises
+    `UserError`."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

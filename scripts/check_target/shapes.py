@@ -1,7 +1,8 @@
 """Targets of a known model's sizes with random weights: real shapes without a download.
 
-Weights are drawn by the model's own initialisation, in bfloat16, and stored in shards with an index, as published models are.
-The tokenizer is the quickstart target's, so the embedding has far more rows than the tokenizer has tokens.
+Weights are drawn by the model's own initialisation, in bfloat16, and stored in shards with an
+index, as published models are. The tokenizer is the quickstart target's, so the embedding has far
+more rows than the tokenizer has tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def known_shapes() -> list[str]:
 
 
 def make_shape(name: str, folder: Path, layers: int | None = None, seed: int = 0) -> Path:
-    """Write a target of the sizes of `name` to `folder`, with fewer `layers` if given; a folder that is there is kept.
+    """Write a target of the sizes of `name` to `folder`, with fewer `layers` if given; a folder
+    that is there is kept.
 
     Raises `UserError` for an unknown name.
     """
@@ -38,7 +40,9 @@ def make_shape(name: str, folder: Path, layers: int | None = None, seed: int = 0
     path = CONFIGS / f"{name}.json"
     if not path.is_file():
         raise UserError(f"no shape {name!r}; there are: {', '.join(known_shapes())}")
-    values = {key: value for key, value in json.loads(path.read_text()).items() if key not in UNWANTED}
+    values = {
+        key: value for key, value in json.loads(path.read_text()).items() if key not in UNWANTED
+    }
     config = text_config(AutoConfig.for_model(values.pop("model_type"), **values))
     if layers is not None:
         config = with_layers(config, layers)
@@ -48,7 +52,9 @@ def make_shape(name: str, folder: Path, layers: int | None = None, seed: int = 0
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Two end tokens and no token for padding, as many published models have.
-    model.generation_config = GenerationConfig(eos_token_id=[tokenizer.eos_token_id, config.vocab_size - 1])
+    model.generation_config = GenerationConfig(
+        eos_token_id=[tokenizer.eos_token_id, config.vocab_size - 1]
+    )
     with whole_directory(folder) as aside:
         model.save_pretrained(aside, max_shard_size=SHARD_BYTES)
         tokenizer.save_pretrained(aside)

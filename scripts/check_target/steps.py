@@ -21,10 +21,17 @@ from runner import TRAIN, Command, Step
 
 HERE = Path(__file__).parent
 ENGINE_RANK = HERE.parent / "bench" / "engine_rank.py"
-KINDS = {"medusa": "medusa", "eagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "distill": "draft_lm"}
+KINDS = {
+    "medusa": "medusa",
+    "eagle": "eagle3",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "distill": "draft_lm",
+}
 """What `RECIPES` calls the drafters of each training command."""
 ROW = 96  # tokens of a packed row
-BIG_HEAD = 50_000_000  # elements of an output matrix of which Medusa gets no copies here: each needs 16 bytes an element
+# elements of an output matrix of which Medusa gets no copies here: each needs 16 bytes an element
+BIG_HEAD = 50_000_000
 QUESTIONS = (
     "Name three animals that live in the sea.",
     "What is the capital of France, and what is it known for?",
@@ -39,7 +46,12 @@ QUESTIONS = (
     "Tell me about the city of Rome.",
     "How many legs does a spider have?",
 )
-HELD_OUT = ("Describe a tree in autumn.", "What is seven times eight?", "Write a letter to a friend.", "What is gravity?")
+HELD_OUT = (
+    "Describe a tree in autumn.",
+    "What is seven times eight?",
+    "Write a letter to a friend.",
+    "What is gravity?",
+)
 
 
 @dataclass
@@ -68,7 +80,8 @@ class Plan:
 
 
 def every_step(plan: Plan) -> list[Step]:
-    """All steps, in order. Writes the prompts and the runs' configs. Raises `UserError` for a target that is not there."""
+    """All steps, in order. Writes the prompts and the runs' configs. Raises `UserError` for a
+    target that is not there."""
     config = config_at(plan.target).get_text_config()
     write_prompts(plan)
     for method in plan.methods:
@@ -87,10 +100,14 @@ def write_prompts(plan: Plan) -> None:
     files = ("tokenizer_config.json", "chat_template.jinja")
     folder = Path(plan.target)
     chat = not folder.is_dir() or any(
-        "chat_template" in name + (folder / name).read_text() for name in files if (folder / name).is_file()
+        "chat_template" in name + (folder / name).read_text()
+        for name in files
+        if (folder / name).is_file()
     )
     for name, texts in (("train", QUESTIONS), ("held_out", HELD_OUT)):
-        rows = [{"messages": [{"role": "user", "content": t}]} if chat else {"text": t} for t in texts]
+        rows = [
+            {"messages": [{"role": "user", "content": t}]} if chat else {"text": t} for t in texts
+        ]
         lines = "".join(json.dumps({"id": str(i), **row}) + "\n" for i, row in enumerate(rows))
         (plan.folder / f"{name}.prompts.jsonl").write_text(lines)
 
@@ -100,7 +117,11 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
     vocabulary, layers = config.vocab_size, config.num_hidden_layers
     parts: dict[str, Any] = {}
     if method == "medusa":
-        parts["heads"] = {"shared_head": True} if vocabulary * config.hidden_size > BIG_HEAD else {"num_heads": 2}
+        parts["heads"] = (
+            {"shared_head": True}
+            if vocabulary * config.hidden_size > BIG_HEAD
+            else {"num_heads": 2}
+        )
     if method in ("eagle", "dflash", "dspark") and layers < 8:  # too few for the default taps
         parts["heads"] = {"taps": [1] if layers < 4 else [1, layers // 2, layers - 1]}
     if method == "eagle" and plan.quick:
@@ -135,16 +156,52 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
 
 def preparation(plan: Plan) -> list[Step]:
     """Machine and target, plain decoding, data."""
-    generate = ["generate", *plan.its_target, "--prompt", "What is the capital of France?", "--max-new-tokens", str(plan.tokens)]
-    regenerate = ["data", "regenerate", *plan.its_target, "--sampling.max-new-tokens", str(max(plan.tokens, 24))]
-    sets = [["--data", plan.at(f"{name}.prompts.jsonl"), "--out", plan.at(f"{name}.jsonl")] for name in ("train", "held_out")]
-    runs = [["data", "plan", "--method", m, "--run", plan.at(f"{m}.yaml"), "--tokens", "1e8"] for m in plan.methods]
+    generate = [
+        "generate",
+        *plan.its_target,
+        "--prompt",
+        "What is the capital of France?",
+        "--max-new-tokens",
+        str(plan.tokens),
+    ]
+    regenerate = [
+        "data",
+        "regenerate",
+        *plan.its_target,
+        "--sampling.max-new-tokens",
+        str(max(plan.tokens, 24)),
+    ]
+    sets = [
+        ["--data", plan.at(f"{name}.prompts.jsonl"), "--out", plan.at(f"{name}.jsonl")]
+        for name in ("train", "held_out")
+    ]
+    runs = [
+        ["data", "plan", "--method", m, "--run", plan.at(f"{m}.yaml"), "--tokens", "1e8"]
+        for m in plan.methods
+    ]
     first = plan.methods[0] if plan.quick else "eagle"
-    store = ["data", "extract", "--method", first, "--run", plan.at(f"{first}.yaml"), "--out", plan.at("store")]
+    store = [
+        "data",
+        "extract",
+        "--method",
+        first,
+        "--run",
+        plan.at(f"{first}.yaml"),
+        "--out",
+        plan.at("store"),
+    ]
     return [
         Step("doctor", [Command(["doctor", "--target", plan.target, "--dtype", plan.dtype])]),
-        Step("generate", [Command(generate), Command([*generate, "--drafter", "ngram", "--temperature", "1"])], needs=["doctor"]),
-        Step("data regenerate", [Command([*regenerate, *options]) for options in sets], needs=["doctor"]),
+        Step(
+            "generate",
+            [Command(generate), Command([*generate, "--drafter", "ngram", "--temperature", "1"])],
+            needs=["doctor"],
+        ),
+        Step(
+            "data regenerate",
+            [Command([*regenerate, *options]) for options in sets],
+            needs=["doctor"],
+        ),
         Step("data plan", [Command(run) for run in runs]),
         Step("data extract", [Command(store)], needs=["data regenerate"]),
     ]
@@ -153,12 +210,23 @@ def preparation(plan: Plan) -> list[Step]:
 def trainings(plan: Plan) -> list[Step]:
     """Every method for a few steps in one process; from a store; stopped and resumed."""
     steps = [
-        Step(f"train {m}", [Command([m, "--config", plan.at(f"{m}.yaml")], TRAIN)], losses(plan, m), ["data regenerate"])
+        Step(
+            f"train {m}",
+            [Command([m, "--config", plan.at(f"{m}.yaml")], TRAIN)],
+            losses(plan, m),
+            ["data regenerate"],
+        )
         for m in plan.methods
     ]
     run = ["eagle", "--config", plan.at("eagle.yaml")]
     from_store = [*run, "--features.store", plan.at("store"), "--output", plan.at("eagle_store")]
-    replayed = ["evaluate", "--features", plan.at("store"), "--drafter", plan.at("eagle_store/best")]
+    replayed = [
+        "evaluate",
+        "--features",
+        plan.at("store"),
+        "--drafter",
+        plan.at("eagle_store/best"),
+    ]
     steps.append(
         Step(
             "train eagle from a store",
@@ -168,7 +236,13 @@ def trainings(plan: Plan) -> list[Step]:
         )
     )
     resumed = [*run, "--output", plan.at("eagle_resumed")]
-    steps.append(Step("resume after SIGTERM", after=lambda log: stop_and_resume(plan, resumed, log), needs=["train eagle"]))
+    steps.append(
+        Step(
+            "resume after SIGTERM",
+            after=lambda log: stop_and_resume(plan, resumed, log),
+            needs=["train eagle"],
+        )
+    )
     return steps
 
 
@@ -181,14 +255,16 @@ def losses(plan: Plan, output: str) -> Callable[[Path], str]:
         assert len(found) == plan.steps, f"{len(found)} losses in metrics.jsonl, not {plan.steps}"
         assert all(loss == loss and abs(loss) < 1e6 for loss in found), f"losses are {found}"
         for state in (plan.folder / output).glob("checkpoints/*/state"):
-            shutil.rmtree(state)  # the optimiser's: of a large target gigabytes, and nothing goes on from it
+            # the optimiser's: of a large target gigabytes, and nothing goes on from it
+            shutil.rmtree(state)
         return f"loss {found[0]:.2f} to {found[-1]:.2f}"
 
     return look
 
 
 def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
-    """Tell a run to stop after its first step, start it again, and compare the weights with those of the run that went on."""
+    """Tell a run to stop after its first step, start it again, and compare the weights with those
+    of the run that went on."""
     metrics = plan.folder / "eagle_resumed" / "metrics.jsonl"
     command = [sys.executable, "-m", "draftsmith.train", *arguments]
     with log.open("a") as file:
@@ -199,7 +275,9 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
         first.send_signal(signal.SIGTERM)
         assert first.wait() == 143, f"told to stop, it ended with exit code {first.returncode}"
         stopped = sorted((plan.folder / "eagle_resumed" / "checkpoints").glob("step-*"))[-1].name
-        assert subprocess.run(command, stdout=file, stderr=file).returncode == 0, "the same command did not go on"
+        assert subprocess.run(command, stdout=file, stderr=file).returncode == 0, (
+            "the same command did not go on"
+        )
     last = f"checkpoints/step-{plan.steps:06d}/drafter/model.safetensors"
     same = checksum(plan.folder / "eagle" / last) == checksum(plan.folder / "eagle_resumed" / last)
     assert same, f"stopped at {stopped} and resumed, it ends with other weights"
@@ -210,9 +288,31 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
 def shared_trainings(plan: Plan) -> list[Step]:
     """Several processes: a copy each, FSDP2, DeepSpeed ZeRO-3."""
     run = ["--config", plan.at("eagle.yaml"), "--output"]
-    launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", str(plan.ranks), "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(plan.ranks)]
+    launch = [
+        "accelerate",
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        str(plan.ranks),
+        "--num_machines",
+        "1",
+    ]
+    launch += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--num_cpu_threads_per_process",
+        "1",
+    ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(plan.ranks),
+    ]
     cpu = ["env", "ACCELERATE_USE_CPU=true", "OMP_NUM_THREADS=1"]
     found = []
     for name, program in (
@@ -222,7 +322,14 @@ def shared_trainings(plan: Plan) -> list[Step]:
     ):
         output = f"eagle_{name}"
         command = Command([*run, plan.at(output)], program)
-        found.append(Step(f"train eagle, {plan.ranks} ranks, {name}", [command], losses(plan, output), ["train eagle"]))
+        found.append(
+            Step(
+                f"train eagle, {plan.ranks} ranks, {name}",
+                [command],
+                losses(plan, output),
+                ["train eagle"],
+            )
+        )
     return found
 
 
@@ -251,21 +358,57 @@ def measurements(plan: Plan) -> list[Step]:
         "--samples",
         "4",
     ]
-    # One by one they are held against plain decoding by evaluate; here in a batch, against requests that were alone.
-    exact = ["--target", plan.target, "--dtype", plan.dtype, *drafters, *prompts, *short, "--batch-sizes", "4"]
+    # One by one they are held against plain decoding by evaluate; here in a batch, against requests
+    # that were alone.
+    exact = [
+        "--target",
+        plan.target,
+        "--dtype",
+        plan.dtype,
+        *drafters,
+        *prompts,
+        *short,
+        "--batch-sizes",
+        "4",
+    ]
     return [
-        Step("evaluate", [Command([*evaluate, *settings, "--json", report])], lambda _: identical(Path(report)), trained),
-        Step("exactness", [Command(exact, [sys.executable, str(HERE / "exactness.py")])], exact_lines, trained),
+        Step(
+            "evaluate",
+            [Command([*evaluate, *settings, "--json", report])],
+            lambda _: identical(Path(report)),
+            trained,
+        ),
+        Step(
+            "exactness",
+            [Command(exact, [sys.executable, str(HERE / "exactness.py")])],
+            exact_lines,
+            trained,
+        ),
         Step(
             "tune, and decode with its profile",
             [
                 Command([*tune, "--contexts", "64", "--out", profile]),
-                Command(["generate", *plan.its_target, *one, "--profile", profile, "--prompt", "Hello!", *short]),
+                Command(
+                    [
+                        "generate",
+                        *plan.its_target,
+                        *one,
+                        "--profile",
+                        profile,
+                        "--prompt",
+                        "Hello!",
+                        *short,
+                    ]
+                ),
             ],
             needs=["train eagle"],
         ),
         Step("simulate", [Command(["simulate", "--report", report])], needs=["evaluate"]),
-        Step("report", [Command(["report", report, plan.at("eagle"), "--out", plan.at("report.html")])], needs=["evaluate"]),
+        Step(
+            "report",
+            [Command(["report", report, plan.at("eagle"), "--out", plan.at("report.html")])],
+            needs=["evaluate"],
+        ),
     ]
 
 
@@ -281,14 +424,19 @@ def identical(report: Path) -> str:
                 equal += bool(request["equal_to_ar"])
                 gap = request["top2_gap"]
                 tied = gap < (1e-3 if exact else 0.5) if gap is not None else not exact
-                assert request["equal_to_ar"] in (True, None) or tied, f"{name} differs from plain decoding in {request['id']}"
+                assert request["equal_to_ar"] in (True, None) or tied, (
+                    f"{name} differs from plain decoding in {request['id']}"
+                )
     return f"{equal} of {comparable} replies identical"
 
 
 def exact_lines(log: Path) -> str:
     lines = [line for line in log.read_text().splitlines() if line.endswith(" equal")]
     counts = [line.rpartition(": ")[2].split(" of ") for line in lines]
-    equal, total = sum(int(a) for a, _ in counts), sum(int(b.removesuffix(" equal")) for _, b in counts)
+    equal, total = (
+        sum(int(a) for a, _ in counts),
+        sum(int(b.removesuffix(" equal")) for _, b in counts),
+    )
     return f"{equal} of {total} replies equal plain decoding's or generate's, {len(lines)} ways"
 
 
@@ -296,7 +444,9 @@ def exports(plan: Plan) -> list[Step]:
     """Every engine that takes the method; our own export read back, and decoding with it."""
     found = []
     for method in plan.methods:
-        engines = [engine for engine, kinds in RECIPES.items() if KINDS[method] in kinds][: 1 if plan.quick else None]
+        engines = [engine for engine, kinds in RECIPES.items() if KINDS[method] in kinds][
+            : 1 if plan.quick else None
+        ]
         commands = [
             Command(
                 [
@@ -313,11 +463,28 @@ def exports(plan: Plan) -> list[Step]:
             )
             for engine in engines
         ]
-        wrote = lambda _, m=method, e=engines: exported(plan, m, e)  # noqa: E731
+
+        def wrote(_, m=method, e=engines):
+            return exported(plan, m, e)
+
         found.append(Step(f"export {method}", commands, wrote, [f"train {method}"]))
-    back, prompt = plan.at("imported"), ["--prompt", "What is gravity?", "--max-new-tokens", str(plan.tokens)]
-    read_back = ["import", "--from", plan.at("exports/eagle3-vllm"), "--target", plan.target, "--out", back]
-    commands = [Command(read_back), Command(["generate", *plan.its_target, "--drafter", back, *prompt])]
+    back, prompt = (
+        plan.at("imported"),
+        ["--prompt", "What is gravity?", "--max-new-tokens", str(plan.tokens)],
+    )
+    read_back = [
+        "import",
+        "--from",
+        plan.at("exports/eagle3-vllm"),
+        "--target",
+        plan.target,
+        "--out",
+        back,
+    ]
+    commands = [
+        Command(read_back),
+        Command(["generate", *plan.its_target, "--drafter", back, *prompt]),
+    ]
     return [*found, Step("import our export, and decode", commands, needs=["export eagle"])]
 
 
@@ -329,7 +496,11 @@ def needs_target(plan: Plan, method: str, engine: str) -> bool:
 
 def exported(plan: Plan, method: str, engines: Sequence[str]) -> str:
     """Which engines' folders were written; at least one of them."""
-    there = [engine for engine in engines if (plan.folder / "exports" / f"{KINDS[method]}-{engine}" / "README.md").is_file()]
+    there = [
+        engine
+        for engine in engines
+        if (plan.folder / "exports" / f"{KINDS[method]}-{engine}" / "README.md").is_file()
+    ]
     assert there, "no engine takes it"
     for engine in there[1:]:  # what was read back once is not needed again, and large
         shutil.rmtree(plan.folder / "exports" / f"{KINDS[method]}-{engine}")

@@ -1,9 +1,12 @@
-"""llama.cpp's converter, with its own arguments. Run by the Python of an environment that has it (environment.sh):
+"""llama.cpp's converter, with its own arguments. Run by the Python of an environment that has it
+(environment.sh):
 
-    LLAMACPP_PYTHON scripts/llamacpp/convert.py MODEL --outtype f32 --outfile model.gguf [--target-model-dir TARGET]
+    LLAMACPP_PYTHON scripts/llamacpp/convert.py MODEL --outtype f32 \
+        --outfile model.gguf [--target-model-dir TARGET]
 
-It knows pre-tokenizers by a hash over the token ids of one text, so no newly trained vocabulary is ever known to it. Where it
-gives up, and tokenizer.json itself says that the pre-tokenizer is GPT-2's and nothing else, the answer here is "gpt-2".
+It knows pre-tokenizers by a hash over the token ids of one text, so no newly trained vocabulary is
+ever known to it. Where it gives up, and tokenizer.json itself says that the pre-tokenizer is
+GPT-2's and nothing else, the answer here is "gpt-2".
 """
 
 import json
@@ -17,8 +20,14 @@ GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 
 def is_gpt2(tokenizer: dict[str, Any]) -> bool:
     """Whether a text is cut as GPT-2 cuts it, by the contents of a tokenizer.json."""
-    before = {key: value for key, value in (tokenizer["pre_tokenizer"] or {}).items() if key != "trim_offsets"}
-    return tokenizer["model"]["type"] == "BPE" and tokenizer["normalizer"] is None and before == GPT2
+    before = {
+        key: value
+        for key, value in (tokenizer["pre_tokenizer"] or {}).items()
+        if key != "trim_offsets"
+    }
+    return (
+        tokenizer["model"]["type"] == "BPE" and tokenizer["normalizer"] is None and before == GPT2
+    )
 
 
 if __name__ == "__main__":

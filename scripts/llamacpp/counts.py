@@ -1,11 +1,12 @@
-"""Greedy replies of a llama-server, with a drafter or without, and what it counts. Run by the Python of an environment that has
-one (environment.sh):
+"""Greedy replies of a llama-server, with a drafter or without, and what it counts. Run by the
+Python of an environment that has one (environment.sh):
 
     LLAMACPP_PYTHON scripts/llamacpp/counts.py JOB.json RESULT.json
 
-JOB: `options` (llama-server's, the models and the speculation), `prompts` (token ids), `max_tokens`, `texts` to cut into tokens.
-RESULT: `tokens` of each reply, and its `counts`: `drafts` (rounds with drafts), `drafted`, `accepted`, `by_position` (accepted at
-least 1, 2, ..); `cut`, the token ids of each text. The server's log goes to stderr.
+JOB: `options` (llama-server's, the models and the speculation), `prompts` (token ids),
+`max_tokens`, `texts` to cut into tokens. RESULT: `tokens` of each reply, and its `counts`: `drafts`
+(rounds with drafts), `drafted`, `accepted`, `by_position` (accepted at least 1, 2, ..); `cut`, the
+token ids of each text. The server's log goes to stderr.
 """
 
 import json
@@ -19,14 +20,20 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-# fp32 throughout, one thread and one request at a time, nothing reused: so that counts can be equal and not only close.
-EXACT = "-c 1024 -np 1 -t 1 -tb 1 -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --no-warmup --fit off --device none --offline --metrics"
+# fp32 throughout, one thread and one request at a time, nothing reused: so that counts can be equal
+# and not only close.
+EXACT = (
+    "-c 1024 -np 1 -t 1 -tb 1 -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --no-warmup --fit off --device "
+    "none --offline --metrics"
+)
 PATIENCE_S = 120
 
 
 def ask(url: str, body: dict[str, Any] | None = None) -> str:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    ) as answer:
         return answer.read().decode()
 
 
@@ -45,7 +52,9 @@ def wait_for(server: subprocess.Popen[bytes], url: str) -> None:
 
 def counters(url: str) -> dict[str, int]:
     """What the server has counted of its speculation since it started."""
-    lines = re.findall(r"^llamacpp:spec_decode_num_(\S+) (\d+)$", ask(f"{url}/metrics"), re.MULTILINE)
+    lines = re.findall(
+        r"^llamacpp:spec_decode_num_(\S+) (\d+)$", ask(f"{url}/metrics"), re.MULTILINE
+    )
     return {name: int(value) for name, value in lines}
 
 
@@ -69,17 +78,35 @@ if __name__ == "__main__":
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [str(binary_path()), "--host", "127.0.0.1", "--port", str(port), *EXACT.split(), *job["options"]]
+    command = [
+        str(binary_path()),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *EXACT.split(),
+        *job["options"],
+    ]
     server = subprocess.Popen(command, env=launch_environment(), stdout=sys.stderr)
     try:
         wait_for(server, url)
-        law = {"temperature": 0, "n_predict": job["max_tokens"], "return_tokens": True, "cache_prompt": False}
+        law = {
+            "temperature": 0,
+            "n_predict": job["max_tokens"],
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
         found: dict[str, Any] = {"tokens": [], "counts": []}
         for ids in job["prompts"]:
             before = counters(url)
-            found["tokens"].append(json.loads(ask(f"{url}/completion", {"prompt": ids, **law}))["tokens"])
+            found["tokens"].append(
+                json.loads(ask(f"{url}/completion", {"prompt": ids, **law}))["tokens"]
+            )
             found["counts"].append(between(before, counters(url)))
-        cut = [json.loads(ask(f"{url}/tokenize", {"content": text, "parse_special": True})) for text in job["texts"]]
+        cut = [
+            json.loads(ask(f"{url}/tokenize", {"content": text, "parse_special": True}))
+            for text in job["texts"]
+        ]
         found["cut"] = [answer["tokens"] for answer in cut]
     finally:
         server.terminate()

@@ -1,9 +1,11 @@
-"""Python functions as chat data: a user turn gives signature and docstring, the assistant writes the body.
+"""Python functions as chat data: a user turn gives signature and docstring, the assistant writes
+the body.
 
-The quickstart needs prompts that exist on every machine without a download. The standard library is one such corpus, so
-prompts are found at run time by parsing the modules of the running interpreter; `make_target.py` also reads the installed
-packages. Modules, not functions, are split into `train`, `valid` and `test`, by a hash of the module's dotted name, so the
-split is the same for every Python version and no helper of a held-out module is ever seen in training.
+The quickstart needs prompts that exist on every machine without a download. The standard library is
+one such corpus, so prompts are found at run time by parsing the modules of the running interpreter;
+`make_target.py` also reads the installed packages. Modules, not functions, are split into `train`,
+`valid` and `test`, by a hash of the module's dotted name, so the split is the same for every Python
+version and no helper of a held-out module is ever seen in training.
 
     python scripts/quickstart/functions.py --split train --count 600 --out prompts.jsonl
 """
@@ -28,14 +30,24 @@ from typing import Literal
 
 Split = Literal["train", "valid", "test"]
 HELD_OUT_PERCENT = {"test": 8, "valid": 6}
-SKIPPED_FOLDERS = {"test", "tests", "testing", "idle_test", "lib2to3", "site-packages", "__pycache__", "_vendor"}
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "testing",
+    "idle_test",
+    "lib2to3",
+    "site-packages",
+    "__pycache__",
+    "_vendor",
+}
 WORD = re.compile(r"\w+|[^\w\s]")
 NGRAM = 13
 
 
 @dataclass(frozen=True)
 class Function:
-    """One function or method: `prompt` (signature and docstring) and `body`, both dedented source text."""
+    """One function or method: `prompt` (signature and docstring) and `body`, both dedented source
+    text."""
 
     module: str
     name: str
@@ -58,7 +70,8 @@ def split_of(module: str) -> Split:
 
 
 def stdlib_functions() -> list[Function]:
-    """Every function of the running interpreter's standard library, in a fixed order, without its test suites."""
+    """Every function of the running interpreter's standard library, in a fixed order, without its
+    test suites."""
     return list(functions_under(Path(sysconfig.get_paths()["stdlib"])))
 
 
@@ -88,10 +101,16 @@ def functions_in(source: str, module: str) -> Iterator[Function]:
                 yield function
 
 
-def _cut(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module: str) -> Function | None:
+def _cut(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module: str
+) -> Function | None:
     has_docstring = ast.get_docstring(node, clean=False) is not None
     statements = node.body[1:] if has_docstring else node.body
-    if not statements or node.body[0].lineno == node.lineno or statements[0].lineno == node.body[0].lineno == node.lineno:
+    if (
+        not statements
+        or node.body[0].lineno == node.lineno
+        or statements[0].lineno == node.body[0].lineno == node.lineno
+    ):
         return None
     first, last = node.body[0].lineno, statements[-1].end_lineno
     body_start = (node.body[0].end_lineno or first) + 1 if has_docstring else first
@@ -101,17 +120,27 @@ def _cut(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], module:
     if statements[0].lineno < body_start:  # a statement on the docstring's own line
         return None
     body = textwrap.dedent(body).strip("\n").rstrip()
-    return Function(module, node.name, textwrap.dedent(signature + docstring).rstrip(), body) if body else None
+    return (
+        Function(module, node.name, textwrap.dedent(signature + docstring).rstrip(), body)
+        if body
+        else None
+    )
 
 
 def ngrams(text: str) -> set[int]:
-    """Hashes of the 13-grams of words in `text`: the usual unit for finding held-out text in training data."""
+    """Hashes of the 13-grams of words in `text`: the usual unit for finding held-out text in
+    training data."""
     words = WORD.findall(text)
-    return {zlib.crc32("\0".join(words[i : i + NGRAM]).encode()) for i in range(len(words) - NGRAM + 1)}
+    return {
+        zlib.crc32("\0".join(words[i : i + NGRAM]).encode()) for i in range(len(words) - NGRAM + 1)
+    }
 
 
-def select(functions: list[Function], split: Split, count: int, seed: int, min_body: int, max_chars: int) -> list[Function]:
-    """A seeded sample of `count` distinct functions of `split` that have a docstring and a body worth writing."""
+def select(
+    functions: list[Function], split: Split, count: int, seed: int, min_body: int, max_chars: int
+) -> list[Function]:
+    """A seeded sample of `count` distinct functions of `split` that have a docstring and a body
+    worth writing."""
     fits = {
         f.prompt: f
         for f in functions
@@ -124,21 +153,30 @@ def select(functions: list[Function], split: Split, count: int, seed: int, min_b
     chosen = list(fits.values())
     random.Random(seed).shuffle(chosen)
     if len(chosen) < count:
-        raise SystemExit(f"error: only {len(chosen)} functions in split {split!r}; ask for at most that many with --count")
+        raise SystemExit(
+            f"error: only {len(chosen)} functions in split {split!r}; ask for at most that many "
+            "with --count"
+        )
     return chosen[:count]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--split", choices=["train", "valid", "test"], required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-body", type=int, default=80, help="characters")
     parser.add_argument("--max-chars", type=int, default=700, help="longest prompt, in characters")
-    parser.add_argument("--bodies", action="store_true", help="the functions' own bodies as replies: the raw corpus")
+    parser.add_argument(
+        "--bodies", action="store_true", help="the functions' own bodies as replies: the raw corpus"
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    chosen = select(stdlib_functions(), args.split, args.count, args.seed, args.min_body, args.max_chars)
+    chosen = select(
+        stdlib_functions(), args.split, args.count, args.seed, args.min_body, args.max_chars
+    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as out:
         for f in chosen:

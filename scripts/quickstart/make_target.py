@@ -1,17 +1,21 @@
-"""Make the quickstart target: a chat-style code model small enough to commit, and a draft LM for it.
+"""Make the quickstart target: a chat-style code model small enough to commit, and a draft LM for
+it.
 
     python scripts/quickstart/make_target.py --out scripts/quickstart/target --tokens 16e6
-    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_lm --draft-lm --tokens 16e6 \\
+    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_lm --draft-lm \\
+        --tokens 16e6 \\
         --tokenizer scripts/quickstart/target
 
-Data: the functions (`functions.py`) of the standard library and of the packages installed beside it. Held-out modules are
-left out, and so is every training function that shares a 13-gram with one (vendored copies and backports are common).
-The same script runs on a CPU or a GPU; it needs torch, transformers, tokenizers and safetensors only.
+Data: the functions (`functions.py`) of the standard library and of the packages installed beside
+it. Held-out modules are left out, and so is every training function that shares a 13-gram with one
+(vendored copies and backports are common). The same script runs on a CPU or a GPU; it needs torch,
+transformers, tokenizers and safetensors only.
 
-Choices that differ from the textbook: Muon for the matrices inside the layers and AdamW for the rest (fewer tokens to the
-same loss at this size), batches of equal-length rows instead of packing (right padding is never attended, so no mask is
-built), loss on every token of the conversation (the model also learns what prompts look like), standard-library functions
-seen three times as often (the quickstart's prompts come from there).
+Choices that differ from the textbook: Muon for the matrices inside the layers and AdamW for the
+rest (fewer tokens to the same loss at this size), batches of equal-length rows instead of packing
+(right padding is never attended, so no mask is built), loss on every token of the conversation (the
+model also learns what prompts look like), standard-library functions seen three times as often (the
+quickstart's prompts come from there).
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from functions import Function, functions_under, ngrams, stdlib_functions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]  # the first ids, in this order
+# the first ids, in this order
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 PAD, EOS = 0, 1
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -46,11 +51,13 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
 STDLIB_REPEATS = 3
-CONTEXT = 1024  # tokens; longer functions are left out, not cut, so that every reply ends with its end token
+# tokens; longer functions are left out, not cut, so that every reply ends with its end token
+CONTEXT = 1024
 
 
 def collect() -> tuple[list[Function], list[Function]]:
-    """Training and held-out functions: distinct, and none of the former shares a 13-gram with one of the latter."""
+    """Training and held-out functions: distinct, and none of the former shares a 13-gram with one
+    of the latter."""
     stdlib = stdlib_functions()
     packages = list(functions_under(Path(sysconfig.get_paths()["purelib"])))
     held_out = [f for f in stdlib + packages if f.split != "train"]
@@ -69,12 +76,15 @@ def collect() -> tuple[list[Function], list[Function]]:
 
 
 def train_tokenizer(functions: list[Function], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE over prompts and bodies, with the chat template that marks what the assistant wrote."""
+    """A byte-level BPE over prompts and bodies, with the chat template that marks what the
+    assistant wrote."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     sample = random.Random(0).sample(functions, min(len(functions), 40_000))
     tokenizer.train_from_iterator((f.prompt + "\n" + f.body for f in sample), trainer)
@@ -90,18 +100,26 @@ def train_tokenizer(functions: list[Function], vocab_size: int) -> PreTrainedTok
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, functions: list[Function]) -> list[list[int]]:
-    """Token ids of each conversation, in the template's form; conversations longer than the context are left out."""
+    """Token ids of each conversation, in the template's form; conversations longer than the context
+    are left out."""
     texts = [f"<|user|>{f.prompt}<|end|><|assistant|>{f.body}<|end|>" for f in functions]
     rendered = tokenizer.apply_chat_template(
-        [{"role": "user", "content": functions[0].prompt}, {"role": "assistant", "content": functions[0].body}],
+        [
+            {"role": "user", "content": functions[0].prompt},
+            {"role": "assistant", "content": functions[0].body},
+        ],
         tokenize=False,
     )
     assert rendered == texts[0], "the template and its fast rendering differ"
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)[
+        "input_ids"
+    ]
     return [row for row in ids if len(row) <= CONTEXT]
 
 
-def batches(rows: list[list[int]], tokens_per_batch: int, pad: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(
+    rows: list[list[int]], tokens_per_batch: int, pad: int, seed: int
+) -> Iterator[torch.Tensor]:
     """Endless batches `[rows, length]` of rows of similar length, in a new order each epoch."""
     rng = random.Random(seed)
     while True:
@@ -121,13 +139,22 @@ def token_loss(model: torch.nn.Module, ids: torch.Tensor, pad: int) -> tuple[tor
     """Summed cross-entropy of every next token that is not padding, and how many there are."""
     labels = ids[:, 1:]
     logits = model(input_ids=ids[:, :-1]).logits.float()
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum")
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=pad, reduction="sum"
+    )
     return losses, int((labels != pad).sum())
 
 
 @torch.no_grad()
-def held_out_loss(model: torch.nn.Module, rows: list[list[int]], pad: int, device: str, bodies_only: int | None = None) -> float:
-    """Mean loss in nats per token on `rows`; with `bodies_only`, only what follows that token id (the assistant mark)."""
+def held_out_loss(
+    model: torch.nn.Module,
+    rows: list[list[int]],
+    pad: int,
+    device: str,
+    bodies_only: int | None = None,
+) -> float:
+    """Mean loss in nats per token on `rows`; with `bodies_only`, only what follows that token id
+    (the assistant mark)."""
     model.eval()
     total, count = 0.0, 0
     for ids in _evaluation_batches(rows, pad):
@@ -156,9 +183,21 @@ def _evaluation_batches(rows: list[list[int]], pad: int) -> Iterator[torch.Tenso
 def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForCausalLM:
     """An 8-layer target of 3.6M parameters, or a 2-layer draft LM of 0.7M."""
     size: dict[str, Any] = (
-        dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        dict(
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
         if draft_lm
-        else dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=3)
+        else dict(
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=3,
+        )
     )
     return LlamaForCausalLM(
         LlamaConfig(
@@ -178,7 +217,13 @@ def learning_rate_scale(progress: float) -> float:
     return min(1.0, progress / 0.01, (1.0 - progress) / 0.4)
 
 
-def train(model: LlamaForCausalLM, rows: list[list[int]], valid: list[list[int]], args: argparse.Namespace, save) -> None:
+def train(
+    model: LlamaForCausalLM,
+    rows: list[list[int]],
+    valid: list[list[int]],
+    args: argparse.Namespace,
+    save,
+) -> None:
     pad, device = PAD, args.device
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -202,9 +247,15 @@ def train(model: LlamaForCausalLM, rows: list[list[int]], valid: list[list[int]]
         done, step = done + count, step + 1
         if step % 50 == 0:
             rate = done / (time.monotonic() - started)
-            print(f"step {step}  tokens {done:,}  loss {loss_sum.item() / count:.3f}  {rate:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step}  tokens {done:,}  loss {loss_sum.item() / count:.3f}  {rate:,.0f} "
+                "tokens/s",
+                flush=True,
+            )
         if time.monotonic() - last_save > 600:
-            print(f"  held-out loss {held_out_loss(model, valid[:200], pad, device):.4f}", flush=True)
+            print(
+                f"  held-out loss {held_out_loss(model, valid[:200], pad, device):.4f}", flush=True
+            )
             save(model, {"tokens": done})
             last_save = time.monotonic()
         if done >= args.tokens:
@@ -212,11 +263,15 @@ def train(model: LlamaForCausalLM, rows: list[list[int]], valid: list[list[int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, required=True, help="training tokens")
     parser.add_argument("--draft-lm", action="store_true", help="make the 2-layer draft LM")
-    parser.add_argument("--tokenizer", type=Path, help="take the tokenizer of this model instead of training one")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="take the tokenizer of this model instead of training one"
+    )
     parser.add_argument("--vocab-size", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--batch", type=int, default=8192, help="tokens a step")
@@ -236,7 +291,8 @@ def main() -> None:
     model = build_model(tokenizer, args.draft_lm)
     size = sum(p.numel() for p in model.parameters())
     print(
-        f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; {size:,} parameters"
+        f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; "
+        f"{size:,} parameters"
         f" ({size * 2 / 1e6:.2f} MB in bf16)",
         flush=True,
     )
@@ -254,7 +310,9 @@ def main() -> None:
         "tokens": args.tokens,
         "hours": round((time.monotonic() - started) / 3600, 2),
         "held_out_loss": round(held_out_loss(model, valid, PAD, args.device), 4),
-        "held_out_loss_bodies": round(held_out_loss(model, valid, PAD, args.device, SPECIAL.index("<|assistant|>")), 4),
+        "held_out_loss_bodies": round(
+            held_out_loss(model, valid, PAD, args.device, SPECIAL.index("<|assistant|>")), 4
+        ),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
     }

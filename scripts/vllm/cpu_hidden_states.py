@@ -1,7 +1,9 @@
-"""A connector that lets vLLM's CPU build give hidden states; on GPUs vLLM's own is used. Loaded inside vLLM: hidden_states.sh.
+"""A connector that lets vLLM's CPU build give hidden states; on GPUs vLLM's own is used. Loaded
+inside vLLM: hidden_states.sh.
 
-The stock connector copies into pinned memory and asks CUDA events whether they have happened; a build without an accelerator
-refuses the one and has placeholders for the other, and the engine dies.
+The stock connector copies into pinned memory and asks CUDA events whether they have happened; a
+build without an accelerator refuses the one and has placeholders for the other, and the engine
+dies.
 """
 
 from typing import Any

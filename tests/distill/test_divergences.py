@@ -1,4 +1,5 @@
-"""Losses against naive versions, closed forms, autograd and finite differences; chunks against the whole; memory."""
+"""Losses against naive versions, closed forms, autograd and finite differences; chunks against the
+whole; memory."""
 
 from __future__ import annotations
 
@@ -30,12 +31,19 @@ NAMES = get_args(Divergence)
 V = 12
 
 
-def random_case(seed: int, rows: int = 6, kept: int = V) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draft logits over `kept` tokens, the target's log-law over them (whole only if all are kept), labels."""
+def random_case(
+    seed: int, rows: int = 6, kept: int = V
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draft logits over `kept` tokens, the target's log-law over them (whole only if all are kept),
+    labels."""
     generator = torch.Generator().manual_seed(seed)
     z = 2 * torch.randn(rows, kept, generator=generator, dtype=torch.float64)
     p = 2 * torch.randn(rows, V, generator=generator, dtype=torch.float64)
-    return z, torch.log_softmax(p, -1)[:, :kept], torch.randint(0, kept, (rows,), generator=generator)
+    return (
+        z,
+        torch.log_softmax(p, -1)[:, :kept],
+        torch.randint(0, kept, (rows,), generator=generator),
+    )
 
 
 def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
@@ -43,7 +51,10 @@ def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
     q = [torch.exp(z[v]) / sum(torch.exp(x) for x in z) for v in range(len(z))]
     p = [torch.exp(x) for x in log_p]
     whole = [x / sum(p) for x in p]
-    kl = lambda a, b: sum(x * torch.log(x / y) for x, y in zip(a, b, strict=True))  # noqa: E731
+
+    def kl(a, b):
+        return sum(x * torch.log(x / y) for x, y in zip(a, b, strict=True))
+
     alpha = torch.stack([torch.minimum(x, y) for x, y in zip(p, q, strict=True)]).sum()
     if name == "kl":
         return kl(whole, q)
@@ -62,7 +73,9 @@ def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
     if name == "ce":
         return -torch.log(q[label])
     if name == "ce-l1":
-        return 0.1 * -torch.log(q[label]) + 0.9 * sum(torch.abs(x - y) for x, y in zip(p, q, strict=True))
+        return 0.1 * -torch.log(q[label]) + 0.9 * sum(
+            torch.abs(x - y) for x, y in zip(p, q, strict=True)
+        )
     best = sorted(range(len(p)), key=lambda v: -p[v])[:10]
     ps, qs = [p[v] for v in best], [q[v] for v in best]
     return kl([x / sum(ps) for x in ps], [y / sum(qs) for y in qs])
@@ -71,23 +84,30 @@ def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), kept=st.sampled_from([V, V, 8]))
-def test_values_and_gradients_equal_the_naive_formula(name: Divergence, seed: int, kept: int) -> None:
+def test_values_and_gradients_equal_the_naive_formula(
+    name: Divergence, seed: int, kept: int
+) -> None:
     z, log_p, labels = random_case(seed, kept=kept)
     z.requires_grad_()
     ours = divergence(name, torch.log_softmax(z, -1), log_p, labels)
     theirs = torch.stack([naive(name, z[i], log_p[i], int(labels[i])) for i in range(len(z))])
     torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-9)
     weight = torch.linspace(0.5, 2, len(z), dtype=torch.float64)
-    one, other = (torch.autograd.grad((x * weight).sum(), z, retain_graph=True)[0] for x in (ours, theirs))
+    one, other = (
+        torch.autograd.grad((x * weight).sum(), z, retain_graph=True)[0] for x in (ours, theirs)
+    )
     torch.testing.assert_close(one, other, atol=1e-10, rtol=1e-8)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lk-hybrid"])
 def test_gradients_equal_finite_differences(name: Divergence) -> None:
-    """fp64. (The hybrid holds a part constant, so its difference quotient is another number; its parts are all here.)"""
+    """fp64. (The hybrid holds a part constant, so its difference quotient is another number; its
+    parts are all here.)"""
     z, log_p, labels = random_case(3, rows=2)
     z.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: divergence(name, torch.log_softmax(x, -1), log_p, labels), (z,))
+    assert torch.autograd.gradcheck(
+        lambda x: divergence(name, torch.log_softmax(x, -1), log_p, labels), (z,)
+    )
 
 
 def closed_form(name: str, q: torch.Tensor, p: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -114,7 +134,9 @@ def closed_form(name: str, q: torch.Tensor, p: torch.Tensor, labels: torch.Tenso
 def test_gradients_have_the_closed_forms_of_the_reference(name: Divergence) -> None:
     z, log_p, labels = random_case(5)
     z.requires_grad_()
-    (grad,) = torch.autograd.grad(divergence(name, torch.log_softmax(z, -1), log_p, labels).sum(), z)
+    (grad,) = torch.autograd.grad(
+        divergence(name, torch.log_softmax(z, -1), log_p, labels).sum(), z
+    )
     torch.testing.assert_close(grad, closed_form(name, z.detach().softmax(-1), log_p.exp(), labels))
 
 
@@ -129,22 +151,28 @@ def test_equal_laws_lose_nothing_and_learn_nothing(name: Divergence) -> None:
 
 
 def test_limits() -> None:
-    """JSD is at most log 2 and symmetric; TV is one minus the overlap; -log alpha is cross-entropy for a point mass."""
+    """JSD is at most log 2 and symmetric; TV is one minus the overlap; -log alpha is cross-entropy
+    for a point mass."""
     z, log_p, labels = random_case(2)
     log_q = torch.log_softmax(z, -1)
     assert float(jensen_shannon(log_q, log_p).max()) < torch.tensor(2.0).log()
     torch.testing.assert_close(jensen_shannon(log_q, log_p), jensen_shannon(log_p, log_q))
-    torch.testing.assert_close(total_variation(log_q, log_p), 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1))
+    torch.testing.assert_close(
+        total_variation(log_q, log_p), 0.5 * (log_q.exp() - log_p.exp()).abs().sum(-1)
+    )
     point = torch.full_like(log_p, -torch.inf).scatter(-1, labels[:, None], 0.0)
     torch.testing.assert_close(lk_alpha(log_q, point), divergence("ce", log_q, log_p, labels))
 
 
 def test_a_draft_vocabulary_is_paid_by_what_decoding_accepts() -> None:
-    """The overlap with a part of the law is at most that part's mass; KL looks at the part made whole."""
+    """The overlap with a part of the law is at most that part's mass; KL looks at the part made
+    whole."""
     z, log_p, _ = random_case(4, kept=7)
     log_q = torch.log_softmax(z, -1)
     assert (overlap(log_q, log_p) <= log_p.exp().sum(-1) + 1e-12).all()
-    torch.testing.assert_close(renormalised(log_p).exp().sum(-1), torch.ones(6, dtype=torch.float64))
+    torch.testing.assert_close(
+        renormalised(log_p).exp().sum(-1), torch.ones(6, dtype=torch.float64)
+    )
     assert float(forward_kl(renormalised(log_p), log_p).abs().max()) < 1e-12
 
 
@@ -154,7 +182,9 @@ def test_finite_where_the_laws_are_sharp_and_disjoint(name: Divergence) -> None:
     sharp[0, 0] = sharp[1, 1] = 60.0
     z = sharp.clone().requires_grad_()
     loss = divergence(name, log_law(z), log_law(sharp.flip(0)), torch.tensor([1, 0]))
-    assert torch.isfinite(loss).all() and torch.isfinite(torch.autograd.grad(loss.sum(), z)[0]).all()
+    assert (
+        torch.isfinite(loss).all() and torch.isfinite(torch.autograd.grad(loss.sum(), z)[0]).all()
+    )
 
 
 def test_one_teacher_of_several_drafts_equals_its_copies() -> None:
@@ -190,22 +220,32 @@ def test_chunks_sum_to_the_whole_with_the_same_gradients(chunk: int) -> None:
     wanted = (hidden, layer.weight, layer.bias)
     whole, table = head_loss(layer)(hidden, labels)
     expected = torch.autograd.grad(whole * 3, wanted)
-    total, joined = sum_in_chunks(head_loss(layer), hidden, (labels,), list(layer.parameters()), chunk)
+    total, joined = sum_in_chunks(
+        head_loss(layer), hidden, (labels,), list(layer.parameters()), chunk
+    )
     torch.testing.assert_close(total, whole)
     torch.testing.assert_close(joined, table.detach())
     assert not joined.requires_grad
     for one, other in zip(torch.autograd.grad(total * 3, wanted), expected, strict=True):
         torch.testing.assert_close(one, other)
     with torch.no_grad():
-        torch.testing.assert_close(sum_in_chunks(head_loss(layer), hidden, (labels,), [], chunk)[1], table.detach())
+        torch.testing.assert_close(
+            sum_in_chunks(head_loss(layer), hidden, (labels,), [], chunk)[1], table.detach()
+        )
 
 
 def test_no_rows_still_touch_every_parameter() -> None:
     layer = torch.nn.Linear(4, 9)
     empty = torch.zeros(0, dtype=torch.long)
-    total, table = sum_in_chunks(head_loss(layer), torch.zeros(0, 4), (empty,), list(layer.parameters()), 8)
+    total, table = sum_in_chunks(
+        head_loss(layer), torch.zeros(0, 4), (empty,), list(layer.parameters()), 8
+    )
     total.backward()
-    assert layer.weight.grad is not None and float(layer.weight.grad.abs().sum()) == 0 and len(table) == 0
+    assert (
+        layer.weight.grad is not None
+        and float(layer.weight.grad.abs().sum()) == 0
+        and len(table) == 0
+    )
 
 
 class PeakMemory(TorchDispatchMode):
@@ -236,20 +276,24 @@ class PeakMemory(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_never_holds_a_full_table_of_logits(name: Divergence) -> None:
-    """512 rows over 8,192 tokens would be 16.8 MB in fp32; in chunks of 16 rows (0.5 MB) the peak, gradients included, stays
-    below, for every loss, forward and backward."""
+    """512 rows over 8,192 tokens would be 16.8 MB in fp32; in chunks of 16 rows (0.5 MB) the peak,
+    gradients included, stays below, for every loss, forward and backward."""
     rows, vocab, size, chunk = 512, 8192, 8, 16
     layer = torch.nn.Linear(size, vocab, bias=False)
     hidden, teacher = torch.randn(rows, size, requires_grad=True), torch.randn(rows, size)
     weight = torch.randn(vocab, size)
 
-    def function(hidden: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def function(
+        hidden: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         losses = divergence(name, log_law(layer(hidden)), log_law(teacher @ weight.T), labels)
         return (losses.sum(),)
 
     with PeakMemory() as memory:
         labels = torch.randint(0, vocab, (rows,))
-        (loss,) = sum_in_chunks(function, hidden, (teacher, labels), list(layer.parameters()), chunk)
+        (loss,) = sum_in_chunks(
+            function, hidden, (teacher, labels), list(layer.parameters()), chunk
+        )
         loss.backward()
     assert memory.largest < rows * vocab * 4 / 16
     assert memory.peak < rows * vocab * 4 * 0.75

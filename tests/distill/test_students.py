@@ -36,7 +36,18 @@ from tests.conftest import make_tokenizer, tiny_target
 
 TEXTS = [torch.arange(3, 40), torch.arange(60, 20, -1)]
 IDS = torch.arange(5, 30)[None]
-FULL_WIDTH = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "gpt-neox", "gpt2", "cohere"]
+FULL_WIDTH = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt-neox",
+    "gpt2",
+    "cohere",
+]
 
 
 def texts() -> list[torch.Tensor]:
@@ -61,7 +72,9 @@ def never() -> list[float]:
         (None, "even", [0]),
     ],
 )
-def test_chosen_layers_of_eight(layers: int | list[int] | None, choose: str, expected: list[int]) -> None:
+def test_chosen_layers_of_eight(
+    layers: int | list[int] | None, choose: str, expected: list[int]
+) -> None:
     assert chosen_layers(StudentConfig(layers=layers, choose=choose), 8, never) == expected  # type: ignore[arg-type]
 
 
@@ -89,7 +102,10 @@ def test_importance_is_one_minus_cosine_and_zero_for_a_layer_that_does_nothing()
         apart += (1 - torch.cosine_similarity(taps[0][0], taps[1][0], dim=-1)).tolist()
     assert found[0] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
     kept = make_student(StudentConfig(layers=2, choose="importance"), target, texts)
-    assert torch.equal(layers_of(target_of(kept))[1][1].mlp.up_proj.weight, layers_of(target)[1][2].mlp.up_proj.weight)  # type: ignore[union-attr]
+    assert torch.equal(
+        layers_of(target_of(kept))[1][1].mlp.up_proj.weight,
+        layers_of(target)[1][2].mlp.up_proj.weight,
+    )  # type: ignore[union-attr]
 
 
 def target_of(student: DraftModel) -> Target:
@@ -98,9 +114,13 @@ def target_of(student: DraftModel) -> Target:
 
 @pytest.mark.parametrize("kind", FULL_WIDTH)
 def test_a_cut_has_the_targets_law_with_the_other_layers_gone(kind: str) -> None:
-    """All layers: the target itself. One of them: the target when its other layers are skipped, but for how sure it is."""
+    """All layers: the target itself. One of them: the target when its other layers are skipped, but
+    for how sure it is."""
     target = architecture(kind, dtype=torch.float32)
-    logits = lambda model: model.head(model.forward(IDS).last)  # noqa: E731
+
+    def logits(model):
+        return model.head(model.forward(IDS).last)
+
     whole = make_student(StudentConfig(layers=2), target, texts)
     torch.testing.assert_close(logits(target_of(whole)), logits(target))
     student = target_of(make_student(StudentConfig(layers=[1]), target, texts))
@@ -134,10 +154,17 @@ def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
     torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> None:
+def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> (
+    None
+):
     target = tiny_target(num_hidden_layers=2)
-    logits = lambda model: model.head(model.forward(IDS).last)  # noqa: E731
-    same = make_student(StudentConfig(layers=2, hidden_size=32, intermediate_size=64), target, texts)
+
+    def logits(model):
+        return model.head(model.forward(IDS).last)
+
+    same = make_student(
+        StudentConfig(layers=2, hidden_size=32, intermediate_size=64), target, texts
+    )
     torch.testing.assert_close(logits(target_of(same)), logits(target))
 
     quiet = [d for d in range(32) if d % 2]
@@ -148,14 +175,21 @@ def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_t
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter[quiet] = 0
     assert loudest(target, TEXTS, 16).tolist() == list(range(0, 32, 2))
-    # Half of the heads go too: those of the second group are silenced in the target. Dimensions that are always 0 halve the mean
-    # square that norms divide by: with the norms of the student scaled by that, both have the same law.
+    # Half of the heads go too: those of the second group are silenced in the target. Dimensions
+    # that are always 0 halve the mean square that norms divide by: with the norms of the student
+    # scaled by that, both have the same law.
     with torch.no_grad():
         for layer in layers_of(target)[1]:
             layer.self_attn.o_proj.weight[:, 16:] = 0  # type: ignore[union-attr,index]
         target.model.lm_head.weight[:, quiet] = 0
-    narrow = target_of(make_student(StudentConfig(layers=2, hidden_size=16, intermediate_size=64), target, texts))
-    assert narrow.config.num_attention_heads == 2 and narrow.config.num_key_value_heads == 1 and narrow.config.head_dim == 8
+    narrow = target_of(
+        make_student(StudentConfig(layers=2, hidden_size=16, intermediate_size=64), target, texts)
+    )
+    assert (
+        narrow.config.num_attention_heads == 2
+        and narrow.config.num_key_value_heads == 1
+        and narrow.config.head_dim == 8
+    )
     with torch.no_grad():
         for name, parameter in narrow.model.named_parameters():
             if "norm" in name:
@@ -176,7 +210,11 @@ def test_neurons_of_largest_output_are_kept() -> None:
 
 def test_narrowing_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="gpt_neox"):
-        make_student(StudentConfig(layers=1, hidden_size=16), architecture("gpt-neox", dtype=torch.float32), texts)
+        make_student(
+            StudentConfig(layers=1, hidden_size=16),
+            architecture("gpt-neox", dtype=torch.float32),
+            texts,
+        )
 
 
 def test_tied_and_trimmed_vocabularies() -> None:
@@ -185,20 +223,25 @@ def test_tied_and_trimmed_vocabularies() -> None:
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
     assert torch.equal(tied.get_output_embeddings().weight, target.head_weight)
     trimmed = target_of(make_student(StudentConfig(layers=2, vocab_size=100), target, texts))
-    torch.testing.assert_close(trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100])
+    torch.testing.assert_close(
+        trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100]
+    )
     with pytest.raises(UserError, match="must hold the target's end tokens"):
         make_student(StudentConfig(layers=2, vocab_size=1), target, texts)
 
 
 def test_the_plan_counts_what_a_draft_reads() -> None:
-    """32 wide, 64 inner, heads 4 and 2 of 8: a layer has 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 64 = 9,280 weights."""
+    """32 wide, 64 inner, heads 4 and 2 of 8: a layer has 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 +
+    64 = 9,280 weights."""
     target = tiny_target(num_hidden_layers=4)
     vocab = target.vocab_size
     plan = plan_of(make_student(StudentConfig(layers=1), target, texts).model, target.model)
     assert plan.parameters == 9280 + 32 + 2 * 32 * vocab
     assert plan.target_parameters == 4 * 9280 + 32 + 2 * 32 * vocab
     assert plan.cost == (9280 + 32 + 32 * vocab) / (4 * 9280 + 32 + 32 * vocab)
-    tied = plan_of(make_student(StudentConfig(layers=1, head="tie"), target, texts).model, target.model)
+    tied = plan_of(
+        make_student(StudentConfig(layers=1, head="tie"), target, texts).model, target.model
+    )
     assert tied.parameters == 9280 + 32 + 32 * vocab and tied.cost == plan.cost
     assert "MB in bfloat16" in tied.lines(torch.bfloat16)[0]
 
@@ -206,14 +249,25 @@ def test_the_plan_counts_what_a_draft_reads() -> None:
 def test_students_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
     target = tiny_target()
     LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=77, eos_token_id=1
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=77,
+        eos_token_id=1,
     ).save_pretrained(tmp_path / "config")
     fresh = make_student(StudentConfig(config=str(tmp_path / "config")), target, texts)
     assert fresh.model.config.vocab_size == target.vocab_size
     fresh.save(tmp_path / "saved", "tiny", torch.float32)
     again = make_student(StudentConfig(path=str(tmp_path / "saved")), target, texts)
-    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), again.parameters(), strict=True))
-    for wrong in ({"path": "x", "layers": 1}, {"path": "x", "head": "tie"}, {"path": "x", "config": "y"}):
+    assert all(
+        torch.equal(a, b) for a, b in zip(fresh.parameters(), again.parameters(), strict=True)
+    )
+    for wrong in (
+        {"path": "x", "layers": 1},
+        {"path": "x", "head": "tie"},
+        {"path": "x", "config": "y"},
+    ):
         with pytest.raises(UserError, match="exclude each other"):
             StudentConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="means nothing"):
@@ -241,16 +295,25 @@ def test_tokenizers_are_told_apart_by_vocabulary_and_by_what_they_do() -> None:
     assert "the same tokens, but 'The quick brown" in (tokenizer_difference(first, lower) or "")
 
 
-def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(tmp_path: Path, quickstart: Target) -> None:
+def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(
+    tmp_path: Path, quickstart: Target
+) -> None:
     """As `assistant_model` in transformers, and as our drafter: the same text at T = 0."""
     student = make_student(StudentConfig(layers=2), quickstart, texts)
-    Artifact(student, quickstart.fingerprint(), {"length": 4}).save(tmp_path / "student", torch.float32)
+    Artifact(student, quickstart.fingerprint(), {"length": 4}).save(
+        tmp_path / "student", torch.float32
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
     ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "def f(x):"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+        [{"role": "user", "content": "def f(x):"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=False,
     )
-    theirs = quickstart.model.generate(ids, assistant_model=model, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    theirs = quickstart.model.generate(
+        ids, assistant_model=model, max_new_tokens=40, do_sample=False
+    )[0, ids.shape[1] :]
     proposer = load_proposer(str(tmp_path / "student"), quickstart, pytest.fail)
     ours = generate(quickstart, proposer, [ids[0].tolist()], 40)[0]
     assert ours.token_ids == theirs.tolist()
@@ -272,7 +335,9 @@ def test_decoding_is_lossless_with_every_student_saved_and_loaded(
     tmp_path: Path, quickstart: Target, options: dict[str, Any]
 ) -> None:
     if "config" in options:
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path)
+        LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ).save_pretrained(tmp_path)
         options = {"config": str(tmp_path)}
     student = make_student(StudentConfig(**options), quickstart, texts)
     Artifact(student, quickstart.fingerprint()).save(tmp_path / "student", torch.bfloat16)
@@ -302,8 +367,10 @@ def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(
-        "smollm3", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100, no_rope_layers=[1, 1, 1, 0], pad_token_id=0, eos_token_id=1, bos_token_id=None, initializer_range=0.3,
+        "smollm3", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100, no_rope_layers=[1, 1, 1, 0], pad_token_id=0, eos_token_id=1,
+        bos_token_id=None, initializer_range=0.3,
     )  # fmt: skip
     torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "smollm3")
@@ -311,7 +378,9 @@ def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
     assert student.model.config.no_rope_layers == [0]
 
 
-def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from draftsmith.distill import students
 
     whole = students.smaller
@@ -328,11 +397,17 @@ def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(monkeypatch: pyt
 
 def test_rotary_frequencies_stay_exact_in_low_precision(tmp_path: Path) -> None:
     tiny = tiny_target(max_position_embeddings=1024)
-    Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint()).save(tmp_path / "student")
+    Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint()).save(
+        tmp_path / "student"
+    )
     low = tiny_target(max_position_embeddings=1024, dtype=torch.bfloat16)
     proposer: Any = load_proposer(str(tmp_path / "student"), low, lambda message: None)
     frequencies = [b for name, b in proposer.model.model.named_buffers() if "inv_freq" in name]
-    assert proposer.model.dtype == torch.bfloat16 and frequencies and all(b.dtype == torch.float32 for b in frequencies)
+    assert (
+        proposer.model.dtype == torch.bfloat16
+        and frequencies
+        and all(b.dtype == torch.float32 for b in frequencies)
+    )
 
 
 def test_auto_threshold_needs_a_calibration() -> None:

@@ -1,7 +1,9 @@
-"""Block drafters: training and decoding are one computation, and estimated tau counts what decoding counts.
+"""Block drafters: training and decoding are one computation, and estimated tau counts what decoding
+counts.
 
-What a drafter that is right 98% of the time in training and 10% in serving cannot pass: a context that reaches the anchor,
-positions off by one, another mask, or a cache that keeps a block's own rows would show here.
+What a drafter that is right 98% of the time in training and 10% in serving cannot pass: a context
+that reaches the anchor, positions off by one, another mask, or a cache that keeps a block's own
+rows would show here.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from tests.exact.test_eagle_replay import text_of
 
 
 class Recorder:
-    """Stands in for a proposer's plan: drafts the text's own next tokens, so many of them right, and notes the logits of every
-    draft: `seen[row of the batch][position of the root]` `[D, V]`."""
+    """Stands in for a proposer's plan: drafts the text's own next tokens, so many of them right,
+    and notes the logits of every draft: `seen[row of the batch][position of the root]` `[D, V]`."""
 
     width, threshold = 1, 0.0
 
@@ -42,13 +44,23 @@ class Recorder:
         self.rows, self.roots = list(range(len(texts))), [0] * len(texts)
         self.seen: list[dict[int, torch.Tensor]] = [{} for _ in texts]
 
-    def draft(self, first: torch.Tensor, root: torch.Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, torch.Tensor]:
+    def draft(
+        self, first: torch.Tensor, root: torch.Tensor, draws: Draws, go_on: Continue
+    ) -> tuple[DraftTree, torch.Tensor]:
         texts = [self.texts[row] + [5] * (self.length + 1) for row in self.rows]
-        tokens = torch.tensor([t[r : r + self.length + 1] for t, r in zip(texts, self.roots, strict=True)])
+        tokens = torch.tensor(
+            [t[r : r + self.length + 1] for t, r in zip(texts, self.roots, strict=True)]
+        )
         assert torch.equal(tokens[:, 0], root)
         logits = [first]
         for depth in range(1, self.length):
-            logits.append(go_on(Level(tokens[:, depth : depth + 1], torch.zeros_like(root)[:, None], None, depth))[:, 0])
+            logits.append(
+                go_on(
+                    Level(
+                        tokens[:, depth : depth + 1], torch.zeros_like(root)[:, None], None, depth
+                    )
+                )[:, 0]
+            )
         for place, (row, at) in enumerate(zip(self.rows, self.roots, strict=True)):
             self.seen[row][at] = torch.stack(logits, dim=1)[place]
         drafted = tokens.clone()
@@ -56,8 +68,11 @@ class Recorder:
         return DraftTree(drafted, TreeShape.chain(self.length)), first.new_zeros(0)
 
 
-def decoded(target: Target, drafter: Any, texts: list[tuple[list[int], int]], right: int) -> list[dict[int, torch.Tensor]]:
-    """Logits of every round of decoding the texts (whose replies are the target's own), all in one ragged batch."""
+def decoded(
+    target: Target, drafter: Any, texts: list[tuple[list[int], int]], right: int
+) -> list[dict[int, torch.Tensor]]:
+    """Logits of every round of decoding the texts (whose replies are the target's own), all in one
+    ragged batch."""
     proposer = proposer_of(drafter)
     recorder: Any = Recorder([ids for ids, _ in texts], drafter.drafts, right)
     prefill, commit, keep = proposer.prefill, proposer.commit, proposer.keep
@@ -72,17 +87,34 @@ def decoded(target: Target, drafter: Any, texts: list[tuple[list[int], int]], ri
 
     def kept(rows: list[int]) -> None:
         keep(rows)
-        recorder.rows, recorder.roots = [recorder.rows[r] for r in rows], [recorder.roots[r] for r in rows]
+        recorder.rows, recorder.roots = (
+            [recorder.rows[r] for r in rows],
+            [recorder.roots[r] for r in rows],
+        )
 
-    proposer.plan, proposer.prefill, proposer.commit, proposer.keep = recorder, prefilled, committed, kept  # type: ignore[method-assign]
+    proposer.plan, proposer.prefill, proposer.commit, proposer.keep = (
+        recorder,
+        prefilled,
+        committed,
+        kept,
+    )  # type: ignore[method-assign]
     requests = [Request(ids[:start], i) for i, (ids, start) in enumerate(texts)]
-    for _ in decode(target, proposer, requests, max(len(ids) - start for ids, start in texts), eos_ids=frozenset()):
+    for _ in decode(
+        target,
+        proposer,
+        requests,
+        max(len(ids) - start for ids, start in texts),
+        eos_ids=frozenset(),
+    ):
         pass
     return recorder.seen
 
 
-def trained(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) -> list[dict[int, torch.Tensor]]:
-    """Logits `[D, V]` of a block at every root of each text, by the training pass, all texts in one row, beside another row."""
+def trained(
+    target: Target, drafter: Any, texts: list[tuple[list[int], int]]
+) -> list[dict[int, torch.Tensor]]:
+    """Logits `[D, V]` of a block at every root of each text, by the training pass, all texts in one
+    row, beside another row."""
     rows = [(np.array(ids), np.arange(len(ids)) >= start) for ids, start in texts]
     total = sum(len(ids) for ids, _ in rows)
     batch = collate([rows, [(np.arange(total + 7) % 50, np.ones(total + 7, bool))]])
@@ -90,16 +122,22 @@ def trained(target: Target, drafter: Any, texts: list[tuple[list[int], int]]) ->
     places = torch.arange(total).expand(2, -1)
     with torch.no_grad():
         outputs = run_blocks(drafter, batch, places, contexts(drafter, batch, features.taps))[0]
-        before = batch.ids[0][(torch.arange(total)[:, None] + torch.arange(drafter.drafts)).clamp(max=total - 1)]
+        before = batch.ids[0][
+            (torch.arange(total)[:, None] + torch.arange(drafter.drafts)).clamp(max=total - 1)
+        ]
         logits = drafter.logits(drafter.state(outputs, before))
     starts = np.cumsum([0, *(len(ids) for ids, _ in texts)])
-    return [{n: logits[a + n] for n in range(len(ids))} for a, (ids, _) in zip(starts, texts, strict=False)]
+    return [
+        {n: logits[a + n] for n in range(len(ids))}
+        for a, (ids, _) in zip(starts, texts, strict=False)
+    ]
 
 
 @pytest.mark.parametrize("right", [0, 1, 9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_logits_are_decoding_logits(kind: str, right: int) -> None:
-    """Every draft of every round, in fp64: rounds that accept nothing, one draft, or all; prompts of one token, ragged rows."""
+    """Every draft of every round, in fp64: rounds that accept nothing, one draft, or all; prompts
+    of one token, ragged rows."""
     target = tiny_target(seed=2, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)
     texts = own_texts(target, [[7, 8, 9], [20, 21, 22, 23, 24, 25, 26], [40]], limit=14)
@@ -109,19 +147,23 @@ def test_training_logits_are_decoding_logits(kind: str, right: int) -> None:
     ):
         assert min(here) == start, "the first round of the reply is among them"
         for root, logits in here.items():
-            inside = min(drafter.drafts, len(ids) - root)  # DSpark's later drafts would read past the text
+            # DSpark's later drafts would read past the text
+            inside = min(drafter.drafts, len(ids) - root)
             torch.testing.assert_close(logits[:inside], there[root][:inside], atol=1e-9, rtol=1e-9)
             compared += inside
     assert compared >= 24
 
 
 def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) -> float:
-    """Chain: training pass, walk and decode agree. Trees: walk and decode agree. Returns the share of rounds that accepted."""
+    """Chain: training pass, walk and decode agree. Trees: walk and decode agree. Returns the share
+    of rounds that accepted."""
     method: Any = dspark if drafter.method == "dspark" else dflash
     busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
-        accepted = method.accepted_by_root(method.teacher_forced(drafter, hidden, ids), {"length": drafter.drafts})
+        accepted = method.accepted_by_root(
+            method.teacher_forced(drafter, hidden, ids), {"length": drafter.drafts}
+        )
         for settings in ({}, {"width": 3, "nodes": 9}, {"threshold": 0.2}):
             proposer = proposer_of(drafter, **settings)
             walked = rounds_on_text(proposer, ids, len(prompt), hidden)
@@ -150,14 +192,17 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(kind: str) -> None:
     drafter = random_block(target, kind)
     prompts = [[4 + (i * j) % 200 for j in range(1, 3 + 2 * i)] for i in range(5)]
     for settings in ({}, {"width": 3, "nodes": 9}):
-        alone = [generate_one(target, proposer_of(drafter, **settings), prompt, 24) for prompt in prompts]
+        alone = [
+            generate_one(target, proposer_of(drafter, **settings), prompt, 24) for prompt in prompts
+        ]
         together = generate(target, proposer_of(drafter, **settings), prompts, 24)
         assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str) -> None:
-    """Pitfall 58: nothing of a block stays, and what was accepted has come again with the target's features."""
+    """Pitfall 58: nothing of a block stays, and what was accepted has come again with the target's
+    features."""
     target = tiny_target(seed=5, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)
     texts = own_texts(target, [[7, 8, 9], [20, 21, 22, 23, 24]], limit=12)
@@ -166,24 +211,39 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
     caches = []
     with torch.no_grad():
         hidden = target.forward(torch.tensor([ids]), taps=drafter.taps)
-    part = lambda a, b: type(hidden)(hidden.last[:, a:b], tuple(t[:, a:b] for t in hidden.taps))  # noqa: E731
+
+    def part(a, b):
+        return type(hidden)(hidden.last[:, a:b], tuple(t[:, a:b] for t in hidden.taps))
+
     length, draws = torch.tensor([start]), draws_on(ids, start)
     for steps in ((start, [2, 1, 3]), (start + 6, [])):
         first, accepted = steps
-        proposer.prefill(Prompts([ids[: first + 1]], torch.tensor([ids[:first]]), length, part(0, first), None))  # type: ignore[arg-type]
+        proposer.prefill(
+            Prompts([ids[: first + 1]], torch.tensor([ids[:first]]), length, part(0, first), None)
+        )  # type: ignore[arg-type]
         at = first
         for count in accepted:
             proposer.propose(torch.tensor([ids[at]]), draws)
             nodes, counts = torch.arange(count)[None], torch.tensor([count])
             new = torch.tensor([ids[at : at + count]])
             proposer.commit(
-                Accepted([ids[at + 1 : at + count + 1]], [list(range(count))], nodes, new, counts, part(at, at + count))
+                Accepted(
+                    [ids[at + 1 : at + count + 1]],
+                    [list(range(count))],
+                    nodes,
+                    new,
+                    counts,
+                    part(at, at + count),
+                )
             )
             at += count
         proposer._catch_up()
         cache = proposer._cache
         caches.append(
-            [(k[:, :, : cache.longest], v[:, :, : cache.longest]) for k, v in zip(cache.keys, cache.values, strict=True)]
+            [
+                (k[:, :, : cache.longest], v[:, :, : cache.longest])
+                for k, v in zip(cache.keys, cache.values, strict=True)
+            ]
         )
         assert cache.longest == at == start + 6
     for one, other in zip(*caches, strict=True):
@@ -193,4 +253,6 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
 def draws_on(ids: list[int], start: int) -> Draws:
     from draftsmith.inference.settings import GREEDY
 
-    return Draws(GREEDY, torch.zeros(1, dtype=torch.long), torch.tensor([ids]), torch.tensor([start]))
+    return Draws(
+        GREEDY, torch.zeros(1, dtype=torch.long), torch.tensor([ids]), torch.tensor([start])
+    )

@@ -1,7 +1,9 @@
-"""Coupled sampling writes what `target.generate` writes with the same noise, whatever drafts and in whatever batch.
+"""Coupled sampling writes what `target.generate` writes with the same noise, whatever drafts and in
+whatever batch.
 
-The oracle is transformers' own loop with a logits processor that adds the noise of the position. It shares the noise with us (a
-pure function, checked against big integers in tests/inference/test_noise.py) and nothing else.
+The oracle is transformers' own loop with a logits processor that adds the noise of the position. It
+shares the noise with us (a pure function, checked against big integers in
+tests/inference/test_noise.py) and nothing else.
 """
 
 from __future__ import annotations
@@ -45,11 +47,22 @@ class PositionNoise(LogitsProcessor):
         self._keys = noise.row_keys(seed, [(request, sample)], torch.device("cpu"))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        place = torch.tensor([input_ids.shape[1]])  # the absolute position of the token being chosen
-        return scores + noise.gumbel(self._keys, noise.COUPLED, place, scores.shape[-1]).to(scores.dtype)
+        # the absolute position of the token being chosen
+        place = torch.tensor([input_ids.shape[1]])
+        return scores + noise.gumbel(self._keys, noise.COUPLED, place, scores.shape[-1]).to(
+            scores.dtype
+        )
 
 
-def oracle(target: Target, prompt: list[int], limit: int, request: int, sample: int, seed: int, law: dict[str, Any]) -> list[int]:
+def oracle(
+    target: Target,
+    prompt: list[int],
+    limit: int,
+    request: int,
+    sample: int,
+    seed: int,
+    law: dict[str, Any],
+) -> list[int]:
     steps: list[Any] = []
     if "repetition_penalty" in law:
         steps.append(RepetitionPenaltyLogitsProcessor(law["repetition_penalty"]))
@@ -62,7 +75,8 @@ def oracle(target: Target, prompt: list[int], limit: int, request: int, sample: 
         steps.append(MinPLogitsWarper(law["min_p"]))
     ids = torch.tensor([prompt])
     out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit, pad_token_id=0,
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit,
+        pad_token_id=0,
         logits_processor=LogitsProcessorList([*steps, PositionNoise(seed, request, sample)]),
     )  # fmt: skip
     return out[0, len(prompt) :].tolist()
@@ -74,15 +88,23 @@ def tiny(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
     return target, proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
 
 
-@pytest.mark.parametrize("seeds", [(0, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))])
+@pytest.mark.parametrize(
+    "seeds",
+    [(0, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))],
+)
 def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int, int]) -> None:
-    """Each seed with ragged prompts and all proposers: one by one, in a batch of three, in a batch of sixteen."""
+    """Each seed with ragged prompts and all proposers: one by one, in a batch of three, in a batch
+    of sixteen."""
     check(seeds, "llama", 30)
 
 
 @pytest.mark.parametrize(
     ("kind", "end"),
-    [("gemma3", 11), ("gpt2", 9), *(pytest.param(kind, 13, marks=pytest.mark.full) for kind in ("gemma3", "gpt2", "qwen2"))],
+    [
+        ("gemma3", 11),
+        ("gpt2", 9),
+        *(pytest.param(kind, 13, marks=pytest.mark.full) for kind in ("gemma3", "gpt2", "qwen2")),
+    ],
 )
 def test_windows_and_learned_positions(kind: str, end: int) -> None:
     check((5, end), kind, 10)
@@ -96,22 +118,36 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
         law = LAWS[seed % len(LAWS)]
         draw = random.Random(seed)
         requests = [
-            Request([draw.randrange(3, target.vocab_size) for _ in range(draw.randrange(1, 14))], draw.randrange(1000), k)
+            Request(
+                [draw.randrange(3, target.vocab_size) for _ in range(draw.randrange(1, 14))],
+                draw.randrange(1000),
+                k,
+            )
             for k in range((1, 3, 16)[seed // len(LAWS) % 3])
         ]
-        expected = [oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, law) for r in requests]
+        expected = [
+            oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, law) for r in requests
+        ]
         texts = {tuple(r.prompt_ids): reply for r, reply in zip(requests, expected, strict=True)}
-        future = {n: FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}
+        future = {
+            n: FromTheFuture(texts, n == "oracle", target.vocab_size)
+            for n in ("oracle", "adversary")
+        }
         for name, proposer in {**drafters, **future}.items():
             found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **law))
             assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
-            if (seed + seed // len(LAWS)) % 2:  # half of the seeds, with every law and every batch size among them
-                matched = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law))
+            # half of the seeds, with every law and every batch size among them
+            if (seed + seed // len(LAWS)) % 2:
+                matched = generate(
+                    target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law)
+                )
                 assert [g.token_ids for g in matched] == expected, f"{name} by match, seed {seed}"
             if name in accepted:
                 accepted[name] += sum(r.accepted for g in found for r in g.rounds)
             ended += sum(g.finish_reason == "eos" for g in found)
-    assert all(accepted[name] > least for name in ("draft-lm chain", "draft-lm tree", "medusa")), accepted
+    assert all(accepted[name] > least for name in ("draft-lm chain", "draft-lm tree", "medusa")), (
+        accepted
+    )
     assert ended, "replies that end inside the batch must occur"
 
 
@@ -119,22 +155,32 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
 @pytest.mark.parametrize("which", ["quickstart", "stories"])
 def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) -> None:
     target: Target = request.getfixturevalue(which)
-    prompts = chat_prompts(target, "test", count) if which == "quickstart" else story_prompts(target, count)
+    prompts = (
+        chat_prompts(target, "test", count)
+        if which == "quickstart"
+        else story_prompts(target, count)
+    )
     specs = ["none", "ngram", "suffix", "lookahead", "early-exit:layers=2,length=3"]
     if which == "quickstart":
-        specs += [str(ROOT / "scripts/quickstart/draft_lm") + f":{s}" for s in ("length=4", "length=3,width=3,nodes=9")]
+        specs += [
+            str(ROOT / "scripts/quickstart/draft_lm") + f":{s}"
+            for s in ("length=4", "length=3,width=3,nodes=9")
+        ]
         specs += [
             str(ROOT / "scripts/quickstart/drafters/distill") + f":{s}"
             for s in ("length=4", "threshold=auto", "length=3,width=2")
         ]
         for name in ("eagle1", "eagle3"):
             specs += [
-                str(ROOT / "scripts/quickstart/drafters" / name) + f":{s}" for s in ("length=4,width=1", "length=4,nodes=12")
+                str(ROOT / "scripts/quickstart/drafters" / name) + f":{s}"
+                for s in ("length=4,width=1", "length=4,nodes=12")
             ]
     for law in LAWS if count > 2 else (LAWS[0], LAWS[-1]):
         expected = [oracle(target, prompt, 24, i, 0, 11, law) for i, prompt in enumerate(prompts)]
         for spec in specs:
-            found = generate(target, load_proposer(spec, target, print), prompts, 24, Sampling(seed=11, **law))
+            found = generate(
+                target, load_proposer(spec, target, print), prompts, 24, Sampling(seed=11, **law)
+            )
             assert [g.token_ids for g in found] == expected, spec
 
 
@@ -143,18 +189,32 @@ def test_other_seeds_requests_and_samples_give_other_texts() -> None:
     sampling = Sampling(temperature=1.0)
     same = [Request([5, 6, 7], 0, 0), Request([5, 6, 7], 0, 1), Request([5, 6, 7], 1, 0)]
     texts = [g.token_ids for g in generate(target, drafters["plain"], same, LENGTH, sampling)]
-    texts += [g.token_ids for g in generate(target, drafters["plain"], same[:1], LENGTH, Sampling(temperature=1.0, seed=1))]
+    texts += [
+        g.token_ids
+        for g in generate(
+            target, drafters["plain"], same[:1], LENGTH, Sampling(temperature=1.0, seed=1)
+        )
+    ]
     assert len({tuple(text) for text in texts}) == 4
 
 
-def test_a_deterministic_draft_under_the_rejection_rule_is_a_match_and_writes_the_same_text() -> None:
+def test_a_deterministic_draft_under_the_rejection_rule_is_a_match_and_writes_the_same_text() -> (
+    None
+):
     target, drafters = tiny()
     prompts = [[5, 6, 7], [9, 8]]
     for name in ("ngram", "medusa", "lookahead"):
         texts = [
-            [g.token_ids for g in generate(target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule=rule))]
+            [
+                g.token_ids
+                for g in generate(
+                    target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule=rule)
+                )
+            ]
             for rule in ("coupled", "rejection", "recursive")
         ]
         assert texts[0] == texts[1] == texts[2]
-        found = generate(target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule="rejection"))
+        found = generate(
+            target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule="rejection")
+        )
         assert {r.rule for g in found for r in g.rounds} == {"match"}

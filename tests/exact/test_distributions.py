@@ -1,4 +1,5 @@
-"""The running loop keeps the target's law: chi-square over sampled texts, and the identities of acceptance."""
+"""The running loop keeps the target's law: chi-square over sampled texts, and the identities of
+acceptance."""
 
 from __future__ import annotations
 
@@ -41,8 +42,10 @@ def toy() -> tuple[Target, Target]:
     """A target of five tokens and a drafter that differs from it."""
     torch.manual_seed(4)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.4, eos_token_id=None, bos_token_id=None,
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, pad_token_id=0,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.4, eos_token_id=None,
+        bos_token_id=None,
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float64), None, "toy")
     return target, near_copy(target, noise=0.25)
@@ -57,7 +60,11 @@ def law(target: Target, prefix: list[int], sampling: Sampling) -> Tensor:
 
 def joint(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
     found = {}
-    laws = {p: law(target, list(p), sampling) for n in range(LENGTH) for p in itertools.product(range(VOCAB), repeat=n)}
+    laws = {
+        p: law(target, list(p), sampling)
+        for n in range(LENGTH)
+        for p in itertools.product(range(VOCAB), repeat=n)
+    }
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
         found[text] = float(torch.stack([laws[text[:i]][text[i]] for i in range(LENGTH)]).prod())
     return found
@@ -91,23 +98,33 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     """Proposers and a rule for each, with what must have decided."""
     target, drafter = toy()
     tree: dict[str, Any] = {"length": 2, "width": 2, "nodes": 6}
-    four = random_eagle(target, "eagle3", draft_vocab_size=4)  # one token of five can never be drafted
+    # one token of five can never be drafted
+    four = random_eagle(target, "eagle3", draft_vocab_size=4)
     return {
         "rejection chain": (DraftLM(drafter, VOCAB, length=2), "block"),
         "rejection adaptive chain": (DraftLM(drafter, VOCAB, length=3, threshold=0.4), "block"),
         "rejection tree": (DraftLM(drafter, VOCAB, **tree), "traversal"),
         "recursive tree": (DraftLM(drafter, VOCAB, **tree), "rrs"),
-        "rejection heads": (MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]), "match"),
+        "rejection heads": (
+            MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]),
+            "match",
+        ),
         "rejection lookup": (NgramLookup(length=2), "match"),
         "rejection eagle chain": (EagleProposer(four, 2, 1), "block"),
-        "rejection eagle tree": (EagleProposer(random_eagle(target, "eagle1"), 2, 2, 6), "traversal"),
+        "rejection eagle tree": (
+            EagleProposer(random_eagle(target, "eagle1"), 2, 2, 6),
+            "traversal",
+        ),
         "recursive eagle tree": (EagleProposer(four, 2, 2, 6), "rrs"),
         "coupled eagle tree": (EagleProposer(four, 2, 2, 6), "gumbel"),
         "coupled tree": (DraftLM(drafter, VOCAB, **tree), "gumbel"),
         "rejection dflash chain": (proposer_of(random_block(target, block_size=3)), "block"),
         "rejection dflash tree": (proposer_of(random_block(target), **tree), "traversal"),
         "rejection dspark chain": (proposer_of(random_block(target, "dspark"), length=2), "block"),
-        "rejection dspark adaptive chain": (proposer_of(random_block(target, "dspark"), threshold=0.3), "block"),
+        "rejection dspark adaptive chain": (
+            proposer_of(random_block(target, "dspark"), threshold=0.3),
+            "block",
+        ),
         "recursive dspark tree": (proposer_of(random_block(target, "dspark"), **tree), "rrs"),
     }
 
@@ -147,19 +164,37 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str)
     target, _ = toy()
     settings: dict[str, Any] = {"width": 2, "nodes": 7} if shape == "tree" else {}
     same = DraftLM(target, VOCAB, length=3, **settings)
-    found = generate(target, same, [Request(PROMPT, 0, i) for i in range(40)], 21, Sampling(temperature=1.0, rule=rule))  # type: ignore[arg-type]
+    found = generate(
+        target,
+        same,
+        [Request(PROMPT, 0, i) for i in range(40)],
+        21,
+        Sampling(temperature=1.0, rule=rule),
+    )  # type: ignore[arg-type]
     assert all(r.accepted == 3 for g in found for r in g.rounds)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.full)])
-@pytest.mark.parametrize("spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1", "drafters/distill:length=1"])
-def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(quickstart: Target, count: int, spec: str) -> None:
-    """One draft a round, where block verification is the token-level rule: accepted against sum min(p, q), round by round."""
+@pytest.mark.parametrize(
+    "spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1", "drafters/distill:length=1"]
+)
+def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(
+    quickstart: Target, count: int, spec: str
+) -> None:
+    """One draft a round, where block verification is the token-level rule: accepted against sum
+    min(p, q), round by round."""
     drafter = load_proposer(str(ROOT / "scripts/quickstart" / spec), quickstart, print)
     prompts = chat_prompts(quickstart, "test", count)
     requests = [Request(p, i, k) for i, p in enumerate(prompts) for k in range(4)]
     for temperature in (0.7, 1.0):
-        found = generate(quickstart, drafter, requests, 64, Sampling(temperature=temperature, rule="rejection"), frozenset())
+        found = generate(
+            quickstart,
+            drafter,
+            requests,
+            64,
+            Sampling(temperature=temperature, rule="rejection"),
+            frozenset(),
+        )
         rounds = [r for g in found for r in g.rounds]
         overlap = torch.tensor([r.overlap[0] for r in rounds if r.overlap])
         assert len(overlap) == len(rounds) > 100 * count
@@ -170,7 +205,8 @@ def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(q
 
 
 def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart: Target) -> None:
-    """The reference rule on the laws of target and drafter over a real text, four drafts a chain."""
+    """The reference rule on the laws of target and drafter over a real text, four drafts a
+    chain."""
     from draftsmith.inference.target import TargetConfig, load_target
 
     drafter = load_target(TargetConfig(str(ROOT / "scripts/quickstart/draft_lm"), dtype="float32"))
@@ -197,14 +233,21 @@ def test_coins_and_draws_do_not_depend_on_the_batch() -> None:
     proposer = DraftLM(drafter, VOCAB, length=2, width=2)
     requests = [Request([1, 2, 3][: 1 + i % 3], i, 0) for i in range(9)]
     together = [g.token_ids for g in generate(target, proposer, requests, 12, sampling)]
-    assert together == [generate(target, proposer, [r], 12, sampling)[0].token_ids for r in requests]
+    assert together == [
+        generate(target, proposer, [r], 12, sampling)[0].token_ids for r in requests
+    ]
 
 
 def test_the_noise_of_draft_and_verifier_is_apart() -> None:
     """Draws, coins and the last token of a round come from streams of their own."""
     keys = torch.tensor([5])
     lengths = torch.tensor([9])
-    draws = Draws(Sampling(temperature=1.0, rule="rejection"), keys, torch.zeros(1, 16, dtype=torch.long), lengths)
+    draws = Draws(
+        Sampling(temperature=1.0, rule="rejection"),
+        keys,
+        torch.zeros(1, 16, dtype=torch.long),
+        lengths,
+    )
     drawn, _ = draws.sample(torch.zeros(1, 1, 50), 0, 50, None)
     assert sorted(drawn[0, 0].tolist()) == list(range(50)), "without replacement"
     last = int(draws.last(torch.full((1, 50), 1 / 50)))

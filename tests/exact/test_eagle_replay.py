@@ -1,4 +1,5 @@
-"""Estimated tau counts what decoding counts, for EAGLE's chains and trees: on target-greedy text in fp32, round by round."""
+"""Estimated tau counts what decoding counts, for EAGLE's chains and trees: on target-greedy text in
+fp32, round by round."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from tests.trained import chat_prompts
 LENGTH = 4
 
 
-def text_of(target: Target, prompt: list[int], taps: tuple[int, ...], limit: int) -> tuple[torch.Tensor, Hidden]:
+def text_of(
+    target: Target, prompt: list[int], taps: tuple[int, ...], limit: int
+) -> tuple[torch.Tensor, Hidden]:
     """The prompt with the target's greedy reply, and its features from one plain forward."""
     ids = torch.tensor(prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids)
     with torch.no_grad():
@@ -30,16 +33,20 @@ def text_of(target: Target, prompt: list[int], taps: tuple[int, ...], limit: int
 
 
 def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> float:
-    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns the share of rounds that accepted
-    something."""
+    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns the share
+    of rounds that accepted something."""
     busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = teacher_forced(drafter, hidden, ids, LENGTH)
         trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
         for width, nodes in ((1, None), (4, 12)):
-            walked = rounds_on_text(EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden)
-            decoded = kept_per_round(generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit))
+            walked = rounds_on_text(
+                EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden
+            )
+            decoded = kept_per_round(
+                generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit)
+            )
             assert walked == decoded
             if width == 1:
                 assert trained == decoded
@@ -81,6 +88,9 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) ->
     drafter = committed("eagle3", quickstart).drafter
     prompts = chat_prompts(quickstart, "test", 5)
     for width, nodes in ((1, None), (5, 16)):
-        alone = [generate_one(quickstart, EagleProposer(drafter, 4, width, nodes), prompt, 32) for prompt in prompts]
+        alone = [
+            generate_one(quickstart, EagleProposer(drafter, 4, width, nodes), prompt, 32)
+            for prompt in prompts
+        ]
         together = generate(quickstart, EagleProposer(drafter, 4, width, nodes), prompts, 32)
         assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]

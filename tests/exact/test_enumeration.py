@@ -1,7 +1,9 @@
-"""The rules that compare laws are exact: every outcome over a toy vocabulary is enumerated, on the functions that the loop calls.
+"""The rules that compare laws are exact: every outcome over a toy vocabulary is enumerated, on the
+functions that the loop calls.
 
-The joint law of three tokens (those that the round emits, completed by the target itself) must equal the target's. Every mistake
-of verification-and-trees 6.2 is planted the same way, and must be seen.
+The joint law of three tokens (those that the round emits, completed by the target itself) must
+equal the target's. Every mistake of verification-and-trees 6.2 is planted the same way, and must be
+seen.
 """
 
 from __future__ import annotations
@@ -22,15 +24,19 @@ from torch import Tensor
 LENGTH = 3
 CHAIN = TreeShape.chain(2)
 TREE = TreeShape.wide((2, 2))
-UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))  # three levels below the first child, one below the second
-WIDE = TreeShape((-1, 0, 0, 0, 1, 1, 3))  # wider than a truncated law has tokens: nodes are missing, and nodes below them
+# three levels below the first child, one below the second
+UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))
+# wider than a truncated law has tokens: nodes are missing, and nodes below them
+WIDE = TreeShape((-1, 0, 0, 0, 1, 1, 3))
 SHAPES = {"chain": CHAIN, "tree": TREE, "uneven": UNEVEN, "wide": WIDE}
 
 
 class Laws:
     """Random laws of target and drafter after every prefix of up to three tokens."""
 
-    def __init__(self, seed: int, vocab: int, far: bool, temperature: float = 1.0, top_k: int = 0) -> None:
+    def __init__(
+        self, seed: int, vocab: int, far: bool, temperature: float = 1.0, top_k: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.vocab = vocab
         self.p: dict[tuple[int, ...], Tensor] = {}
@@ -39,14 +45,18 @@ class Laws:
         self.raw_q: dict[tuple[int, ...], Tensor] = {}
         for length in range(LENGTH + 1):
             for prefix in itertools.product(range(vocab), repeat=length):
-                p = torch.randn(vocab, generator=generator, dtype=torch.float64) * (1.5 if far else 1.0)
+                p = torch.randn(vocab, generator=generator, dtype=torch.float64) * (
+                    1.5 if far else 1.0
+                )
                 other = torch.randn(vocab, generator=generator, dtype=torch.float64)
                 q = (0.2 if far else 0.5) * p + (0.8 if far else 0.5) * other
                 for name, logits in (("p", p), ("q", q)):
                     getattr(self, f"raw_{name}")[prefix] = logits.softmax(-1)
                     warped = logits / temperature
                     if top_k:
-                        warped = warped.masked_fill(warped < warped.topk(top_k).values[-1], -torch.inf)
+                        warped = warped.masked_fill(
+                            warped < warped.topk(top_k).values[-1], -torch.inf
+                        )
                     getattr(self, name)[prefix] = warped.softmax(-1)
 
     def joint(self, law: dict[tuple[int, ...], Tensor]) -> Tensor:
@@ -61,8 +71,11 @@ Draft = tuple[float, list[int]]
 """Probability of a drafted tree, and its tokens (the root's is not used)."""
 
 
-def sampled_trees(shape: TreeShape, law: dict[tuple[int, ...], Tensor], replace: bool = False) -> Iterable[Draft]:
-    """Every tree whose children are draws from their parent's law, without replacement unless told, with its probability."""
+def sampled_trees(
+    shape: TreeShape, law: dict[tuple[int, ...], Tensor], replace: bool = False
+) -> Iterable[Draft]:
+    """Every tree whose children are draws from their parent's law, without replacement unless told,
+    with its probability."""
 
     def fill(node: int, chance: float, tokens: list[int]) -> Iterable[Draft]:
         if node == shape.nodes:
@@ -98,15 +111,22 @@ def best_tree(shape: TreeShape, law: dict[tuple[int, ...], Tensor]) -> Draft:
     return 1.0, tokens
 
 
-def tensors(shape: TreeShape, drafts: list[Draft], laws: Laws, q: dict[tuple[int, ...], Tensor]) -> tuple[Tensor, ...]:
+def tensors(
+    shape: TreeShape, drafts: list[Draft], laws: Laws, q: dict[tuple[int, ...], Tensor]
+) -> tuple[Tensor, ...]:
     """Chances `[B]`, tokens `[B, N]`, p and q `[B, N, V]`."""
     chances = torch.tensor([chance for chance, _ in drafts], dtype=torch.float64)
     tokens = torch.tensor([row for _, row in drafts])
     uniform = torch.full((laws.vocab,), 1 / laws.vocab, dtype=torch.float64)
 
     def rows(law: dict[tuple[int, ...], Tensor]) -> Tensor:
-        paths = [[tuple(row[n] for n in shape.path_to(node)[1:]) for node in range(shape.nodes)] for _, row in drafts]
-        return torch.stack([torch.stack([law.get(prefix, uniform) for prefix in row]) for row in paths])
+        paths = [
+            [tuple(row[n] for n in shape.path_to(node)[1:]) for node in range(shape.nodes)]
+            for _, row in drafts
+        ]
+        return torch.stack(
+            [torch.stack([law.get(prefix, uniform) for prefix in row]) for row in paths]
+        )
 
     return chances, tokens, rows(laws.p), rows(q)
 
@@ -114,11 +134,13 @@ def tensors(shape: TreeShape, drafts: list[Draft], laws: Laws, q: dict[tuple[int
 def emitted_law(
     shape: TreeShape, laws: Laws, chances: Tensor, tokens: Tensor, ends: Tensor, last: Tensor
 ) -> tuple[Tensor, float]:
-    """Joint law of three tokens, and tokens a round, from outcomes: weights `[B]`, nodes `[B]` and laws of the last token `[B,
-    V]`."""
+    """Joint law of three tokens, and tokens a round, from outcomes: weights `[B]`, nodes `[B]` and
+    laws of the last token `[B, V]`."""
     found = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64)
     count = 0.0
-    for chance, row, node, law in zip(chances.tolist(), tokens.tolist(), ends.tolist(), last, strict=True):
+    for chance, row, node, law in zip(
+        chances.tolist(), tokens.tolist(), ends.tolist(), last, strict=True
+    ):
         path = tuple(row[n] for n in shape.path_to(node)[1:])
         count += chance * (len(path) + 1)
         for final in range(laws.vocab):
@@ -128,11 +150,15 @@ def emitted_law(
                 for rest in itertools.product(range(laws.vocab), repeat=max(LENGTH - len(text), 0)):
                     whole = (*text, *rest)
                     after = [float(laws.p[whole[:i]][whole[i]]) for i in range(len(text), LENGTH)]
-                    found[whole[:LENGTH]] += weight * float(torch.tensor(after, dtype=torch.float64).prod())
+                    found[whole[:LENGTH]] += weight * float(
+                        torch.tensor(after, dtype=torch.float64).prod()
+                    )
     return found, count
 
 
-def enumerate_plan(shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Verifier, q=None) -> tuple[Tensor, float]:
+def enumerate_plan(
+    shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Verifier, q=None
+) -> tuple[Tensor, float]:
     """Every drafted tree, every pattern of coins, every last token."""
     chances, tokens, p, draft = tensors(shape, drafts, laws, laws.q if q is None else q)
     plan = verify(shape, tokens, p, draft)
@@ -148,7 +174,10 @@ def enumerate_plan(shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Ve
             path = tuple(int(tokens[row, n]) for n in shape.path_to(node)[1:])
             key = (path, node)
             weight = float(odds[row])
-            pooled[key] = pooled.get(key, torch.zeros(laws.vocab, dtype=torch.float64)) + weight * plan.laws[row, node]
+            pooled[key] = (
+                pooled.get(key, torch.zeros(laws.vocab, dtype=torch.float64))
+                + weight * plan.laws[row, node]
+            )
             weights[key] = weights.get(key, 0.0) + weight
     keys = list(pooled)
     rows = []
@@ -160,11 +189,18 @@ def enumerate_plan(shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Ve
     ends = torch.tensor([node for _, node in keys])
     last = torch.stack([pooled[key] / weights[key] for key in keys])
     return emitted_law(
-        shape, laws, torch.tensor([weights[key] for key in keys], dtype=torch.float64), torch.tensor(rows), ends, last
+        shape,
+        laws,
+        torch.tensor([weights[key] for key in keys], dtype=torch.float64),
+        torch.tensor(rows),
+        ends,
+        last,
     )
 
 
-def enumerate_match(shape: TreeShape, drafts: list[Draft], laws: Laws, pick=match) -> tuple[Tensor, float]:
+def enumerate_match(
+    shape: TreeShape, drafts: list[Draft], laws: Laws, pick=match
+) -> tuple[Tensor, float]:
     """Every drafted tree and every independent target choice after each node."""
     chances, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
     found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
@@ -172,7 +208,9 @@ def enumerate_match(shape: TreeShape, drafts: list[Draft], laws: Laws, pick=matc
         choices = torch.tensor([pattern]).expand(len(tokens), -1)
         odds = p.gather(2, choices[..., None])[..., 0].prod(-1) * chances
         nodes = pick(DraftTree(tokens, shape), choices)
-        last = torch.nn.functional.one_hot(choices.gather(1, nodes[:, None])[:, 0], laws.vocab).double()
+        last = torch.nn.functional.one_hot(
+            choices.gather(1, nodes[:, None])[:, 0], laws.vocab
+        ).double()
         part, tokens_part = emitted_law(shape, laws, odds, tokens, nodes, last)
         found, count = found + part, count + tokens_part
     return found, count
@@ -201,7 +239,9 @@ LOSSLESS: list[tuple[str, Verifier]] = [
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
 @pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (3, 3, 1), (2, 4, 0)])
-def test_joint_law_is_the_targets(shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool) -> None:
+def test_joint_law_is_the_targets(
+    shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool
+) -> None:
     laws = Laws(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
     drafts = list(sampled_trees(SHAPES[shape], laws.q))
     assert sum(chance for chance, _ in drafts) == pytest.approx(1)
@@ -214,7 +254,8 @@ SMALL = (0.0, 1e-45, 1e-39, 1.2e-38, 1e-37, 1e-30, 1e-20, 1e-13, 1e-12, 1e-10, 1
 
 
 def corner_laws(seed: int) -> Laws:
-    """Laws in float32 of which all but one or two entries lie between nothing and its smallest step beside 1."""
+    """Laws in float32 of which all but one or two entries lie between nothing and its smallest step
+    beside 1."""
     draw, laws = random.Random(seed), Laws(seed, 3, far=True)
     for law in (laws.p, laws.q):
         for prefix in law:
@@ -238,7 +279,9 @@ def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> N
 
     for seed in range(2 if shape in ("uneven", "wide") else 6):
         laws = corner_laws(seed)
-        found, _ = enumerate_plan(SHAPES[shape], list(sampled_trees(SHAPES[shape], laws.q)), laws, single)
+        found, _ = enumerate_plan(
+            SHAPES[shape], list(sampled_trees(SHAPES[shape], laws.q)), laws, single
+        )
         assert float((found - laws.joint(laws.p)).abs().max()) < 1e-6, seed
 
 
@@ -251,14 +294,19 @@ def test_match_of_a_deterministic_tree(seed: int) -> None:
     assert error_of(outcome, laws) < 1e-9
     _, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
     tree = DraftTree(tokens, shape)
-    assert float(expected_tokens(tree, p.log())) == pytest.approx(outcome[1], abs=1e-9), "the free metric is exact"
+    assert float(expected_tokens(tree, p.log())) == pytest.approx(outcome[1], abs=1e-9), (
+        "the free metric is exact"
+    )
     assert token_chances(tree, p.log())[0, 0] == 1
 
 
 def test_block_is_traversal_on_a_chain_and_accepts_more_than_the_token_level_rule() -> None:
     laws = Laws(5, 3, far=True)
     drafts = list(sampled_trees(CHAIN, laws.q))
-    counts = {rule.__name__: enumerate_plan(CHAIN, drafts, laws, rule)[1] for rule in (token_level, block, traversal, recursive)}
+    counts = {
+        rule.__name__: enumerate_plan(CHAIN, drafts, laws, rule)[1]
+        for rule in (token_level, block, traversal, recursive)
+    }
     assert counts["block"] == pytest.approx(counts["traversal"], abs=1e-12)
     assert counts["recursive"] == pytest.approx(counts["token_level"], abs=1e-12)
     assert counts["block"] > counts["token_level"] + 1e-3
@@ -268,10 +316,14 @@ def test_traversal_accepts_more_than_recursive_rejection() -> None:
     for seed in range(3):
         laws = Laws(seed, 3, far=False)
         drafts = list(sampled_trees(TREE, laws.q))
-        assert enumerate_plan(TREE, drafts, laws, traversal)[1] > enumerate_plan(TREE, drafts, laws, recursive)[1]
+        assert (
+            enumerate_plan(TREE, drafts, laws, traversal)[1]
+            > enumerate_plan(TREE, drafts, laws, recursive)[1]
+        )
 
 
-# The mistakes of verification-and-trees 6.2. Each gives the joint law that a wrong program would have.
+# The mistakes of verification-and-trees 6.2. Each gives the joint law that a wrong program would
+# have.
 
 
 def deterministic_children_by_ratio(laws: Laws) -> tuple[Tensor, float]:
@@ -295,7 +347,10 @@ def pruned_by_value(laws: Laws) -> tuple[Tensor, float]:
 def first_token_greedy(laws: Laws) -> tuple[Tensor, float]:
     changed = Laws.__new__(Laws)
     changed.__dict__.update(vars(laws))
-    changed.p = {**laws.p, (): torch.nn.functional.one_hot(laws.p[()].argmax(), laws.vocab).double()}
+    changed.p = {
+        **laws.p,
+        (): torch.nn.functional.one_hot(laws.p[()].argmax(), laws.vocab).double(),
+    }
     return enumerate_match(CHAIN, [best_tree(CHAIN, laws.q)], changed)
 
 
@@ -308,11 +363,13 @@ def block_that_breaks(laws: Laws) -> tuple[Tensor, float]:
 
 
 def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
-    """Two candidate rows share their first token; each draws the target anew, and the longest accepted row wins."""
+    """Two candidate rows share their first token; each draws the target anew, and the longest
+    accepted row wins."""
     shape = TreeShape((-1, 0, 1, 1))
     _, tokens = best_tree(shape, laws.q)
     found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
-    outcomes = list(itertools.product(range(laws.vocab), repeat=3))  # draws after root, node 1, and the row's leaf
+    # draws after root, node 1, and the row's leaf
+    outcomes = list(itertools.product(range(laws.vocab), repeat=3))
     for first, second in itertools.product(outcomes, repeat=2):
         rows = []
         for draws, leaf in ((first, 2), (second, 3)):
@@ -324,11 +381,20 @@ def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
         weight = 1.0
         for draws, leaf in ((first, 2), (second, 3)):
             prefixes = [(), (tokens[1],), (tokens[1], tokens[leaf])]
-            weight *= float(torch.stack([laws.p[prefix][d] for prefix, d in zip(prefixes, draws, strict=True)]).prod())
+            weight *= float(
+                torch.stack(
+                    [laws.p[prefix][d] for prefix, d in zip(prefixes, draws, strict=True)]
+                ).prod()
+            )
         _, node, last = max(rows, key=lambda row: row[0])
         one_hot = torch.nn.functional.one_hot(torch.tensor([last]), laws.vocab).double()
         part, c = emitted_law(
-            shape, laws, torch.tensor([weight], dtype=torch.float64), torch.tensor([tokens]), torch.tensor([node]), one_hot
+            shape,
+            laws,
+            torch.tensor([weight], dtype=torch.float64),
+            torch.tensor([tokens]),
+            torch.tensor([node]),
+            one_hot,
         )
         found, count = found + part, count + c
     return found, count
@@ -391,7 +457,8 @@ def with_replacement(laws: Laws, drop_duplicates: bool) -> tuple[Tensor, float]:
     verifiers.without = lambda q, tokens: q
     pair = TreeShape.wide((2,))
     drafts = [
-        (chance, [0, a, NO_NODE if drop_duplicates and a == b else b]) for chance, (_, a, b) in sampled_trees(pair, laws.q, True)
+        (chance, [0, a, NO_NODE if drop_duplicates and a == b else b])
+        for chance, (_, a, b) in sampled_trees(pair, laws.q, True)
     ]
     try:
         return enumerate_plan(pair, drafts, laws, recursive)
@@ -418,7 +485,9 @@ def typical(laws: Laws) -> tuple[Tensor, float]:
         chances = torch.ones_like(p[..., 0])
         for node in range(1, shape.nodes):
             parent = shape.parents[node]
-            chances[:, node] = (p[:, parent].gather(1, tokens[:, node, None])[:, 0] > bar[:, parent]).double()
+            chances[:, node] = (
+                p[:, parent].gather(1, tokens[:, node, None])[:, 0] > bar[:, parent]
+            ).double()
         return Plan(chances, p, partial(verifiers.select_down, shape))
 
     return enumerate_plan(CHAIN, [best_tree(CHAIN, laws.q)], laws, verify)
@@ -437,7 +506,9 @@ MISTAKES: dict[str, Callable[[Laws], tuple[Tensor, float]]] = {
     "rejection draws from p": partial(rejection_draws_from_p, CHAIN, token_level),
     "RRS: last draw from the unreduced p": partial(rejection_draws_from_p, TREE, recursive),
     "without replacement, q not zeroed": draft_law_not_reduced,
-    "duplicates removed from draws with replacement": partial(with_replacement, drop_duplicates=True),
+    "duplicates removed from draws with replacement": partial(
+        with_replacement, drop_duplicates=True
+    ),
     "block verification with the token-level residual": block_with_the_token_level_residual,
     "typical acceptance": typical,
 }
@@ -446,13 +517,15 @@ MISTAKES: dict[str, Callable[[Laws], tuple[Tensor, float]]] = {
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_every_known_mistake_is_seen(mistake: str) -> None:
     errors = [
-        error_of(MISTAKES[mistake](laws), laws) for laws in (Laws(s, 3, far=s % 2 == 0, temperature=0.5) for s in range(16))
+        error_of(MISTAKES[mistake](laws), laws)
+        for laws in (Laws(s, 3, far=s % 2 == 0, temperature=0.5) for s in range(16))
     ]
     assert max(errors) > 1e-6, errors
 
 
 def test_draws_with_replacement_are_exact_as_long_as_duplicates_stay() -> None:
-    """The harness itself, on a rule that the loop does not use (SpecInfer): the mistake above is in the dropping."""
+    """The harness itself, on a rule that the loop does not use (SpecInfer): the mistake above is in
+    the dropping."""
     laws = Laws(0, 3, far=True)
     assert error_of(with_replacement(laws, drop_duplicates=False), laws) < 1e-9
 

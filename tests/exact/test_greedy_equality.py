@@ -1,5 +1,5 @@
-"""Greedy output equals `target.generate(do_sample=False)` token for token: every proposer, every architecture, alone and in
-batches."""
+"""Greedy output equals `target.generate(do_sample=False)` token for token: every proposer, every
+architecture, alone and in batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target
 
-from tests.architectures import ARCHITECTURES, NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
+from tests.architectures import (
+    ARCHITECTURES,
+    NO_EARLY_EXIT,
+    FromTheFuture,
+    architecture,
+    near_copy,
+    proposers,
+)
 from tests.conftest import ROOT, wrong_heads
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
@@ -21,11 +28,18 @@ BATCH = 8
 DRAFT_LM = ROOT / "scripts" / "quickstart" / "draft_lm"
 
 
-def reference(target: Target, prompt: list[int], max_new_tokens: int, **options: object) -> list[int]:
+def reference(
+    target: Target, prompt: list[int], max_new_tokens: int, **options: object
+) -> list[int]:
     """What transformers writes."""
     ids = torch.tensor([prompt])
     out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, pad_token_id=0, **options
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=0,
+        **options,
     )
     return out[0, len(prompt) :].tolist()
 
@@ -33,7 +47,9 @@ def reference(target: Target, prompt: list[int], max_new_tokens: int, **options:
 def random_prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
-    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return [
+        torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths
+    ]
 
 
 def check(
@@ -44,23 +60,40 @@ def check(
     alone: int,
     sampling: Sampling = Sampling(),  # noqa: B008
 ) -> dict[str, list[Generation]]:
-    """Decode in ragged batches of 8, and the first `alone` prompts by themselves; compare with transformers."""
-    options = {} if sampling.repetition_penalty is None else {"repetition_penalty": sampling.repetition_penalty}
+    """Decode in ragged batches of 8, and the first `alone` prompts by themselves; compare with
+    transformers."""
+    options = (
+        {}
+        if sampling.repetition_penalty is None
+        else {"repetition_penalty": sampling.repetition_penalty}
+    )
     expected = [reference(target, prompt, max_new_tokens, **options) for prompt in prompts]
     texts = {tuple(prompt): reply for prompt, reply in zip(prompts, expected, strict=True)}
-    future = {f"{n}": FromTheFuture(texts, n == "oracle", target.vocab_size) for n in ("oracle", "adversary")}
+    future = {
+        f"{n}": FromTheFuture(texts, n == "oracle", target.vocab_size)
+        for n in ("oracle", "adversary")
+    }
     found: dict[str, list[Generation]] = {}
     for name, proposer in {**drafters, **future}.items():
         results = []
         for start in range(0, len(prompts), BATCH):
-            results += generate(target, proposer, prompts[start : start + BATCH], max_new_tokens, sampling)
-        single = [generate_one(target, proposer, prompt, max_new_tokens, sampling=sampling) for prompt in prompts[:alone]]
-        for place, (result, reply) in enumerate(zip([*results, *single], [*expected, *expected[:alone]], strict=True)):
+            results += generate(
+                target, proposer, prompts[start : start + BATCH], max_new_tokens, sampling
+            )
+        single = [
+            generate_one(target, proposer, prompt, max_new_tokens, sampling=sampling)
+            for prompt in prompts[:alone]
+        ]
+        for place, (result, reply) in enumerate(
+            zip([*results, *single], [*expected, *expected[:alone]], strict=True)
+        ):
             assert result.token_ids == reply, f"{name}, prompt {place}"
             assert sum(len(r.tokens) for r in result.rounds) == len(reply) - 1
             assert result.finish_reason == ("eos" if reply[-1] in target.eos_ids else "length")
         found[name] = results + single
-    assert all(r.accepted == 4 for g in found["oracle"] for r in g.rounds[:-2]), "right drafts are accepted to the end"
+    assert all(r.accepted == 4 for g in found["oracle"] for r in g.rounds[:-2]), (
+        "right drafts are accepted to the end"
+    )
     assert all(r.accepted == 0 for g in found["adversary"] for r in g.rounds), "wrong drafts never"
     return found
 
@@ -76,25 +109,50 @@ def test_every_architecture(kind: str, count: int) -> None:
     target.check_head()
     target.check_tree()
     drafters = proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
-    found = check(target, drafters, random_prompts(count, target.vocab_size), 24, alone=2 if count == BATCH else count)
+    found = check(
+        target,
+        drafters,
+        random_prompts(count, target.vocab_size),
+        24,
+        alone=2 if count == BATCH else count,
+    )
     for name in ("draft-lm chain", "draft-lm tree"):
-        assert accepted(found[name]) > len(found[name]), f"{name}: a drafter that is never right proves nothing"
+        assert accepted(found[name]) > len(found[name]), (
+            f"{name}: a drafter that is never right proves nothing"
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
 def test_a_repetition_penalty_counts_each_nodes_own_path(kind: str) -> None:
     target = architecture(kind)
     penalised = Sampling(repetition_penalty=1.4)
-    found = check(target, proposers(target, near_copy(target), False), random_prompts(BATCH, target.vocab_size), 24, 2, penalised)
+    found = check(
+        target,
+        proposers(target, near_copy(target), False),
+        random_prompts(BATCH, target.vocab_size),
+        24,
+        2,
+        penalised,
+    )
     assert accepted(found["draft-lm tree"]) > 10
-    assert found["plain"][0].token_ids != generate_one(target, load_proposer("none", target, print), [3], 24).token_ids
+    assert (
+        found["plain"][0].token_ids
+        != generate_one(target, load_proposer("none", target, print), [3], 24).token_ids
+    )
 
 
 def real_drafters(target: Target) -> dict[str, Proposer]:
     artifact = trained_artifact(target)
     found: dict[str, Proposer] = {
         spec: load_proposer(spec, target, print)
-        for spec in ("none", "ngram", "suffix", "lookahead", "early-exit", "early-exit:width=2,nodes=6")
+        for spec in (
+            "none",
+            "ngram",
+            "suffix",
+            "lookahead",
+            "early-exit",
+            "early-exit:width=2,nodes=6",
+        )
     }
     return found | {
         "medusa": make_proposer(artifact, nodes=10),
@@ -107,19 +165,28 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
 def test_quickstart_target(quickstart: Target, count: int) -> None:
     drafters = real_drafters(quickstart)
     for settings in ("length=4", "length=4,width=2,nodes=8"):
-        drafters[f"draft-lm {settings}"] = load_proposer(f"{DRAFT_LM}:{settings}", quickstart, print)
+        drafters[f"draft-lm {settings}"] = load_proposer(
+            f"{DRAFT_LM}:{settings}", quickstart, print
+        )
     trained = {}
     for name in ("medusa", "eagle1", "eagle3"):
         folder = ROOT / "scripts" / "quickstart" / "drafters" / name
         trained[f"committed {name}"] = load_proposer(f"{folder}:nodes=12", quickstart, print)
         if name != "medusa":
-            trained[f"committed {name} chain"] = load_proposer(f"{folder}:length=4,width=1", quickstart, print)
+            trained[f"committed {name} chain"] = load_proposer(
+                f"{folder}:length=4,width=1", quickstart, print
+            )
     folder = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
     for settings in ("length=4", "threshold=auto", "length=4,width=3,nodes=9"):
-        trained[f"committed distill {settings}"] = load_proposer(f"{folder}:{settings}", quickstart, print)
+        trained[f"committed distill {settings}"] = load_proposer(
+            f"{folder}:{settings}", quickstart, print
+        )
     drafters |= trained
     found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 32, alone=1)
-    assert all(accepted(found[name]) > count for name in ("draft-lm length=4", "medusa", "ngram", "early-exit"))
+    assert all(
+        accepted(found[name]) > count
+        for name in ("draft-lm length=4", "medusa", "ngram", "early-exit")
+    )
     assert all(accepted(found[name]) > count for name in trained)
 
 
@@ -146,7 +213,9 @@ def test_stop_strings_end_where_transformers_ends(quickstart: Target) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu(quickstart: Target) -> None:
-    target = load_target(TargetConfig(str(ROOT / "scripts/quickstart/target"), dtype="float32", device="cuda"))
+    target = load_target(
+        TargetConfig(str(ROOT / "scripts/quickstart/target"), dtype="float32", device="cuda")
+    )
     prompts = chat_prompts(quickstart, "test", BATCH)
     drafter = load_proposer(f"{DRAFT_LM}:length=4,width=2,nodes=8", target, print)
     here = generate(quickstart, load_proposer("none", quickstart, print), prompts, 48)

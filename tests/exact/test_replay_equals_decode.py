@@ -1,4 +1,5 @@
-"""Estimated tau counts what decoding counts: on target-greedy text in fp32 the rounds agree one by one."""
+"""Estimated tau counts what decoding counts: on target-greedy text in fp32 the rounds agree one by
+one."""
 
 from __future__ import annotations
 
@@ -8,7 +9,13 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.growth import grow
-from draftsmith.inference.proposers.medusa import MedusaProposer, accepted_by_root, calibrate, make_proposer, teacher_forced
+from draftsmith.inference.proposers.medusa import (
+    MedusaProposer,
+    accepted_by_root,
+    calibrate,
+    make_proposer,
+    teacher_forced,
+)
 from draftsmith.inference.replay import replay
 from draftsmith.inference.target import Target
 
@@ -16,7 +23,14 @@ from tests.conftest import random_heads, tiny_target
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 
-def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, prompts: list[list[int]], limit: int) -> int:
+def check(
+    target: Target,
+    proposer: MedusaProposer,
+    heads,
+    calibration: dict,
+    prompts: list[list[int]],
+    limit: int,
+) -> int:
     """Compare kept tokens of every round; returns how many rounds accepted something."""
     busy = 0
     for prompt in prompts:
@@ -33,11 +47,24 @@ def check(target: Target, proposer: MedusaProposer, heads, calibration: dict, pr
 
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.parametrize("which", ["quickstart", "stories"])
-def test_rounds_agree_for_trained_heads(which: str, count: int, request: pytest.FixtureRequest) -> None:
+def test_rounds_agree_for_trained_heads(
+    which: str, count: int, request: pytest.FixtureRequest
+) -> None:
     target: Target = request.getfixturevalue(which)
     artifact = trained_artifact(target)
-    prompts = chat_prompts(target, "test", count) if which == "quickstart" else story_prompts(target, count)
-    busy = check(target, make_proposer(artifact, "x"), artifact.drafter, artifact.calibration, prompts, limit=64)
+    prompts = (
+        chat_prompts(target, "test", count)
+        if which == "quickstart"
+        else story_prompts(target, count)
+    )
+    busy = check(
+        target,
+        make_proposer(artifact, "x"),
+        artifact.drafter,
+        artifact.calibration,
+        prompts,
+        limit=64,
+    )
     assert busy > count // 3, "heads that are never right would prove nothing"
 
 
@@ -47,14 +74,26 @@ def test_rounds_agree_where_replies_end_and_are_cut() -> None:
     calibration = {"rank_accuracy": [[0.5, 0.3, 0.2]] * 4, "tree_nodes": 20}
     proposer = MedusaProposer(heads, grow(calibration["rank_accuracy"], 20))
     prompts = [[4 + (i * j) % 200 for j in range(1, 5)] for i in range(40)]
-    assert sum(check(target, proposer, heads, calibration, prompts, limit) for limit in (1, 2, 3, 30)) > 3
+    assert (
+        sum(check(target, proposer, heads, calibration, prompts, limit) for limit in (1, 2, 3, 30))
+        > 3
+    )
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5, 17])
-def test_rounds_agree_when_an_accepted_run_crosses_the_limit(quickstart: Target, limit: int) -> None:
+def test_rounds_agree_when_an_accepted_run_crosses_the_limit(
+    quickstart: Target, limit: int
+) -> None:
     artifact = trained_artifact(quickstart)
     prompts = chat_prompts(quickstart, "valid", 8)
-    check(quickstart, make_proposer(artifact, "x"), artifact.drafter, artifact.calibration, prompts, limit)
+    check(
+        quickstart,
+        make_proposer(artifact, "x"),
+        artifact.drafter,
+        artifact.calibration,
+        prompts,
+        limit,
+    )
 
 
 def test_calibration_counts_ranks_over_roots_with_every_label() -> None:

@@ -1,4 +1,5 @@
-"""One walk over all roots tells what every tree accepts: the rounds it foretells are those that decoding takes, one by one."""
+"""One walk over all roots tells what every tree accepts: the rounds it foretells are those that
+decoding takes, one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.evaluation.tuning.candidates import Candidate, along, candidates, cut, fitted_heat, rank_table, runs
+from draftsmith.inference.evaluation.tuning.candidates import (
+    Candidate,
+    along,
+    candidates,
+    cut,
+    fitted_heat,
+    rank_table,
+    runs,
+)
 from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, Text, nodes_needed
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
@@ -33,7 +42,8 @@ SPECS = [
     "ngram",
     "suffix",
 ]
-SAMPLE = [spec for spec in SPECS if not spec.endswith(("draft_lm", "suffix"))]  # those are distill's and ngram's code
+# those are distill's and ngram's code
+SAMPLE = [spec for spec in SPECS if not spec.endswith(("draft_lm", "suffix"))]
 
 
 def check(target: Target, spec: str, law: Sampling, limit: int, count: int, tried: int) -> None:
@@ -51,7 +61,8 @@ def check(target: Target, spec: str, law: Sampling, limit: int, count: int, trie
     accepted = 0
     for candidate in drawn:
         foretold = [
-            replay([0] * text.start + own, text.start, len(text.ids)) for text, own in zip(texts, candidate.accepted, strict=True)
+            replay([0] * text.start + own, text.start, len(text.ids))
+            for text, own in zip(texts, candidate.accepted, strict=True)
         ]
         decoded = generate(target, candidate.make(), requests, limit, law)
         assert foretold == [kept_per_round(g) for g in decoded], candidate.label
@@ -73,8 +84,14 @@ def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: s
 
 @pytest.mark.full
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.split("/")[-1])
-@pytest.mark.parametrize("law", [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)], ids=["greedy", "law"])
-def test_foretold_rounds_are_the_decoded_ones_full(quickstart: Target, spec: str, law: Sampling) -> None:
+@pytest.mark.parametrize(
+    "law",
+    [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)],
+    ids=["greedy", "law"],
+)
+def test_foretold_rounds_are_the_decoded_ones_full(
+    quickstart: Target, spec: str, law: Sampling
+) -> None:
     check(quickstart, spec, law, 96, 12, 12)
 
 
@@ -98,7 +115,10 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
     texts = [Text.of(reply, (i, 0)) for i, reply in enumerate(plain)]
     found, _ = candidates(quickstart, spec, texts, Sampling(), lambda what: None)
     own = found[0]
-    foretold = [replay([0] * t.start + a, t.start, len(t.ids)) for t, a in zip(texts, own.accepted, strict=True)]
+    foretold = [
+        replay([0] * t.start + a, t.start, len(t.ids))
+        for t, a in zip(texts, own.accepted, strict=True)
+    ]
     decoded = generate(quickstart, load_proposer(spec, quickstart, print), prompts, 12)
     assert foretold == [kept_per_round(g) for g in decoded], own.label
     again = generate(quickstart, load_proposer(spec, quickstart, print, own.setting), prompts, 12)
@@ -108,7 +128,8 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
 
 
 def test_a_fixed_tree_is_the_same_alone_and_in_a_batch(quickstart: Target) -> None:
-    """Its deep levels have one node each, which must not see the other branches of the levels above."""
+    """Its deep levels have one node each, which must not see the other branches of the levels
+    above."""
     shape = [[0], [1], [2], [0, 0], [1, 0], [2, 0], [1, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0, 0]]
     prompts = chat_prompts(quickstart, "valid", 3)
     drafted: list[list[list[int]]] = []
@@ -117,7 +138,9 @@ def test_a_fixed_tree_is_the_same_alone_and_in_a_batch(quickstart: Target) -> No
         trees: list[list[int]] = []
         propose = proposer.propose
 
-        def spy(root: torch.Tensor, draws: Any, propose: Any = propose, trees: list[list[int]] = trees) -> DraftTree:
+        def spy(
+            root: torch.Tensor, draws: Any, propose: Any = propose, trees: list[list[int]] = trees
+        ) -> DraftTree:
             tree = propose(root, draws)
             trees.extend(tree.tokens.tolist())
             return tree
@@ -130,9 +153,13 @@ def test_a_fixed_tree_is_the_same_alone_and_in_a_batch(quickstart: Target) -> No
 
 
 def test_the_fitted_score_temperature_is_the_one_that_accepts_most() -> None:
-    """Pools of one root, whose one path needs so many nodes at each score temperature; of equals the one nearest to 1."""
+    """Pools of one root, whose one path needs so many nodes at each score temperature; of equals
+    the one nearest to 1."""
     need = {0.3: 30, 0.5: 16, 0.7: 9, 1.0: 40, 1.4: 17}
-    one = lambda nodes: [[[[nodes]] * 8]]  # noqa: E731
+
+    def one(nodes):
+        return [[[[nodes]] * 8]]
+
     heat, taken = fitted_heat(lambda heat: one(need[heat]))
     assert heat == 0.7 and taken == {"0.3": 0, "0.5": 1, "0.7": 1, "1.0": 0, "1.4": 0}
     assert fitted_heat(lambda heat: one({0.3: 1}.get(heat, 99)))[0] == 0.3
@@ -146,11 +173,14 @@ def test_what_cannot_be_walked_is_refused(quickstart: Target, spec: str) -> None
 
 def test_an_adaptive_chain_is_refused(quickstart: Target) -> None:
     with pytest.raises(UserError, match="leave out threshold"):
-        candidates(quickstart, f"{DRAFTERS / 'distill'}:threshold=auto", [], Sampling(), lambda what: None)
+        candidates(
+            quickstart, f"{DRAFTERS / 'distill'}:threshold=auto", [], Sampling(), lambda what: None
+        )
 
 
 def pool(seed: int, count: int, levels: int, vocab: int) -> tuple[DraftTree, torch.Tensor]:
-    """A random tree in level order whose scores never rise along a path, with ties; and a text to come."""
+    """A random tree in level order whose scores never rise along a path, with ties; and a text to
+    come."""
     draw = random.Random(seed)
     parents, depths, tokens, scores = [0], [0], [99], [0.0]
     for _ in range(count):
@@ -177,7 +207,9 @@ def pool(seed: int, count: int, levels: int, vocab: int) -> tuple[DraftTree, tor
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 100_000), st.integers(1, 14), st.integers(1, 4))
-def test_nodes_needed_is_what_cutting_the_pool_by_hand_gives(seed: int, count: int, levels: int) -> None:
+def test_nodes_needed_is_what_cutting_the_pool_by_hand_gives(
+    seed: int, count: int, levels: int
+) -> None:
     tree, coming = pool(seed, count, levels, 3)
     needed = nodes_needed(tree, coming)
     assert tree.scores is not None
@@ -190,7 +222,10 @@ def test_nodes_needed_is_what_cutting_the_pool_by_hand_gives(seed: int, count: i
             kept = {0, *ranked[:size]}
             node, depth = 0, 0
             while (
-                child := next((n for n in kept if n and parents[n] == node and tokens[n] == coming[0, depth]), None)
+                child := next(
+                    (n for n in kept if n and parents[n] == node and tokens[n] == coming[0, depth]),
+                    None,
+                )
             ) is not None:
                 node, depth = child, depth + 1
                 if depth == limit:
@@ -205,9 +240,15 @@ def test_ranks_by_hand() -> None:
     assert runs(ranks, 3) == [[2, 1, 0]] and runs(ranks, 1) == [[1, 1, 0]]
     assert along(ranks, [(0,), (0, 1), (0, 1, 0), (1,)]) == [[1, 3, 0]]
     table = rank_table(ranks)
-    assert table[0][:2] == [2 / 3, 0] and table[1][:3] == [1 / 2, 1 / 2, 0], "of the two roots whose first token was a candidate"
-    assert table[2][0] == 1 / 2 and table[2][2] == 1 / 2, "never rising: rank 1 is offered before rank 2"
+    assert table[0][:2] == [2 / 3, 0] and table[1][:3] == [1 / 2, 1 / 2, 0], (
+        "of the two roots whose first token was a candidate"
+    )
+    assert table[2][0] == 1 / 2 and table[2][2] == 1 / 2, (
+        "never rising: rank 1 is offered before rank 2"
+    )
     assert table[2][1] == 1 / 2
     assert (
-        cut([[[[2], [3, 7]]]], 1, 2) == [[1]] and cut([[[[2], [3, 7]]]], 2, 6) == [[1]] and cut([[[[2], [3, 7]]]], 2, 7) == [[2]]
+        cut([[[[2], [3, 7]]]], 1, 2) == [[1]]
+        and cut([[[[2], [3, 7]]]], 2, 6) == [[1]]
+        and cut([[[[2], [3, 7]]]], 2, 7) == [[2]]
     )

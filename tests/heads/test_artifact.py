@@ -48,10 +48,15 @@ def change_tensors(folder: Path, change: Callable[[dict], None]) -> None:
         (lambda t: t.pop("1.0.linear.bias"), "1.0.linear.bias is missing"),
         (lambda t: t.update({"extra": torch.zeros(2)}), "extra is not part"),
         (lambda t: t.update({"0.1.weight": torch.zeros(3, 3)}), r"0.1.weight has shape \[3, 3\]"),
-        (lambda t: t.update({"0.1.weight": t["0.1.weight"].bfloat16()}), "0.1.weight is torch.bfloat16"),
+        (
+            lambda t: t.update({"0.1.weight": t["0.1.weight"].bfloat16()}),
+            "0.1.weight is torch.bfloat16",
+        ),
     ],
 )
-def test_a_missing_surplus_misshapen_or_miscast_tensor_is_named(folder: Path, change: Callable, says: str) -> None:
+def test_a_missing_surplus_misshapen_or_miscast_tensor_is_named(
+    folder: Path, change: Callable, says: str
+) -> None:
     change_tensors(folder, change)
     with pytest.raises(UserError, match=says):
         Artifact.load(folder, TARGET.fingerprint())
@@ -59,7 +64,9 @@ def test_a_missing_surplus_misshapen_or_miscast_tensor_is_named(folder: Path, ch
 
 def test_heads_of_another_target_are_refused(folder: Path) -> None:
     other = tiny_target(hidden_size=64)
-    with pytest.raises(UserError, match="another target.*hidden_size is 32 in the drafter and 64 in the target"):
+    with pytest.raises(
+        UserError, match="another target.*hidden_size is 32 in the drafter and 64 in the target"
+    ):
         Artifact.load(folder, other.fingerprint())
 
 
@@ -121,7 +128,9 @@ def test_one_flipped_bit_is_noticed_and_named(folder: Path) -> None:
     data = bytearray(weights.read_bytes())
     data[-3] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(UserError, match=f"{WEIGHTS_FILE} has changed since it was written .its SHA-256 differs."):
+    with pytest.raises(
+        UserError, match=f"{WEIGHTS_FILE} has changed since it was written .its SHA-256 differs."
+    ):
         Artifact.load(folder, TARGET.fingerprint())
 
 
@@ -146,17 +155,25 @@ def test_a_drafter_without_checksums_is_told_of(folder: Path) -> None:
         ("calibration", {"rank_accuracy": [[1.5]]}, "Expected float <= 1"),
         ("calibration", {"tree_nodes": 10**9}, "Expected int <= 65536"),
         ("target", {"name": "x"}, "target: Object missing required field model_type"),
-        ("files", {"../x": {"bytes": 1, "sha256": "0" * 64}}, "names '../x', which is not a file within its folder"),
+        (
+            "files",
+            {"../x": {"bytes": 1, "sha256": "0" * 64}},
+            "names '../x', which is not a file within its folder",
+        ),
         ("shape", [], "shape: Expected object, got array"),
     ],
 )
-def test_a_wrong_value_in_draftsmith_json_is_named(folder: Path, key: str, value: object, says: str) -> None:
+def test_a_wrong_value_in_draftsmith_json_is_named(
+    folder: Path, key: str, value: object, says: str
+) -> None:
     write_json(folder / OWN_FILE, {**read_json(folder / OWN_FILE), key: value})
     with pytest.raises(UserError, match=says):
         Artifact.load(folder, TARGET.fingerprint())
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": NaN}', '{"a": ' + "9" * 6000 + "}", "", "\xff", "[1]", "null"])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a": NaN}', '{"a": ' + "9" * 6000 + "}", "", "\xff", "[1]", "null"]
+)
 def test_what_is_no_table_of_json_is_refused(folder: Path, text: str) -> None:
     (folder / OWN_FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=OWN_FILE):
@@ -171,7 +188,9 @@ def test_what_is_no_table_of_json_is_refused(folder: Path, text: str) -> None:
         ("vocab_size", True, "got bool"),
     ],
 )
-def test_an_absurd_size_is_refused_before_memory_is_taken(folder: Path, key: str, value: object, says: str) -> None:
+def test_an_absurd_size_is_refused_before_memory_is_taken(
+    folder: Path, key: str, value: object, says: str
+) -> None:
     write_json(folder / "config.json", {**read_json(folder / "config.json"), key: value})
     seal(folder)
     with pytest.raises(UserError, match=says):

@@ -48,7 +48,9 @@ def test_what_is_saved_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None
     loaded = Artifact.load(tmp_path / "d", target.fingerprint(), target.ends, pytest.fail).drafter
     assert loaded.facts() == drafter.facts() and bool((loaded.tap_scales == 1).all())
     ids = torch.arange(9)
-    assert torch.equal(drafter.fuse(taps_of(target, drafter, ids)), loaded.fuse(taps_of(target, drafter, ids)))
+    assert torch.equal(
+        drafter.fuse(taps_of(target, drafter, ids)), loaded.fuse(taps_of(target, drafter, ids))
+    )
     ours, theirs = dict(drafter.named_parameters()), dict(loaded.named_parameters())
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "fc.weight")
     for settings, nodes in (
@@ -58,8 +60,13 @@ def test_what_is_saved_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None
         ("threshold=0.5", drafter.drafts),
     ):
         proposer = load_proposer(f"{tmp_path / 'd'}:{settings}", target, pytest.fail)
-        assert proposer.max_drafted == nodes and generate(target, proposer, [[5, 6, 7, 8]], 12)[0].rounds
-    with pytest.raises(UserError, match=f"has {drafter.drafts} drafts, not 9; give a smaller length"):
+        assert (
+            proposer.max_drafted == nodes
+            and generate(target, proposer, [[5, 6, 7, 8]], 12)[0].rounds
+        )
+    with pytest.raises(
+        UserError, match=f"has {drafter.drafts} drafts, not 9; give a smaller length"
+    ):
         load_proposer(f"{tmp_path / 'd'}:length=9,width=1", target, pytest.fail)
 
 
@@ -78,16 +85,24 @@ def test_a_block_drafter_owns_neither_embedding_nor_head(tmp_path: Path) -> None
         (lambda t, c: t.pop("hidden_norm.weight"), "hidden_norm.weight is missing"),
         (lambda t, c: t.update(surplus=torch.zeros(1)), "surplus is not part of this drafter"),
         (lambda t, c: t.update({"fc.weight": torch.zeros(3, 3)}), r"fc.weight has shape \[3, 3\]"),
-        (lambda t, c: c.pop("dflash_config"), "Object missing required field dflash_config; save or copy"),
+        (
+            lambda t, c: c.pop("dflash_config"),
+            "Object missing required field dflash_config; save or copy",
+        ),
         (lambda t, c: c.update(block_size=9), "says block_size 9"),
         (lambda t, c: c["dflash_config"].update(mask_token_id=7), "says mask_token 7"),
         (lambda t, c: c["dflash_config"].update(target_layer_ids=[1, 2]), r"says taps \[2, 3\]"),
     ],
 )
-def test_a_drafter_that_was_tampered_with_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+def test_a_drafter_that_was_tampered_with_is_refused(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     target = tiny_target(num_hidden_layers=3)
     Artifact(random_block(target), target.fingerprint()).save(tmp_path / "d")
-    tensors, config = load_file(tmp_path / "d" / "model.safetensors"), read_json(tmp_path / "d" / "config.json")
+    tensors, config = (
+        load_file(tmp_path / "d" / "model.safetensors"),
+        read_json(tmp_path / "d" / "config.json"),
+    )
     change(tensors, config)
     save_file(tensors, tmp_path / "d" / "model.safetensors")
     write_json(tmp_path / "d" / "config.json", config)
@@ -122,7 +137,8 @@ def test_settings_out_of_range_are_refused() -> None:
 
 
 def test_rescaling_changes_no_bit_of_what_is_computed() -> None:
-    """Powers of two, so that it may be done at any time: when a drafter goes on learning, and when it is saved."""
+    """Powers of two, so that it may be done at any time: when a drafter goes on learning, and when
+    it is saved."""
     target = tiny_target(num_hidden_layers=3)
     drafter = random_block(target)
     taps = taps_of(target, drafter, torch.arange(20))
@@ -142,7 +158,12 @@ def test_a_linear_fit_of_a_few_rows_gives_what_is_wanted() -> None:
 
 
 def noted(
-    seen: list[torch.Tensor], keys: torch.Tensor, layer: int, queries: torch.Tensor, own: torch.Tensor, values: torch.Tensor
+    seen: list[torch.Tensor],
+    keys: torch.Tensor,
+    layer: int,
+    queries: torch.Tensor,
+    own: torch.Tensor,
+    values: torch.Tensor,
 ) -> torch.Tensor:
     """An `attend` that notes the law of slot 1 in each head, and adds nothing."""
     every = torch.cat([keys, own], dim=1).repeat_interleave(queries.shape[2] // own.shape[2], dim=2)
@@ -152,14 +173,17 @@ def noted(
 
 
 def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Target) -> None:
-    """The share of attention that the first draft's slot gives to what its draft depends on, on a text that the fit has not seen:
-    in one head of three 91% for the anchor, where chance gives 2%; in the others 28% for the newest eight of 53 positions,
-    where chance gives 7%."""
-    shape = shape_for(DFlashConfig(num_layers=1, block_size=4, taps=[2, 4, 7]), quickstart.config, 0)
+    """The share of attention that the first draft's slot gives to what its draft depends on, on a
+    text that the fit has not seen: in one head of three 91% for the anchor, where chance gives 2%;
+    in the others 28% for the newest eight of 53 positions, where chance gives 7%."""
+    shape = shape_for(
+        DFlashConfig(num_layers=1, block_size=4, taps=[2, 4, 7]), quickstart.config, 0
+    )
     sample, text = (
         torch.tensor(quickstart.tokenizer(source)["input_ids"])
         for source in (
-            "def read(path):\n    with open(path) as file:\n        return file.read().split()\n" * 4,
+            "def read(path):\n    with open(path) as file:\n        return file.read().split()\n"
+            * 4,
             "x = [i for i in y]\n" * 9,
         )
     )
@@ -179,7 +203,9 @@ def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Tar
             rotary = drafter.rotary(length + torch.arange(4)[None])
             drafter.layer(0, drafter.embed(text[None, length:]), rotary, partial(noted, seen, keys))
         (law,) = seen  # [6 heads, context and block]
-        shares.append((float(law[:2, length].mean()), float(law[2:, length - 8 : length].sum(-1).mean())))
+        shares.append(
+            (float(law[:2, length].mean()), float(law[2:, length - 8 : length].sum(-1).mean()))
+        )
     (anchor, newest), (anchor_then, newest_then) = shares
     assert anchor < 0.05 and newest < 0.1 and anchor_then > 0.6 and newest_then > 0.2, shares
 

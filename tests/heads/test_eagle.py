@@ -1,4 +1,5 @@
-"""The EAGLE module: its layer against transformers' own, its files, and what it takes from a target."""
+"""The EAGLE module: its layer against transformers' own, its files, and what it takes from a
+target."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ TARGET = tiny_target(num_hidden_layers=3)
 
 def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
     return found.transpose(1, 2).flatten(2)
 
 
@@ -33,13 +36,16 @@ def causal(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     "rope",
     [
         {"rope_type": "default", "rope_theta": 777.0},
-        {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
          "original_max_position_embeddings": 16},
-        {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0,
+        "original_max_position_embeddings": 64},
     ],
 )  # fmt: skip
 def test_an_upper_layer_is_transformers_llama_layer(rope: dict[str, Any]) -> None:
-    """Head layout, rotary scaling and norm epsilon of the target: the same weights give the same outputs."""
+    """Head layout, rotary scaling and norm epsilon of the target: the same weights give the same
+    outputs."""
     target = tiny_target(rope_parameters=rope, rms_norm_eps=1e-3, hidden_act="gelu", head_dim=16)
     assert shape_for(EagleConfig(taps=[0, 1]), target.config).activation == "silu", (
         "engines load no other, whatever the target has"
@@ -47,32 +53,50 @@ def test_an_upper_layer_is_transformers_llama_layer(rope: dict[str, Any]) -> Non
     shape = shape_for(EagleConfig(taps=[0, 1], num_layers=2, activation="gelu"), target.config)
     drafter = EagleDrafter(shape, target.ends)
     theirs = LlamaDecoderLayer(target.config, 0)
-    names = {name: tensor for name, tensor in drafter.serving_state().items() if name.startswith("layers.1.")}
-    theirs.load_state_dict({name.removeprefix("layers.1."): tensor for name, tensor in names.items()})
+    names = {
+        name: tensor
+        for name, tensor in drafter.serving_state().items()
+        if name.startswith("layers.1.")
+    }
+    theirs.load_state_dict(
+        {name.removeprefix("layers.1."): tensor for name, tensor in names.items()}
+    )
     x, positions = torch.randn(1, 7, 32), torch.arange(7)[None] + 20
     tables = LlamaRotaryEmbedding(target.config)(x, positions)
     mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     expected = theirs(x, attention_mask=mask, position_ids=positions, position_embeddings=tables)
     layer: Any = drafter.layers[1]
     ours = layer(1, x, layer.qkv(drafter.input_norms["1"](x)), drafter.rotary(positions), causal)
-    torch.testing.assert_close(ours, expected[0] if isinstance(expected, tuple) else expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        ours, expected[0] if isinstance(expected, tuple) else expected, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_the_first_layer_of_eagle3_is_the_formula() -> None:
-    """m = u + O Attn([N_e(e); N_u(u)]), s = m + MLP(N_p(m)), logits U N_f(s), at one position, where attention is its value."""
+    """m = u + O Attn([N_e(e); N_u(u)]), s = m + MLP(N_p(m)), logits U N_f(s), at one position,
+    where attention is its value."""
     drafter = random_eagle(TARGET, "eagle3")
     state = drafter.serving_state()
-    w = lambda name: state["midlayer." + name + ".weight"]  # noqa: E731
-    norm = lambda x, weight: x / (x.square().mean() + drafter.shape.norm_eps).sqrt() * weight  # noqa: E731
+
+    def w(name):
+        return state["midlayer." + name + ".weight"]
+
+    def norm(x, weight):
+        return x / (x.square().mean() + drafter.shape.norm_eps).sqrt() * weight
+
     u, token = torch.randn(32), torch.tensor([[9]])
     e = TARGET.embed(token)[0, 0]
     both = torch.cat([norm(e, w("input_layernorm")), norm(u, w("hidden_norm"))])
     value = (w("self_attn.v_proj") @ both).view(2, 8).repeat_interleave(2, 0).flatten()
     m = u + w("self_attn.o_proj") @ value
     x = norm(m, w("post_attention_layernorm"))
-    s = m + w("mlp.down_proj") @ (torch.nn.functional.silu(w("mlp.gate_proj") @ x) * (w("mlp.up_proj") @ x))
+    s = m + w("mlp.down_proj") @ (
+        torch.nn.functional.silu(w("mlp.gate_proj") @ x) * (w("mlp.up_proj") @ x)
+    )
     expected = state["lm_head.weight"] @ norm(s, state["norm.weight"])
-    output = drafter.advance(drafter.token_part(token), u[None, None], drafter.rotary(torch.tensor([[3]])), causal)
+    output = drafter.advance(
+        drafter.token_part(token), u[None, None], drafter.rotary(torch.tensor([[3]])), causal
+    )
     torch.testing.assert_close(drafter.recycled(output)[0, 0], s, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(drafter.logits(output)[0, 0], expected, atol=1e-4, rtol=1e-4)
 
@@ -88,12 +112,20 @@ def test_eagle1_fuses_embedding_and_feature_without_norms_and_uses_the_targets_h
     }
     h, token = torch.randn(32), torch.tensor([[9]])
     g = state["fc.weight"] @ torch.cat([TARGET.embed(token)[0, 0], h])
-    value = (state["layers.0.self_attn.v_proj.weight"] @ g).view(2, 8).repeat_interleave(2, 0).flatten()
+    value = (
+        (state["layers.0.self_attn.v_proj.weight"] @ g).view(2, 8).repeat_interleave(2, 0).flatten()
+    )
     m = g + state["layers.0.self_attn.o_proj.weight"] @ value
-    x = m / (m.square().mean() + drafter.shape.norm_eps).sqrt() * state["layers.0.post_attention_layernorm.weight"]
+    x = (
+        m
+        / (m.square().mean() + drafter.shape.norm_eps).sqrt()
+        * state["layers.0.post_attention_layernorm.weight"]
+    )
     gate, up, down = (state[f"layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
     expected = m + down @ (torch.nn.functional.silu(gate @ x) * (up @ x))
-    output = drafter.advance(drafter.token_part(token), h[None, None], drafter.rotary(torch.tensor([[3]])), causal)
+    output = drafter.advance(
+        drafter.token_part(token), h[None, None], drafter.rotary(torch.tensor([[3]])), causal
+    )
     torch.testing.assert_close(output[0, 0], expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(drafter.logits(output), TARGET.head(output))
 
@@ -120,18 +152,32 @@ def test_names_on_disk_are_those_that_engines_read() -> None:
         "t2d": ([TARGET.vocab_size], torch.bool),
     }
     config = drafter.serving_config("base", "bfloat16")
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert (
+        config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    )
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1], "SGLang counts from the first layer"
-    assert None not in config.values() and config["vocab_size"] == TARGET.vocab_size and config["draft_vocab_size"] == 60
-    assert "d2t" not in random_eagle(TARGET, "eagle3").serving_state(), "vLLM refuses a map of a full vocabulary"
-    assert {"fc_norm.0.weight", "fc_norm.2.weight"} <= set(random_eagle(TARGET, "eagle3.1").serving_state())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1], (
+        "SGLang counts from the first layer"
+    )
+    assert (
+        None not in config.values()
+        and config["vocab_size"] == TARGET.vocab_size
+        and config["draft_vocab_size"] == 60
+    )
+    assert "d2t" not in random_eagle(TARGET, "eagle3").serving_state(), (
+        "vLLM refuses a map of a full vocabulary"
+    )
+    assert {"fc_norm.0.weight", "fc_norm.2.weight"} <= set(
+        random_eagle(TARGET, "eagle3.1").serving_state()
+    )
     assert "embed_tokens.weight" in random_eagle(TARGET, "eagle3 of another width").serving_state()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     drafter = random_eagle(TARGET, kind)
     Artifact(drafter, TARGET.fingerprint()).save(tmp_path / "d", dtype)
     loaded = Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.ends).drafter
@@ -143,7 +189,9 @@ def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(tmp_path: Path, k
     rotary = drafter.rotary(torch.arange(6)[None])
     outputs = []
     for d in (drafter, loaded) if dtype == torch.float32 else (loaded, loaded):
-        outputs.append(d.logits(d.advance(d.token_part(ids), d.fuse((h,) * len(d.taps), h), rotary, causal)))
+        outputs.append(
+            d.logits(d.advance(d.token_part(ids), d.fuse((h,) * len(d.taps), h), rotary, causal))
+        )
     assert torch.equal(*outputs)
 
 
@@ -157,7 +205,9 @@ def test_casting_a_drafter_keeps_its_angles_and_its_map() -> None:
 
 
 def test_a_broken_map_is_refused_on_loading(tmp_path: Path) -> None:
-    Artifact(random_eagle(TARGET, "eagle3 draft vocabulary"), TARGET.fingerprint()).save(tmp_path / "d")
+    Artifact(random_eagle(TARGET, "eagle3 draft vocabulary"), TARGET.fingerprint()).save(
+        tmp_path / "d"
+    )
     tensors = load_file(tmp_path / "d" / "model.safetensors")
     tensors["d2t"][5] = tensors["d2t"][4] - 1
     save_file(tensors, tmp_path / "d" / "model.safetensors")
@@ -167,7 +217,11 @@ def test_a_broken_map_is_refused_on_loading(tmp_path: Path) -> None:
 
 
 def test_default_taps_are_those_that_engines_assume() -> None:
-    assert default_taps(32) == (2, 16, 29) and default_taps(8) == (2, 4, 5) and default_taps(7) == (2, 3, 4)
+    assert (
+        default_taps(32) == (2, 16, 29)
+        and default_taps(8) == (2, 4, 5)
+        and default_taps(7) == (2, 3, 4)
+    )
     with pytest.raises(UserError, match=r"5 layers, too few for default taps; give heads.taps"):
         default_taps(5)
 
@@ -178,7 +232,9 @@ def test_taps_out_of_order_double_or_beyond_the_last_layer_are_refused(taps: lis
         shape_for(EagleConfig(taps=taps), TARGET.config)
 
 
-@pytest.mark.parametrize("option", ["taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"])
+@pytest.mark.parametrize(
+    "option", ["taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"]
+)
 def test_options_of_version_3_are_refused_for_version_1(option: str) -> None:
     value: Any = [0, 1] if option == "taps" else True if option.startswith("norm") else 32
     with pytest.raises(UserError, match=f"heads.{option} is for version 3"):
@@ -189,7 +245,10 @@ def test_options_of_version_3_are_refused_for_version_1(option: str) -> None:
 def test_every_architecture_has_a_layout(kind: str) -> None:
     target: Target = architecture(kind)
     shape = shape_for(EagleConfig(taps=[0, 1]), target.config)
-    assert shape.num_heads == target.config.num_attention_heads and shape.num_heads % shape.num_kv_heads == 0
+    assert (
+        shape.num_heads == target.config.num_attention_heads
+        and shape.num_heads % shape.num_kv_heads == 0
+    )
     drafter = EagleDrafter(shape, target.ends)
     cosines, _ = drafter.rotary(torch.arange(3)[None])
     assert cosines.shape[-1] <= shape.head_dim and cosines.dtype == torch.float32
@@ -201,7 +260,9 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     target = tiny_target()
     with torch.no_grad():
         target.decoder.norm.weight.uniform_(0.5, 1.5)
-    drafter = EagleDrafter(shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config), target.ends)
+    drafter = EagleDrafter(
+        shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config), target.ends
+    )
     ids = torch.arange(0, 40, 2)
     drafter.start_from(target.head_weight, target.final_norm_weight(), ids)
     assert torch.equal(drafter.lm_head.weight, target.head_weight[ids])

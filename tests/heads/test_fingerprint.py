@@ -25,7 +25,10 @@ def test_sampled_places_can_be_checked_by_eye() -> None:
     assert sampled_places(31 * 2**27 + 1) == [i * 2**27 for i in range(32)]
 
 
-@given(st.integers(1, 1 << 40) | st.sampled_from([LARGEST_EXACT, LARGEST_EXACT + 1, 1 << 31, SMOLLM2_EMBEDDING]))
+@given(
+    st.integers(1, 1 << 40)
+    | st.sampled_from([LARGEST_EXACT, LARGEST_EXACT + 1, 1 << 31, SMOLLM2_EMBEDDING])
+)
 def test_sampled_places_are_distinct_and_span_a_tensor_of_any_size(size: int) -> None:
     places = sampled_places(size)
     assert len(places) == min(size, 32)
@@ -35,7 +38,8 @@ def test_sampled_places_are_distinct_and_span_a_tensor_of_any_size(size: int) ->
 
 @given(st.integers(1, LARGEST_EXACT))
 def test_fingerprints_stored_before_stay_valid(size: int) -> None:
-    """They were made with float32 `torch.linspace`, whose numbers are those of this reference: an exact product, rounded once."""
+    """They were made with float32 `torch.linspace`, whose numbers are those of this reference: an
+    exact product, rounded once."""
     count, last = min(size, 32), size - 1
     step = float(torch.tensor(float(last)) / torch.tensor(float(max(count - 1, 1))))
     exact = [step * i if i < count // 2 else last - step * (count - 1 - i) for i in range(count)]
@@ -43,13 +47,18 @@ def test_fingerprints_stored_before_stay_valid(size: int) -> None:
 
 
 def test_the_quickstart_targets_fingerprint_is_the_one_its_committed_drafters_name() -> None:
-    target = load_target(TargetConfig(str(ROOT / "scripts" / "quickstart" / "target"), device="cpu"))
-    named = (ROOT / "scripts" / "quickstart" / "drafters" / "eagle3" / "draftsmith.json").read_text()
+    target = load_target(
+        TargetConfig(str(ROOT / "scripts" / "quickstart" / "target"), device="cpu")
+    )
+    named = (
+        ROOT / "scripts" / "quickstart" / "drafters" / "eagle3" / "draftsmith.json"
+    ).read_text()
     assert target.fingerprint().weights_hash in named
 
 
 def mapped(folder: Path, size: int) -> torch.Tensor:
-    """A tensor of `size` zeros in bfloat16 in a file that takes no room on disk until it is written to."""
+    """A tensor of `size` zeros in bfloat16 in a file that takes no room on disk until it is written
+    to."""
     path = folder / "weights.bin"
     with path.open("wb") as file:
         file.truncate(2 * size)

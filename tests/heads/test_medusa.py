@@ -37,7 +37,9 @@ def test_blocks_of_a_head_are_distinct_modules() -> None:
 
 def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
     target = tiny_target()
-    heads = MedusaHeads(MedusaConfig(2, shared_head=True), target.hidden_size, target.vocab_size, target.head)
+    heads = MedusaHeads(
+        MedusaConfig(2, shared_head=True), target.hidden_size, target.vocab_size, target.head
+    )
     assert all("linear" in name for name in heads.serving_state())
     hidden = torch.randn(3, target.hidden_size)
     torch.testing.assert_close(heads.logits(hidden, 1), target.head(hidden))

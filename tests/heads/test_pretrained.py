@@ -10,21 +10,39 @@ from draftsmith.heads.files import inside
 
 ROOT = Path(pretrained.__file__).parents[1]
 LOADS = {"from_pretrained", "from_config"}
-HARMLESS = {"GenerationConfig", "Embedding", "PeftModel"}  # plain JSON; a tensor in memory; an adapter's safetensors
+# plain JSON; a tensor in memory; an adapter's safetensors
+HARMLESS = {"GenerationConfig", "Embedding", "PeftModel"}
 KEYWORDS = {"read_causal_lm": {"trust_remote_code", "use_safetensors"}}
 
 
 def calls_in(path: Path) -> list[tuple[str, ast.Call]]:
     """Calls of `X.from_pretrained` and `X.from_config`, with the name of X."""
     tree = ast.parse(path.read_text())
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    return [(ast.unparse(node.func.value).split(".")[-1], node) for node in found if node.func.attr in LOADS]  # type: ignore[union-attr]
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    return [
+        (ast.unparse(node.func.value).split(".")[-1], node)
+        for node in found
+        if node.func.attr in LOADS
+    ]  # type: ignore[union-attr]
 
 
 def test_only_one_file_loads_through_transformers() -> None:
-    files = [path for room in ("heads", "inference", "distill", "train") for path in (ROOT / room).glob("*.py")]
+    files = [
+        path
+        for room in ("heads", "inference", "distill", "train")
+        for path in (ROOT / room).glob("*.py")
+    ]
     assert len(files) > 100
-    others = {(path.name, owner) for path in files if path.name != "pretrained.py" for owner, _ in calls_in(path)}
+    others = {
+        (path.name, owner)
+        for path in files
+        if path.name != "pretrained.py"
+        for owner, _ in calls_in(path)
+    }
     assert {owner for _, owner in others} <= HARMLESS, others
 
 
@@ -38,7 +56,9 @@ def test_that_file_says_in_every_call_whether_code_may_run() -> None:
         assert not weights or "use_safetensors" in named, ast.unparse(call)
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "", 3, None, "link", "sub/link", "x\0y"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../../x", "", 3, None, "link", "sub/link", "x\0y"]
+)
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: object) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
@@ -50,7 +70,10 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: ob
 
 
 def test_a_snapshot_of_the_hub_is_made_of_links_to_its_blobs(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    snapshot, blobs = (
+        tmp_path / "models--a--b" / "snapshots" / "abc",
+        tmp_path / "models--a--b" / "blobs",
+    )
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "123").write_text("x")

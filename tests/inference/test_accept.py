@@ -1,4 +1,5 @@
-"""Acceptance by match against its definition, on random trees, and what a verdict hands to the loop."""
+"""Acceptance by match against its definition, on random trees, and what a verdict hands to the
+loop."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 
 
 def walk(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:
-    """The definition: from the root, step to the child that holds the target's choice, until there is none."""
+    """The definition: from the root, step to the child that holds the target's choice, until there
+    is none."""
     path = [0]
     while True:
-        below = [i for i in range(1, len(parents)) if parents[i] == path[-1] and tokens[i] == choices[path[-1]]]
+        below = [
+            i
+            for i in range(1, len(parents))
+            if parents[i] == path[-1] and tokens[i] == choices[path[-1]]
+        ]
         if not below:
             return path
         path.append(below[0])
@@ -24,7 +30,8 @@ def walk(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> lis
 
 @st.composite
 def filled_trees(draw: st.DrawFn) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """A random tree whose siblings hold distinct tokens, token 0 and missing nodes among them, and the target's choices."""
+    """A random tree whose siblings hold distinct tokens, token 0 and missing nodes among them, and
+    the target's choices."""
     count = draw(st.integers(1, 12))
     parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
     tokens = [0] * count
@@ -45,10 +52,16 @@ def decided(tree: DraftTree, choices: list[list[int]]):
 
 @settings(max_examples=200, deadline=None)
 @given(filled_trees(), st.booleans())
-def test_acceptance_is_the_walk_from_the_root(case: tuple[tuple[int, ...], list[int], list[int]], dynamic: bool) -> None:
+def test_acceptance_is_the_walk_from_the_root(
+    case: tuple[tuple[int, ...], list[int], list[int]], dynamic: bool
+) -> None:
     parents, tokens, choices = case
     if dynamic:
-        tree = DraftTree(torch.tensor([tokens]), parents=torch.tensor([[max(p, 0) for p in parents]]), levels=len(parents) - 1)
+        tree = DraftTree(
+            torch.tensor([tokens]),
+            parents=torch.tensor([[max(p, 0) for p in parents]]),
+            levels=len(parents) - 1,
+        )
     else:
         tree = DraftTree(torch.tensor([tokens]), TreeShape(parents))
     found = decided(tree, [choices])
@@ -79,9 +92,13 @@ def test_a_missing_node_never_matches_and_neither_does_padding() -> None:
 def test_floats_travel_with_the_integers_unchanged() -> None:
     tree = DraftTree(torch.tensor([[3, 4], [3, 5]]), TreeShape.chain(1))
     expected, overlap = torch.tensor([1.25, 1e-7]), torch.tensor([[0.1, 0.2], [0.3, -0.0]])
-    found = decide(tree, Verdict(torch.tensor([1, 0]), torch.tensor([7, 8]), "block", None, expected, overlap))
+    found = decide(
+        tree, Verdict(torch.tensor([1, 0]), torch.tensor([7, 8]), "block", None, expected, overlap)
+    )
     assert found.expected == expected.tolist()
-    assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], "only nodes with children had drafts to accept"
+    assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
+        "only nodes with children had drafts to accept"
+    )
 
 
 def test_a_penalised_choice_counts_the_text_and_the_nodes_own_path() -> None:

@@ -41,7 +41,9 @@ def test_prompts_of_every_kind(quickstart: Target) -> None:
     assert decoder.generate(torch.tensor([ids, ids]).numpy(), 20)[1].token_ids == one.token_ids
     several = decoder.generate([PROMPT, ids, "def f():"], 20)
     assert [r.token_ids for r in several[:2]] == [one.token_ids] * 2 and len(several) == 3
-    assert one.text == quickstart.tokenizer.decode([t for t in one.token_ids if t not in quickstart.eos_ids])
+    assert one.text == quickstart.tokenizer.decode(
+        [t for t in one.token_ids if t not in quickstart.eos_ids]
+    )
 
 
 def test_samples_batches_and_seeds(quickstart: Target) -> None:
@@ -49,8 +51,12 @@ def test_samples_batches_and_seeds(quickstart: Target) -> None:
     options: dict = {"max_new_tokens": 16, "samples": 3, "temperature": 1.0, "seed": 4}
     found = decoder.generate([PROMPT, "def f():"], **options)
     assert len(found) == 6 and len({tuple(r.token_ids) for r in found}) > 3
-    assert [r.token_ids for r in found] == [r.token_ids for r in decoder.generate([PROMPT, "def f():"], batch_size=2, **options)]
-    assert [r.token_ids for r in decoder.generate(PROMPT, **options)] == [r.token_ids for r in found[:3]]
+    assert [r.token_ids for r in found] == [
+        r.token_ids for r in decoder.generate([PROMPT, "def f():"], batch_size=2, **options)
+    ]
+    assert [r.token_ids for r in decoder.generate(PROMPT, **options)] == [
+        r.token_ids for r in found[:3]
+    ]
 
 
 def test_streamed_text_is_the_text(quickstart: Target) -> None:
@@ -62,9 +68,12 @@ def test_streamed_text_is_the_text(quickstart: Target) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(4, 260), max_size=30), st.lists(st.integers(1, 4), min_size=1, max_size=30))
+@given(
+    st.lists(st.integers(4, 260), max_size=30), st.lists(st.integers(1, 4), min_size=1, max_size=30)
+)
 def test_pieces_are_never_taken_back(tokens: list[int], sizes: list[int]) -> None:
-    """Any bytes, in any portions: the pieces add up to the text, and none ends within a character that comes later."""
+    """Any bytes, in any portions: the pieces add up to the text, and none ends within a character
+    that comes later."""
     tokenizer = tiny_target().tokenizer
     streamed, pieces, start = StreamedText(tokenizer, ["he", "th"]), [], 0
     for size in sizes:
@@ -128,10 +137,15 @@ def test_a_dtype_may_be_torchs_own() -> None:
 
 def test_decoding_imports_nothing_that_a_serving_machine_lacks() -> None:
     code = (
-        "import sys; from draftsmith.inference import load; load(sys.argv[1], 'lookahead', device='cpu').generate('x', 2); "
+        "import sys; from draftsmith.inference import load; load(sys.argv[1], 'lookahead', "
+        "device='cpu').generate('x', 2); "
         "assert not {'datasets', 'deepspeed', 'wandb', 'jsonargparse'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(QUICKSTART)], cwd=ROOT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(QUICKSTART)],
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 0
 
 
@@ -139,12 +153,15 @@ def test_a_lossy_reply_says_so(quickstart: Target) -> None:
     decoder = load(quickstart, "early-exit")
     assert not decoder.generate(PROMPT, 20, temperature=1.0, rule="lossy-typical").lossless
     assert decoder.generate(PROMPT, 20, temperature=1.0).lossless
-    assert decoder.generate(PROMPT, 20, rule="lossy-typical").lossless, "at T = 0 it is greedy decoding"
+    assert decoder.generate(PROMPT, 20, rule="lossy-typical").lossless, (
+        "at T = 0 it is greedy decoding"
+    )
 
 
 @pytest.mark.full
 def test_a_compiled_target_writes_the_same_text() -> None:
-    """Few compilations, whatever the lengths of prompts and the sizes of trees, and while a batch shrinks."""
+    """Few compilations, whatever the lengths of prompts and the sizes of trees, and while a batch
+    shrinks."""
     plain = load(str(QUICKSTART), device="cpu")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -19,11 +19,18 @@ TARGETS = {
     "mistral": architecture("mistral", dtype=torch.float32),
     "gemma3": architecture("gemma3"),
 }
-SHAPES = [TreeShape((-1, 0, 0, 1, 2, 2)), TreeShape.chain(3), TreeShape.chain(0), TreeShape((-1, 0, 0, 0, 3))]
+SHAPES = [
+    TreeShape((-1, 0, 0, 1, 2, 2)),
+    TreeShape.chain(3),
+    TreeShape.chain(0),
+    TreeShape((-1, 0, 0, 0, 3)),
+]
 CPU = torch.device("cpu")
 
 
-def run_tree(target: Target, cache: TreeCache, shape: TreeShape, tokens: torch.Tensor) -> torch.Tensor:
+def run_tree(
+    target: Target, cache: TreeCache, shape: TreeShape, tokens: torch.Tensor
+) -> torch.Tensor:
     tables = shape.tables(CPU)
     return target.forward_tree(tokens, tables.ancestors, tables.depths, tables.depths, cache).last
 
@@ -39,14 +46,20 @@ def check_equal_to_fresh(target: Target, cache: TreeCache, texts: list[list[int]
         fresh = TreeCache(1, 64)
         target.prefill(torch.tensor([text]), fresh)
         for ours, other in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
-            torch.testing.assert_close(ours[row, :, : len(text)], other[0, :, : len(text)], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                ours[row, :, : len(text)], other[0, :, : len(text)], atol=1e-5, rtol=1e-5
+            )
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(sorted(TARGETS)),
     st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=4, max_size=4)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 5), min_size=4, max_size=4)),
+        min_size=1,
+        max_size=5,
+    ),
     st.booleans(),
     st.integers(0, 1000),
 )
@@ -54,14 +67,20 @@ def check_equal_to_fresh(target: Target, cache: TreeCache, texts: list[list[int]
 def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
     kind: str, lengths: list[int], rounds: list[tuple[int, list[int]]], static: bool, seed: int
 ) -> None:
-    """Ragged rows, any tree, any accepted node in each row (leaves that are not the last row, and whole chains, among them)."""
+    """Ragged rows, any tree, any accepted node in each row (leaves that are not the last row, and
+    whole chains, among them)."""
     target = TARGETS[kind]
     generator = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randint(4, target.vocab_size, shape, generator=generator)  # noqa: E731
+
+    def draw(*shape):
+        return torch.randint(4, target.vocab_size, shape, generator=generator)
+
     texts = [draw(length).tolist() for length in lengths]
     cache = TreeCache(len(texts), 64 if static else 12, static=static)
     width = max(lengths)
-    target.prefill(torch.tensor([text + [0] * (width - len(text)) for text in texts]), cache, chunk=4)
+    target.prefill(
+        torch.tensor([text + [0] * (width - len(text)) for text in texts]), cache, chunk=4
+    )
     cache.lengths = list(lengths)
     for which, leaves in rounds:
         shape = SHAPES[which]
@@ -70,7 +89,10 @@ def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
         run_tree(target, cache, shape, tokens)
         in_place = all(path == list(range(len(path))) for path in paths)
         cache.commit([len(path) for path in paths], None if in_place else padded(paths))
-        texts = [text + tokens[row, path].tolist() for row, (text, path) in enumerate(zip(texts, paths, strict=True))]
+        texts = [
+            text + tokens[row, path].tolist()
+            for row, (text, path) in enumerate(zip(texts, paths, strict=True))
+        ]
     check_equal_to_fresh(target, cache, texts)
 
 
@@ -104,7 +126,8 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("room", [-1, 0, 1])
 def test_capacity_and_limit(room: int) -> None:
-    """Six positions into a cache of capacity 7, 6, 5: kept as it is, or doubled; at a limit: refused."""
+    """Six positions into a cache of capacity 7, 6, 5: kept as it is, or doubled; at a limit:
+    refused."""
     target, text = TARGETS["llama"], [5, 6, 7, 8, 9, 10]
     cache = TreeCache(1, 6 - room)
     target.prefill(torch.tensor([text]), cache)

@@ -1,4 +1,5 @@
-"""Progress without a terminal: lines in a log file, often at first, then only where there is something to say."""
+"""Progress without a terminal: lines in a log file, often at first, then only where there is
+something to say."""
 
 import time
 
@@ -8,7 +9,8 @@ from draftsmith.inference.console import Progress, clock
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (-1, "0 s")]
+    ("seconds", "text"),
+    [(0, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (-1, "0 s")],
 )
 def test_a_duration_is_said_as_people_say_it(seconds: float, text: str) -> None:
     assert clock(seconds) == text
@@ -18,13 +20,17 @@ def test_a_line_says_what_is_done_and_what_is_left() -> None:
     with Progress(total=40, desc="decoding", initial=10) as progress:
         progress.update(15)
         progress.now("with medusa")
-        assert progress.line(progress._began + 30) == "decoding: 25 of 40 prompts after 30 s, about 30 s left (with medusa)"
+        assert (
+            progress.line(progress._began + 30)
+            == "decoding: 25 of 40 prompts after 30 s, about 30 s left (with medusa)"
+        )
 
 
 @pytest.mark.parametrize(
     ("began", "waited", "more", "due"),
     [
-        (100, 29, 1000, False),  # seconds since the start, since the last line, work done since then (of 1,000)
+        # seconds since the start, since the last line, work done since then (of 1,000)
+        (100, 29, 1000, False),
         (100, 30, 0, True),
         (600, 30, 0, True),
         (601, 30, 49, False),

@@ -1,4 +1,5 @@
-"""The loop around the rules: limits, ends, batches that shrink, requests that take turns, records, synchronisations."""
+"""The loop around the rules: limits, ends, batches that shrink, requests that take turns, records,
+synchronisations."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def oracle(target: Target, prompt: list[int], text: list[int]) -> FromTheFuture:
 def test_max_new_tokens_is_exact(limit: int) -> None:
     target, drafters = everything()
     whole = [g.token_ids for g in generate(target, PlainDecoding(), PROMPTS, 12, eos_ids=NONE)]
-    drafters = {**drafters, "oracle": FromTheFuture({tuple(p): t for p, t in zip(PROMPTS, whole, strict=True)}, True, 280)}
+    drafters = {
+        **drafters,
+        "oracle": FromTheFuture(
+            {tuple(p): t for p, t in zip(PROMPTS, whole, strict=True)}, True, 280
+        ),
+    }
     for name, proposer in drafters.items():
         found = generate(target, proposer, PROMPTS, limit, eos_ids=NONE)
         assert [g.token_ids for g in found] == [text[:limit] for text in whole], name
@@ -59,10 +65,20 @@ def test_decoding_stops_where_the_positions_end(left: int) -> None:
     for proposer in (oracle(target, prompt, expected), *proposers(target, target).values()):
         found = generate_one(target, proposer, prompt, 100, eos_ids=NONE)
         assert found.token_ids == expected and found.finish_reason == "context"
-    for narrow in (EarlyExit(target, 1, length=4, width=4, nodes=4), DraftLM(target, target.vocab_size, 4, 4, 4)):
+    for narrow in (
+        EarlyExit(target, 1, length=4, width=4, nodes=4),
+        DraftLM(target, target.vocab_size, 4, 4, 4),
+    ):
         for rule in ("coupled", "rejection"):
-            assert generate_one(target, narrow, prompt, 100, sampling=Sampling(rule=rule), eos_ids=NONE).token_ids == expected
-    batch = generate(target, DraftLM(target, target.vocab_size), [prompt, [5, 6]], 100, eos_ids=NONE)
+            assert (
+                generate_one(
+                    target, narrow, prompt, 100, sampling=Sampling(rule=rule), eos_ids=NONE
+                ).token_ids
+                == expected
+            )
+    batch = generate(
+        target, DraftLM(target, target.vocab_size), [prompt, [5, 6]], 100, eos_ids=NONE
+    )
     assert [len(g.token_ids) for g in batch] == [left, 14]
 
 
@@ -71,22 +87,32 @@ def test_an_end_token_inside_an_accepted_run_ends_the_text_there() -> None:
     whole = generate_one(target, PlainDecoding(), PROMPTS[0], 30, eos_ids=NONE).token_ids
     cut_inside = 0
     for end in set(whole[1:]):
-        found = generate_one(target, oracle(target, PROMPTS[0], whole), PROMPTS[0], 30, eos_ids=frozenset({end}))
+        found = generate_one(
+            target, oracle(target, PROMPTS[0], whole), PROMPTS[0], 30, eos_ids=frozenset({end})
+        )
         assert found.token_ids == whole[: whole.index(end) + 1] and found.finish_reason == "eos"
-        cut_inside += bool(found.rounds) and len(found.rounds[-1].tokens) <= found.rounds[-1].accepted
+        cut_inside += (
+            bool(found.rounds) and len(found.rounds[-1].tokens) <= found.rounds[-1].accepted
+        )
     assert cut_inside > 3
 
 
 def test_rows_that_finish_leave_and_the_others_go_on_unchanged() -> None:
     target, drafters = everything()
-    alone = {name: [generate_one(target, p, prompt, 24).token_ids for prompt in PROMPTS] for name, p in drafters.items()}
+    alone = {
+        name: [generate_one(target, p, prompt, 24).token_ids for prompt in PROMPTS]
+        for name, p in drafters.items()
+    }
     ends = frozenset(alone["plain"][i][3 * i + 1] for i in range(3))
     for name, proposer in drafters.items():
         found = generate(target, proposer, PROMPTS, 24, eos_ids=ends)
         for generation, text in zip(found, alone["plain"], strict=True):
             end = next((i for i, token in enumerate(text) if token in ends), len(text) - 1)
             assert generation.token_ids == text[: end + 1], name
-        rows = [max((g.rounds[i].rows for g in found if len(g.rounds) > i), default=0) for i in range(20)]
+        rows = [
+            max((g.rounds[i].rows for g in found if len(g.rounds) > i), default=0)
+            for i in range(20)
+        ]
         assert rows == sorted(rows, reverse=True) and len(set(rows)) > 1
 
 
@@ -95,12 +121,21 @@ def test_interleaved_requests_give_the_same_text_as_alone() -> None:
     target = tiny_target(seed=5, dtype=torch.float64)
     drafter = near_copy(target)
     requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS[:2])]
-    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, rule="rejection"),
+    ):
         alone, *each = (proposers(target, drafter) for _ in range(3))
         for name in alone:
-            expected = [generate(target, alone[name], [request], 16, sampling, NONE)[0].token_ids for request in requests]
+            expected = [
+                generate(target, alone[name], [request], 16, sampling, NONE)[0].token_ids
+                for request in requests
+            ]
             pairs = zip(each, requests, strict=True)
-            streams = [decode(target, own[name], [request], 16, sampling, NONE) for own, request in pairs]
+            streams = [
+                decode(target, own[name], [request], 16, sampling, NONE) for own, request in pairs
+            ]
             together: list[list[int]] = [[], []]
             running = [0, 1]
             while running:
@@ -120,18 +155,38 @@ def test_a_proposer_starts_afresh_with_every_call() -> None:
         generate(target, proposer, PROMPTS[2:], 30, eos_ids=NONE)
         again = generate(target, proposer, PROMPTS[:2], 12, Sampling(temperature=1.0), NONE)
         assert [g.token_ids for g in first] == [g.token_ids for g in again], name
-        assert [[r.accepted for r in g.rounds] for g in first] == [[r.accepted for r in g.rounds] for g in again], name
+        assert [[r.accepted for r in g.rounds] for g in first] == [
+            [r.accepted for r in g.rounds] for g in again
+        ], name
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")])
-def test_at_most_one_synchronisation_a_round(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted at the ways from a tensor to Python: tolist, item, bool, int, float, and copies to numpy."""
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")]
+)
+def test_at_most_one_synchronisation_a_round(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted at the ways from a tensor to Python: tolist, item, bool, int, float, and copies to
+    numpy."""
     target, drafters = everything()
     count = 0
-    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "__array__", "cpu", "nonzero"):
+    for name in (
+        "tolist",
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "numpy",
+        "__array__",
+        "cpu",
+        "nonzero",
+    ):
         original = getattr(torch.Tensor, name)
 
-        def counted(self: torch.Tensor, *args: Any, original: Callable = original, **kwargs: Any) -> Any:
+        def counted(
+            self: torch.Tensor, *args: Any, original: Callable = original, **kwargs: Any
+        ) -> Any:
             nonlocal count
             count += 1
             return original(self, *args, **kwargs)
@@ -149,14 +204,17 @@ def test_at_most_one_synchronisation_a_round(sampling: Sampling, monkeypatch: py
 
 def test_what_is_asked_for_must_make_sense(tiny: Target) -> None:
     for prompts, limit, message in (
-        ([], 5, "no prompt"), ([[]], 5, "empty"), ([[5]], 0, "at least 1"), ([[5]], 4.5, "whole number"),
+        ([], 5, "no prompt"), ([[]], 5, "empty"), ([[5]], 0, "at least 1"), ([[5]], 4.5,
+        "whole number"),
         ([[5, 10**6]], 5, "no token id"), ([[5, -3]], 5, "no token id"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
             generate(tiny, PlainDecoding(), prompts, limit)  # type: ignore[arg-type]
     for settings in (
-        {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"rule": "exact"},
-        {"temperature": "0.7"}, {"top_k": 5.0, "temperature": 1.0}, {"top_k": 5}, {"top_p": 0.9}, {"seed": 0.5},
+        {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"min_p": 2.0},
+        {"repetition_penalty": 0.0}, {"rule": "exact"},
+        {"temperature": "0.7"}, {"top_k": 5.0, "temperature": 1.0}, {"top_k": 5}, {"top_p": 0.9},
+        {"seed": 0.5},
     ):  # fmt: skip
         with pytest.raises(UserError, match=next(iter(settings))):
             Sampling(**settings)  # type: ignore[arg-type]
@@ -172,26 +230,42 @@ def test_every_round_leaves_a_whole_record() -> None:
         ):
             found = generate(target, proposer, PROMPTS, 12, sampling, NONE)
             for round_ in (r for g in found for r in g.rounds):
-                assert round_.drafted is not None and 0 <= round_.accepted <= round_.drafted <= proposer.max_drafted, name
+                assert (
+                    round_.drafted is not None
+                    and 0 <= round_.accepted <= round_.drafted <= proposer.max_drafted
+                ), name
                 assert 1 <= len(round_.tokens) <= round_.accepted + 1
                 assert round_.rule in rules
                 parts = [round_.t_draft_s, round_.t_verify_s, round_.t_accept_s, round_.t_kv_s]
                 assert min(parts) > 0 and sum(parts) <= round_.t_round_s
-                ignorant = round_.rule == "match" or (round_.rule == "gumbel" and name in ("ngram", "suffix"))
-                assert (round_.expected is not None) == (ignorant and name != "lookahead"), "of drafts that share no noise"
+                ignorant = round_.rule == "match" or (
+                    round_.rule == "gumbel" and name in ("ngram", "suffix")
+                )
+                assert (round_.expected is not None) == (ignorant and name != "lookahead"), (
+                    "of drafts that share no noise"
+                )
                 assert (round_.overlap is not None) == (round_.rule in ("block", "traversal"))
                 assert round_.overlap is None or all(0 <= x <= 1 + 1e-6 for x in round_.overlap)
             seconds = split([r for g in found for r in g.rounds])
-            assert all(value > 0 for value in seconds.values()) and set(seconds) == {"draft", "verify", "accept", "kv", "host"}
+            assert all(value > 0 for value in seconds.values()) and set(seconds) == {
+                "draft",
+                "verify",
+                "accept",
+                "kv",
+                "host",
+            }
             assert all(g.ttft_s > 0 and g.decode_s > 0 for g in found)
 
 
 @pytest.mark.parametrize("name", ["medusa", "medusa best-first", "ngram", "suffix"])
 def test_expected_tokens_have_the_mean_of_counted_ones(name: str) -> None:
-    """Drafts that know nothing of the noise are a match under the rejection rule, where the free metric is exact."""
+    """Drafts that know nothing of the noise are a match under the rejection rule, where the free
+    metric is exact."""
     target, drafters = everything()
     requests = [Request(PROMPTS[0] * 2, 0, k) for k in range(200)]
-    found = generate(target, drafters[name], requests, 8, Sampling(temperature=0.3, rule="rejection"), NONE)
+    found = generate(
+        target, drafters[name], requests, 8, Sampling(temperature=0.3, rule="rejection"), NONE
+    )
     rounds = [r for g in found for r in g.rounds if r.drafted]
     expected = torch.tensor([r.expected for r in rounds])
     counted = torch.tensor([r.accepted + 1.0 for r in rounds])
@@ -202,7 +276,9 @@ def test_expected_tokens_have_the_mean_of_counted_ones(name: str) -> None:
 
 def test_lookahead_knows_the_noise_and_claims_no_expectation() -> None:
     target, drafters = everything()
-    found = generate(target, drafters["lookahead"], PROMPTS, 8, Sampling(temperature=0.3, rule="rejection"), NONE)
+    found = generate(
+        target, drafters["lookahead"], PROMPTS, 8, Sampling(temperature=0.3, rule="rejection"), NONE
+    )
     assert all(r.rule == "match" and r.expected is None for g in found for r in g.rounds)
 
 

@@ -1,4 +1,5 @@
-"""Packed rows: no document sees another, in every architecture, whether or not transformers sees to it."""
+"""Packed rows: no document sees another, in every architecture, whether or not transformers sees to
+it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,12 @@ def test_a_packed_mask_that_can_be_checked_by_eye() -> None:
     near = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
     assert (found["full_attention"][0, 0] == 0).int().tolist() == full
     assert (found["sliding_attention"][0, 0] == 0).int().tolist() == near
-    assert torch.equal(packed_mask(positions, torch.float32, None, mixed=False), found["full_attention"])
-    assert torch.equal(packed_mask(positions, torch.float32, 2, mixed=False), found["sliding_attention"])
+    assert torch.equal(
+        packed_mask(positions, torch.float32, None, mixed=False), found["full_attention"]
+    )
+    assert torch.equal(
+        packed_mask(positions, torch.float32, 2, mixed=False), found["sliding_attention"]
+    )
 
 
 @pytest.mark.parametrize("kind", list(ARCHITECTURES))
@@ -36,10 +41,14 @@ def test_every_architecture_can_be_trained_in_packed_rows(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_documents_that_see_each_other_are_found_in_any_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_that_see_each_other_are_found_in_any_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = architecture("llama", dtype=dtype)
     check_packing(target, "llama")
     plain = target.forward
-    monkeypatch.setattr(target, "forward", lambda ids, positions=None, **options: plain(ids, **options))
+    monkeypatch.setattr(
+        target, "forward", lambda ids, positions=None, **options: plain(ids, **options)
+    )
     with pytest.raises(UserError, match="lets packed documents see each other"):
         check_packing(target, "llama")

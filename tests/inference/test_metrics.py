@@ -49,25 +49,34 @@ def test_bootstrap_passes_over_draws_of_nothing() -> None:
     """Two of four requests have no round: a sixteenth of the draws has no tau at all."""
     low, high = bootstrap([[2, 2], [3], [], []], tau)
     assert (low, high) == (2.0, 3.0)
-    assert all(map(math.isnan, bootstrap([[], []], tau))) and all(map(math.isnan, bootstrap([], tau)))
+    assert all(map(math.isnan, bootstrap([[], []], tau))) and all(
+        map(math.isnan, bootstrap([], tau))
+    )
 
 
 def test_turns_of_a_prompt_are_drawn_together() -> None:
-    """A prompt of two turns that differ has one tau, 2; drawn apart they would spread from 1 to 3."""
+    """A prompt of two turns that differ has one tau, 2; drawn apart they would spread from 1 to
+    3."""
     kept = [[1, 1], [3, 3], [1, 1], [3, 3]]
     assert pooled(kept, [0, 0, 1, 1]) == [[1, 1, 3, 3]] * 2
     assert bootstrap(pooled(kept, [0, 0, 1, 1]), tau) == (2.0, 2.0)
     assert bootstrap(pooled(kept, range(4)), tau) == (1.0, 3.0)
-    summary = summarise([Generation([7], [], [Round([1] * n, 3, n - 1) for n in k]) for k in kept], prompts=[0, 0, 1, 1])
+    summary = summarise(
+        [Generation([7], [], [Round([1] * n, 3, n - 1) for n in k]) for k in kept],
+        prompts=[0, 0, 1, 1],
+    )
     assert summary["tau_ci95"] == [2.0, 2.0]
 
 
 def test_acceptance_among_drafts_that_were_offered() -> None:
-    """Of four rounds the second draft was offered in three and right in two; counted over all it would be 2 of 3 acceptances."""
+    """Of four rounds the second draft was offered in three and right in two; counted over all it
+    would be 2 of 3 acceptances."""
     accepted, offered = [2, 2, 1, 0], [3, 2, 2, 1]
     assert offered_conditional(accepted, offered, 3) == [3 / 4, 2 / 3, 0.0]
     assert conditional(survival(accepted, 2)) == [3 / 4, 2 / 3]
-    assert offered_conditional([1, 1], [1, 2], 2) == [1.0, 0.0], "one of the two had nothing at depth 2"
+    assert offered_conditional([1, 1], [1, 2], 2) == [1.0, 0.0], (
+        "one of the two had nothing at depth 2"
+    )
 
 
 def test_tau_by_position_puts_a_round_where_its_root_stands() -> None:
@@ -83,7 +92,8 @@ def test_a_repeated_8_gram_is_a_loop() -> None:
 
 
 def test_replay_visits_the_roots_that_decoding_visits() -> None:
-    # Reply at 2..9. Root 2 accepts 1 -> keeps 3, 4; root 4 accepts 0 -> keeps 5; root 5 accepts 3 -> keeps 6..9.
+    # Reply at 2..9. Root 2 accepts 1 -> keeps 3, 4; root 4 accepts 0 -> keeps 5; root 5 accepts 3
+    # -> keeps 6..9.
     accepted = [9, 9, 1, 9, 0, 3, 9, 9, 9, 9]
     assert replay(accepted, start=2, end=10) == [2, 1, 4]
     # The same with the text ending inside the last round's acceptance.

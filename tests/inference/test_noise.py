@@ -29,13 +29,23 @@ def by_hand(key: int, stream: int, place: int, index: int) -> float:
     return (bits >> 12) * 2.0**-52 + 2.0**-53
 
 
-@given(st.integers(0, 1 << 40), st.integers(0, 1 << 30), st.integers(0, 50), st.integers(0, 1 << 20), st.integers(0, 99))
-def test_uniforms_are_what_the_definition_says(seed: int, request: int, sample: int, place: int, index: int) -> None:
+@given(
+    st.integers(0, 1 << 40),
+    st.integers(0, 1 << 30),
+    st.integers(0, 50),
+    st.integers(0, 1 << 20),
+    st.integers(0, 99),
+)
+def test_uniforms_are_what_the_definition_says(
+    seed: int, request: int, sample: int, place: int, index: int
+) -> None:
     key = noise.row_keys(seed, [(request, sample)], CPU)
     found = noise.uniform(key, noise.COIN, torch.tensor([place]), 100)[0, index]
     assert float(found) == by_hand(int(key[0]) & MASK, noise.COIN, place, index)
     gumbel = noise.gumbel(key, noise.COIN, torch.tensor([place]), 100)[0, index]
-    assert math.isclose(float(gumbel), -math.log(-math.log(float(found))), rel_tol=1e-9, abs_tol=1e-9)
+    assert math.isclose(
+        float(gumbel), -math.log(-math.log(float(found))), rel_tol=1e-9, abs_tol=1e-9
+    )
 
 
 def test_uniforms_are_uniform_and_uncorrelated_between_keys_places_streams_and_ids() -> None:

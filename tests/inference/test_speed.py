@@ -1,7 +1,9 @@
-"""What the loop costs, by the benchmark that a person runs. Bounds are loose: a busy machine must not fail them.
+"""What the loop costs, by the benchmark that a person runs. Bounds are loose: a busy machine must
+not fail them.
 
-The figures themselves are in EXPERIMENTS.md: at the same draft model, draft length and rounds 1.33 times as fast as assisted
-generation, plain decoding 1.05 times as fast as `generate`, the loop's own time 3 to 7% of a round.
+The figures themselves are in EXPERIMENTS.md: at the same draft model, draft length and rounds 1.33
+times as fast as assisted generation, plain decoding 1.05 times as fast as `generate`, the loop's
+own time 3 to 7% of a round.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.full
-def test_the_loop_costs_little_and_beats_assisted_generation(quickstart: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loop_costs_little_and_beats_assisted_generation(
+    quickstart: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = benchmark(monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "bench_decode", bench)
     arguments = SimpleNamespace(
-        target=str(QUICKSTART), draft_lm=str(ROOT / "scripts/quickstart/draft_lm"), draft_length=5, max_new_tokens=96,
+        target=str(QUICKSTART), draft_lm=str(ROOT / "scripts/quickstart/draft_lm"), draft_length=5,
+        max_new_tokens=96,
         drafter=["ngram", "lookahead"], dtype="float32", device="cpu",
     )  # fmt: skip
     prompts = chat_prompts(quickstart, "test", 4)

@@ -27,7 +27,9 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 def test_a_lora_adapter_is_merged_on_load(tmp_path: Path, saved_tiny: Path, named: str) -> None:
     base = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     torch.manual_seed(0)
-    adapted = get_peft_model(base.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted = get_peft_model(
+        base.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     expected = adapted(IDS).logits
     adapted.peft_config["default"].base_model_name_or_path = str(saved_tiny)
     adapted.save_pretrained(str(tmp_path))
@@ -35,10 +37,13 @@ def test_a_lora_adapter_is_merged_on_load(tmp_path: Path, saved_tiny: Path, name
         loaded = load_target(TargetConfig(str(saved_tiny), adapter=str(tmp_path), device="cpu"))
     else:
         loaded = load_target(TargetConfig(str(tmp_path), device="cpu"))
-    torch.testing.assert_close(loaded.head(loaded.forward(IDS).last), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        loaded.head(loaded.forward(IDS).last), expected, atol=1e-4, rtol=1e-4
+    )
     assert not any("lora" in name for name, _ in loaded.model.named_parameters())
     assert (
-        loaded.fingerprint().weights_hash != load_target(TargetConfig(str(saved_tiny), device="cpu")).fingerprint().weights_hash
+        loaded.fingerprint().weights_hash
+        != load_target(TargetConfig(str(saved_tiny), device="cpu")).fingerprint().weights_hash
     )
 
 
@@ -60,35 +65,55 @@ def test_the_targets_own_repetition_penalty_is_applied_as_generate_does() -> Non
     without = generate_one(target, PlainDecoding(), [5, 6, 7], 24).token_ids
     target.model.generation_config.repetition_penalty = 1.5
     ids = torch.tensor([[5, 6, 7]])
-    options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+        "attention_mask": torch.ones_like(ids),
+    }
     expected = target.model.generate(ids, **options)[0, 3:].tolist()
     assert generate_one(target, PlainDecoding(), [5, 6, 7], 24).token_ids == expected != without
-    assert generate_one(target, PlainDecoding(), [5, 6, 7], 24, sampling=Sampling(repetition_penalty=1.0)).token_ids == without
+    assert (
+        generate_one(
+            target, PlainDecoding(), [5, 6, 7], 24, sampling=Sampling(repetition_penalty=1.0)
+        ).token_ids
+        == without
+    )
 
 
 @pytest.mark.parametrize("content", ["", "version https://git-lfs.github.com/spec/v1"])
-def test_weights_that_are_not_weights_are_a_clear_error(tmp_path: Path, saved_tiny: Path, content: str) -> None:
+def test_weights_that_are_not_weights_are_a_clear_error(
+    tmp_path: Path, saved_tiny: Path, content: str
+) -> None:
     folder = tmp_path / "t"
     shutil.copytree(saved_tiny, folder)
     (folder / "model.safetensors").write_text(content)
-    with pytest.raises(UserError, match="cannot load .*model.safetensors: it is not a safetensors file"):
+    with pytest.raises(
+        UserError, match="cannot load .*model.safetensors: it is not a safetensors file"
+    ):
         load_target(TargetConfig(str(folder), device="cpu"))
 
 
 REFUSED = {
     "mamba": lambda: MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4),
     "jamba": lambda: JambaConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2, mamba_d_state=4,
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64,
+        attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False, num_experts=2,
+        mamba_d_state=4,
     ),
-    "rwkv": lambda: RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32),
+    "rwkv": lambda: RwkvConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2,
+    attention_hidden_size=32),
     "mpt": lambda: MptConfig(vocab_size=100, d_model=32, n_layers=2, n_heads=4, max_seq_len=128),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
-def test_targets_that_cannot_be_rolled_back_or_verified_as_trees_are_refused_by_name(kind: str) -> None:
-    """Recurrent state, hybrids, and position biases that ignore positions: found by trying, not from a list."""
+def test_targets_that_cannot_be_rolled_back_or_verified_as_trees_are_refused_by_name(
+    kind: str,
+) -> None:
+    """Recurrent state, hybrids, and position biases that ignore positions: found by trying, not
+    from a list."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(REFUSED[kind](), dtype=torch.float32)
     with pytest.raises(UserError, match=rf"target x \({kind}\)"):
@@ -104,7 +129,9 @@ def test_layers_of_an_unknown_kind_are_refused() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trees_are_checked_in_every_attention_and_precision(attention: str, dtype: torch.dtype) -> None:
+def test_trees_are_checked_in_every_attention_and_precision(
+    attention: str, dtype: torch.dtype
+) -> None:
     for kind in ("llama", "gemma3", "gpt2"):
         target = architecture(kind, dtype=dtype)
         target.model.set_attn_implementation(attention)

@@ -1,4 +1,5 @@
-"""Targets that are named wrongly, or whose files are not what they should be: one clear line each."""
+"""Targets that are named wrongly, or whose files are not what they should be: one clear line
+each."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 def claims(folder: Path, elements: int) -> None:
     """A file whose header tells of more than the file holds."""
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [elements], "data_offsets": [0, 2 * elements]}}
+    ).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
 
 
@@ -45,35 +48,58 @@ def without_tokenizer(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda t: (t / "config.json").unlink(), "holds no config.json"),
-    "a broken config": (lambda t: (t / "config.json").write_text('{"model_type": "llama",'), "not valid JSON"),
-    "a config that contradicts itself": (lambda t: config(t, hidden_size=33), "config.json contradicts itself"),
+    "a broken config": (
+        lambda t: (t / "config.json").write_text('{"model_type": "llama",'),
+        "not valid JSON",
+    ),
+    "a config that contradicts itself": (
+        lambda t: config(t, hidden_size=33),
+        "config.json contradicts itself",
+    ),
     "an unknown model type": (lambda t: config(t, model_type="wizard"), "model type `wizard`"),
     "an encoder and decoder": (lambda t: config(t, model_type="t5"), "no causal language model"),
-    "more layers than the files": (lambda t: config(t, num_hidden_layers=3), "files lack 9 of the tensors"),
+    "more layers than the files": (
+        lambda t: config(t, num_hidden_layers=3),
+        "files lack 9 of the tensors",
+    ),
     "a missing tensor": (
         lambda t: tensors(t, lambda state: state.pop("model.layers.0.self_attn.q_proj.weight")),
         "files lack 1 of the tensors .* such as model.layers.0.self_attn.q_proj.weight",
     ),
-    "tensors of another shape": (lambda t: config(t, intermediate_size=60), "tensors of other shapes"),
+    "tensors of another shape": (
+        lambda t: config(t, intermediate_size=60),
+        "tensors of other shapes",
+    ),
     "a weight that is no number": (
         lambda t: tensors(t, lambda state: state["model.norm.weight"].fill_(float("nan"))),
         "logits that are not finite",
     ),
-    "no tokenizer": (without_tokenizer, "tokenizer of target .* there is no tokenizer that can be read; copy"),
+    "no tokenizer": (
+        without_tokenizer,
+        "tokenizer of target .* there is no tokenizer that can be read; copy",
+    ),
     "code of its own": (
         lambda t: config(t, model_type="own", auto_map={"AutoConfig": "own.Config"}),
-        "code of its own, which is not run; for a target that you trust, give --target.trust-remote-code",
+        "code of its own, which is not run; for a target that you trust, give "
+        "--target.trust-remote-code",
     ),
     "a pointer of Git LFS": (
-        lambda t: (t / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1"),
+        lambda t: (t / "model.safetensors").write_text(
+            "version https://git-lfs.github.com/spec/v1"
+        ),
         "a pointer of Git LFS stands in its place",
     ),
-    "more than the machine holds": (lambda t: claims(t, 10**13), "GB in float32, of .* GB that there are"),
+    "more than the machine holds": (
+        lambda t: claims(t, 10**13),
+        "GB in float32, of .* GB that there are",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", list(FAULTS))
-def test_a_target_with_a_fault_is_refused_in_one_line(tmp_path: Path, saved_tiny: Path, fault: str) -> None:
+def test_a_target_with_a_fault_is_refused_in_one_line(
+    tmp_path: Path, saved_tiny: Path, fault: str
+) -> None:
     spoil, message = FAULTS[fault]
     shutil.copytree(saved_tiny, tmp_path / "t")
     spoil(tmp_path / "t")
@@ -88,7 +114,10 @@ def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
         (str(QUICKSTART.parent / "drafters" / "eagle3"), r"is a drafter \(eagle\), not a target"),
         (str(QUICKSTART / "config.json"), "is a file; name a model's folder"),
         (str(tmp_path), "holds a GGUF file, which has to be turned"),
-        ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "give the model's name, Qwen/Qwen3-0.6B"),
+        (
+            "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main",
+            "give the model's name, Qwen/Qwen3-0.6B",
+        ),
         (str(tmp_path / "none"), "does not exist"),
         ("", "name a target"),
     ):
@@ -96,9 +125,14 @@ def test_what_is_no_target_is_told_by_its_name(tmp_path: Path) -> None:
             load_target(TargetConfig(name, device="cpu"))
 
 
-def test_vocabularies_that_do_not_fit_are_told(tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_vocabularies_that_do_not_fit_are_told(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(saved_tiny, tmp_path / "t")
-    tensors(tmp_path / "t", lambda state: state.update({k: v[:280].clone() for k, v in state.items() if len(v) == 291}))
+    tensors(
+        tmp_path / "t",
+        lambda state: state.update({k: v[:280].clone() for k, v in state.items() if len(v) == 291}),
+    )
     config(tmp_path / "t", vocab_size=280)
     (tmp_path / "t" / "generation_config.json").write_text('{"eos_token_id": [1, 290]}')
     load_target(TargetConfig(str(tmp_path / "t"), device="cpu"))
@@ -107,12 +141,17 @@ def test_vocabularies_that_do_not_fit_are_told(tmp_path: Path, saved_tiny: Path,
 
 
 def test_the_footprint_is_that_of_the_tensors(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7, dtype=torch.uint8)}, tmp_path / "1.safetensors")
+    save_file(
+        {"a": torch.zeros(3, 5, dtype=torch.bfloat16), "b": torch.zeros(7, dtype=torch.uint8)},
+        tmp_path / "1.safetensors",
+    )
     save_file({"c": torch.zeros(2)}, tmp_path / "2.safetensors")
     found = footprint(tmp_path)
     assert found == Footprint(floats=17, stored_bytes=30 + 7 + 8, other_bytes=7)
     assert (
-        found is not None and found.loaded_bytes(torch.float32) == 4 * 17 + 7 and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
+        found is not None
+        and found.loaded_bytes(torch.float32) == 4 * 17 + 7
+        and found.loaded_bytes(torch.bfloat16) == 2 * 17 + 7
     )
     assert footprint(tmp_path / "none") is None
 
@@ -122,4 +161,8 @@ def test_doctor_says_before_loading_whether_the_weights_fit(tmp_path: Path) -> N
     assert fits is not None and fits.status == "ok" and "GB of weights in float32" in fits.found
     claims(tmp_path, 10**13)
     too_large = check_memory(TargetConfig(str(tmp_path), device="cpu"))
-    assert too_large is not None and too_large.status == "error" and "share it between ranks" in too_large.found
+    assert (
+        too_large is not None
+        and too_large.status == "error"
+        and "share it between ranks" in too_large.found
+    )

@@ -46,7 +46,9 @@ def test_chains_and_wide_trees() -> None:
 def test_tables_of_any_batch_of_trees_are_those_of_each_shape(rows: list[list[int]]) -> None:
     shapes = [TreeShape((-1, *(value % (i + 1) for i, value in enumerate(row)))) for row in rows]
     levels = max(shape.levels for shape in shapes)
-    found = tables_of(torch.tensor([[max(p, 0) for p in shape.parents] for shape in shapes]), levels)
+    found = tables_of(
+        torch.tensor([[max(p, 0) for p in shape.parents] for shape in shapes]), levels
+    )
     for row, shape in enumerate(shapes):
         assert found.depths[row].tolist() == list(shape.depths)
         for node in range(shape.nodes):
@@ -57,7 +59,9 @@ def test_tables_of_any_batch_of_trees_are_those_of_each_shape(rows: list[list[in
 
 def test_path_tokens() -> None:
     tree = DraftTree(torch.tensor([[9, 5, 6, 7, NO_NODE]]), TreeShape((-1, 0, 0, 1, 2)))
-    assert tree.path_tokens.tolist() == [[[9, -1, -1], [9, 5, -1], [9, 6, -1], [9, 5, 7], [9, 6, -1]]]
+    assert tree.path_tokens.tolist() == [
+        [[9, -1, -1], [9, 5, -1], [9, 6, -1], [9, 5, 7], [9, 6, -1]]
+    ]
 
 
 def test_the_mask_shows_committed_positions_ancestors_and_self_only() -> None:
@@ -87,4 +91,8 @@ def test_rows_of_other_lengths_and_windows() -> None:
     target.config.sliding_window = 3
     both = target.tree_mask(tables.ancestors, positions, tables.depths, cache, 3)
     assert torch.equal(both["full_attention"] == 0, mask == 0)
-    assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [[0, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1]]
+    assert (both["sliding_attention"][1, 0] == 0).int().tolist() == [
+        [0, 1, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 0, 1],
+    ]

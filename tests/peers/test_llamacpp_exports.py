@@ -1,9 +1,11 @@
-"""Exports in a real llama.cpp: converted and served as the export says, the text of plain decoding, and the accepted drafts that
-our loop counts, prompt by prompt. Not in the default run: ./scripts/check_llamacpp.sh makes an environment with a converter and a
-server for CPUs, runs this, and prints the table.
+"""Exports in a real llama.cpp: converted and served as the export says, the text of plain decoding,
+and the accepted drafts that our loop counts, prompt by prompt. Not in the default run:
+./scripts/check_llamacpp.sh makes an environment with a converter and a server for CPUs, runs this,
+and prints the table.
 
-Equal and not close: a wrong tap or a norm left out leaves the text right and costs some acceptance, which looks like a weak
-drafter; the last two tests make these mistakes. Norms, ropes and widths that no committed drafter has are those of changed ones.
+Equal and not close: a wrong tap or a norm left out leaves the text right and costs some acceptance,
+which looks like a weak drafter; the last two tests make these mistakes. Norms, ropes and widths
+that no committed drafter has are those of changed ones.
 """
 
 from __future__ import annotations
@@ -34,12 +36,24 @@ from draftsmith.inference.target import Target
 from tests.blocks import changed_block
 from tests.conftest import QUICKSTART, ROOT
 from tests.eagles import all_tokens, changed, committed, random_eagle, vary, widened
-from tests.exported import DRAFTS, PROMPTS, REPLY, Counts, counts_like_each, drafts_of, selected, unseen_functions
+from tests.exported import (
+    DRAFTS,
+    PROMPTS,
+    REPLY,
+    Counts,
+    counts_like_each,
+    drafts_of,
+    selected,
+    unseen_functions,
+)
 
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.llamacpp,
-    pytest.mark.skipif("LLAMACPP_PYTHON" not in os.environ, reason="LLAMACPP_PYTHON names no Python that has llama.cpp"),
+    pytest.mark.skipif(
+        "LLAMACPP_PYTHON" not in os.environ,
+        reason="LLAMACPP_PYTHON names no Python that has llama.cpp",
+    ),
 ]
 TOOLS = ROOT / "scripts" / "llamacpp"
 DRAFT_LM = QUICKSTART.parent / "draft_lm"
@@ -47,9 +61,11 @@ ALIKE = 22
 """Of the 24 replies of llama.cpp's plain decoding, those that have to be ours."""
 TIE = 1e-3
 DRAFT_TIE = 2e-3  # the same of drafts, which stand at the end of longer sums
-"""What the target's logits of two tokens differ by at most where llama.cpp's sums may prefer another one than ours."""
+"""What the target's logits of two tokens differ by at most where llama.cpp's sums may prefer
+another one than ours."""
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 PLAIN_EAGLE3 = "EAGLE-3, 1,024 of 2,048 tokens"
@@ -58,8 +74,12 @@ SHORTENED = "DFlash, 3 drafts of a block"
 CASES: dict[str, Callable[[Target], Artifact | None]] = {
     PLAIN_EAGLE3: lambda target: committed("eagle3_plain", target),
     "EAGLE-3, all tokens": all_tokens,
-    "EAGLE-3, norm_before_residual": lambda target: changed(target, lambda drafter: None, norm_before_residual=True),
-    "EAGLE-3, norm_before_fc": lambda target: changed(target, vary("fused_tap_norm"), norm_fused_taps=True),
+    "EAGLE-3, norm_before_residual": lambda target: changed(
+        target, lambda drafter: None, norm_before_residual=True
+    ),
+    "EAGLE-3, norm_before_fc": lambda target: changed(
+        target, vary("fused_tap_norm"), norm_fused_taps=True
+    ),
     "EAGLE-3, wider than the target": lambda target: widened(target, 256),
     "EAGLE-3, llama3 rope": lambda target: changed(target, lambda drafter: None, rope=LLAMA3),
     "DFlash": lambda target: committed("dflash", target),
@@ -70,7 +90,11 @@ CASES: dict[str, Callable[[Target], Artifact | None]] = {
     "small model, as it is": lambda target: None,
 }
 REFUSED: dict[str, tuple[Callable[[Target], Artifact], str, str]] = {
-    "EAGLE-3.1": (lambda target: committed("eagle3", target), "EAGLE-3.1", "Can not map tensor 'fc_norm.0.weight'"),
+    "EAGLE-3.1": (
+        lambda target: committed("eagle3", target),
+        "EAGLE-3.1",
+        "Can not map tensor 'fc_norm.0.weight'",
+    ),
     "biases": (
         lambda target: changed(target, lambda drafter: None, attention_bias=True),
         "a bias on queries and keys",
@@ -81,8 +105,16 @@ REFUSED: dict[str, tuple[Callable[[Target], Artifact], str, str]] = {
         "its fc has a bias",
         "wrong number of tensors; expected 15, got 14",
     ),
-    "q/k norms": (lambda target: changed(target, vary("q_norm", "k_norm"), qk_norm=True), "qk_norm", "Eagle3Qwen3ForCausalLM"),
-    "two layers": (lambda target: changed(target, lambda drafter: None, num_layers=2), "2 layers", "Can not map tensor"),
+    "q/k norms": (
+        lambda target: changed(target, vary("q_norm", "k_norm"), qk_norm=True),
+        "qk_norm",
+        "Eagle3Qwen3ForCausalLM",
+    ),
+    "two layers": (
+        lambda target: changed(target, lambda drafter: None, num_layers=2),
+        "2 layers",
+        "Can not map tensor",
+    ),
     "one tap": (
         lambda target: Artifact(random_eagle(target, taps=[4]), target.fingerprint()),
         "reads exactly three",
@@ -94,7 +126,8 @@ REFUSED: dict[str, tuple[Callable[[Target], Artifact], str, str]] = {
         "wrong number of tensors",
     ),
 }
-"""Each with what export says, and what llama.cpp says of the files that export would have written."""
+"""Each with what export says, and what llama.cpp says of the files that export would have
+written."""
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +137,15 @@ def prompts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(quickstart: Target, prompts_file: Path) -> list[list[int]]:
-    return [prompt.token_ids for prompt in read_prompts(prompts_file, quickstart.tokenizer, quickstart.name)]
+    return [
+        prompt.token_ids
+        for prompt in read_prompts(prompts_file, quickstart.tokenizer, quickstart.name)
+    ]
 
 
 def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tuple[Path, str]:
-    """The folder that llama.cpp is to read, and the commands with which. A small model is served as it is."""
+    """The folder that llama.cpp is to read, and the commands with which. A small model is served as
+    it is."""
     folder = out if artifact is not None else DRAFT_LM
     order = Order("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
     if artifact is None:
@@ -127,7 +164,9 @@ def exports(
         if name not in wanted:
             continue
         artifact = make(quickstart)
-        found[name] = exported(artifact, folder / f"drafter-{i}", DRAFTS if "3 drafts" in name else drafts_of(artifact))
+        found[name] = exported(
+            artifact, folder / f"drafter-{i}", DRAFTS if "3 drafts" in name else drafts_of(artifact)
+        )
     return found
 
 
@@ -137,10 +176,12 @@ def number_of(commands: str) -> int:
 
 
 def expected(rounds: list[list[int]], most: int) -> Counts:
-    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, kept) of each round.
+    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, kept) of each
+    round.
 
-    It drafts no more than can be kept before the limit, one token being the target's own; ours always drafts a whole chain.
-    Drafts behind an end token count as accepted in both. The first token is the prefill's, and kept already.
+    It drafts no more than can be kept before the limit, one token being the target's own; ours
+    always drafts a whole chain. Drafts behind an end token count as accepted in both. The first
+    token is the prefill's, and kept already.
     """
     kept, drafted, accepted_of = 1, 0, []
     for _, accepted, tokens in rounds:
@@ -150,30 +191,48 @@ def expected(rounds: list[list[int]], most: int) -> Counts:
             drafted += drafts
             accepted_of.append(min(accepted, drafts))
     places = [sum(accepted >= depth for accepted in accepted_of) for depth in range(1, most + 1)]
-    return {"drafts": len(accepted_of), "drafted": drafted, "accepted": sum(accepted_of), "by_position": places}
+    return {
+        "drafts": len(accepted_of),
+        "drafted": drafted,
+        "accepted": sum(accepted_of),
+        "by_position": places,
+    }
 
 
 @pytest.fixture(scope="module")
 def ours(
-    exports: dict[str, tuple[Path, str]], prompts_file: Path, tmp_path_factory: pytest.TempPathFactory
+    exports: dict[str, tuple[Path, str]],
+    prompts_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, list[Counts]]:
     """What `evaluate --like llamacpp:drafts=N` counts of each prompt, as llama.cpp counts it."""
-    drafters = {name: (str(folder), number_of(commands)) for name, (folder, commands) in exports.items()}
+    drafters = {
+        name: (str(folder), number_of(commands)) for name, (folder, commands) in exports.items()
+    }
     like = counts_like_each("llamacpp", drafters, prompts_file, tmp_path_factory.mktemp("ours"))
     assert all(found["equal_to_ar"] == PROMPTS for found in like.values())
     return {
-        name: [expected(request["rounds"], drafters[name][1]) for request in found["per_request"]] for name, found in like.items()
+        name: [expected(request["rounds"], drafters[name][1]) for request in found["per_request"]]
+        for name, found in like.items()
     }
 
 
 def tool(script: str, *arguments: Any, folder: Path) -> subprocess.CompletedProcess[str]:
     """One of scripts/llamacpp, with the Python that has llama.cpp, in `folder`."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    command = [str(Path(os.environ["LLAMACPP_PYTHON"]).absolute()), str(TOOLS / script), *map(str, arguments)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "HF_HUB_OFFLINE": "1"
+    }
+    command = [
+        str(Path(os.environ["LLAMACPP_PYTHON"]).absolute()),
+        str(TOOLS / script),
+        *map(str, arguments),
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
 
 
-def count(folder: Path, prompts: list[list[int]], options: list[str], texts: list[str]) -> subprocess.CompletedProcess[str]:
+def count(
+    folder: Path, prompts: list[list[int]], options: list[str], texts: list[str]
+) -> subprocess.CompletedProcess[str]:
     """Have a llama-server reply to these prompts; what it counts is in result.json."""
     job = {"options": options, "prompts": prompts, "max_tokens": REPLY, "texts": texts}
     (folder / "job.json").write_text(json.dumps(job))
@@ -196,8 +255,11 @@ def target_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def follow(commands: str, folder: Path, prompts: list[list[int]], target_gguf: Path) -> subprocess.CompletedProcess[str]:
-    """Do what the export says, but for its first line: the target is converted already, and to fp32."""
+def follow(
+    commands: str, folder: Path, prompts: list[list[int]], target_gguf: Path
+) -> subprocess.CompletedProcess[str]:
+    """Do what the export says, but for its first line: the target is converted already, and to
+    fp32."""
     _, convert, serve = (shlex.split(line) for line in commands.splitlines())
     assert convert[:2] == ["python", "convert_hf_to_gguf.py"] and serve[0] == "llama-server"
     (folder / "target.gguf").symlink_to(target_gguf)
@@ -206,7 +268,12 @@ def follow(commands: str, folder: Path, prompts: list[list[int]], target_gguf: P
 
 
 @pytest.fixture(scope="module")
-def plain(target_gguf: Path, quickstart: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Counts:
+def plain(
+    target_gguf: Path,
+    quickstart: Target,
+    prompts: list[list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Counts:
     folder = tmp_path_factory.mktemp("plain")
     texts = [quickstart.tokenizer.decode(ids) for ids in prompts]
     return result_of(folder, count(folder, prompts, ["-m", str(target_gguf)], texts))
@@ -221,11 +288,16 @@ def gap(target: Target, prompt: list[int], one: list[int], other: list[int]) -> 
 
 @pytest.fixture(scope="module")
 def alike(quickstart: Target, prompts: list[list[int]], plain: Counts) -> list[int]:
-    """Prompts that llama.cpp's plain decoding continues as ours does: all but near ties of the target."""
+    """Prompts that llama.cpp's plain decoding continues as ours does: all but near ties of the
+    target."""
     replies = [generate_one(quickstart, PlainDecoding(), ids, REPLY).token_ids for ids in prompts]
     pairs = list(enumerate(zip(prompts, replies, plain["tokens"], strict=True)))
     with torch.inference_mode():
-        gaps = {i: gap(quickstart, ids, mine, theirs) for i, (ids, mine, theirs) in pairs if mine != theirs}
+        gaps = {
+            i: gap(quickstart, ids, mine, theirs)
+            for i, (ids, mine, theirs) in pairs
+            if mine != theirs
+        }
     print(f"near ties of the target, where llama.cpp's plain text is another: {gaps}")
     assert all(difference < TIE for difference in gaps.values()), gaps
     same = [i for i in range(PROMPTS) if i not in gaps]
@@ -234,7 +306,8 @@ def alike(quickstart: Target, prompts: list[list[int]], plain: Counts) -> list[i
 
 
 def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) -> list[int]:
-    """Prompts in which our drafter's two likeliest tokens are once so near to each other that rounding may choose."""
+    """Prompts in which our drafter's two likeliest tokens are once so near to each other that
+    rounding may choose."""
     setting = Engine(f"llamacpp:drafts={drafts}").shape(load_proposer(folder, target, pytest.fail))
     proposer: Any = load_proposer(folder, target, pytest.fail, setting)
     found = []
@@ -264,7 +337,10 @@ def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) ->
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    rows = ["| drafter | rounds | accepted at least 1, 2, .. | tau | the same in our loop |", "|---|---|---|---|---|"]
+    rows = [
+        "| drafter | rounds | accepted at least 1, 2, .. | tau | the same in our loop |",
+        "|---|---|---|---|---|",
+    ]
     yield rows
     print("\n" + "\n".join(rows))
     if (path := os.environ.get("DRAFTSMITH_TABLE")) is not None:
@@ -277,28 +353,41 @@ def test_the_converted_tokenizer_is_the_targets(plain: Counts, prompts: list[lis
 
 @pytest.mark.parametrize("name", CASES)
 def test_llamacpp_accepts_what_we_count(
-    name: str, quickstart: Target, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts,
+    name: str, quickstart: Target, exports: dict[str, tuple[Path, str]], ours: dict[str,
+    list[Counts]], plain: Counts,
     alike: list[int], prompts: list[list[int]], target_gguf: Path, table: list[str], tmp_path: Path,
 ) -> None:  # fmt: skip
     folder, commands = exports[name]
     drafts = number_of(commands)
     theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts)
-    rounds, accepted = (sum(counts[key] for counts in theirs["counts"]) for key in ("drafts", "accepted"))
+    rounds, accepted = (
+        sum(counts[key] for counts in theirs["counts"]) for key in ("drafts", "accepted")
+    )
     places = [sum(counts["by_position"][i] for counts in theirs["counts"]) for i in range(drafts)]
     different = [i for i in alike if theirs["counts"][i] != ours[name][i]]
     near = tied(quickstart, folder, drafts, prompts) if different and "model" not in name else []
     verdict = f"equal for {len(alike) - len(different)} of {len(alike)} prompts"
     verdict += f"; {len(different)} with drafts tied to {DRAFT_TIE:g}" if different else ""
-    table.append(f"| {name} | {rounds} | {' '.join(map(str, places))} | {1 + accepted / rounds:.2f} | {verdict} |")
+    table.append(
+        f"| {name} | {rounds} | {' '.join(map(str, places))} | {1 + accepted / rounds:.2f} | "
+        f"{verdict} |"
+    )
     assert theirs["tokens"] == plain["tokens"], "speculation changed the text"
     assert places[0] > 0.1 * rounds, "next to nothing was accepted, so equality says nothing"
-    assert set(different) <= set(near), [(i, theirs["counts"][i], ours[name][i]) for i in different if i not in near]
+    assert set(different) <= set(near), [
+        (i, theirs["counts"][i], ours[name][i]) for i in different if i not in near
+    ]
     assert len(different) <= 3
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_export_refuses_llamacpp_cannot_load(
-    name: str, quickstart: Target, prompts: list[list[int]], target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    quickstart: Target,
+    prompts: list[list[int]],
+    target_gguf: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, why, theirs = REFUSED[name]
     artifact = make(quickstart)
@@ -314,28 +403,35 @@ def test_what_export_refuses_llamacpp_cannot_load(
 
 @pytest.mark.parametrize("name", [PLAIN_EAGLE3, "DFlash"])
 def test_a_tap_too_low_changes_the_counts_only(
-    name: str, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    name: str, exports: dict[str, tuple[Path, str]], ours: dict[str, list[Counts]], plain: Counts,
+    alike: list[int],
     prompts: list[list[int]], target_gguf: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """EAGLE's config counts states, the embeddings' being 0; as SGLang counts layers, all taps would be one lower."""
+    """EAGLE's config counts states, the embeddings' being 0; as SGLang counts layers, all taps
+    would be one lower."""
     folder, commands = exports[name]
     wrong = Path(shutil.copytree(folder, tmp_path / "wrong"))
     config = json.loads((wrong / "config.json").read_text())
     if name == PLAIN_EAGLE3:
-        config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"][
+            "eagle_aux_hidden_state_layer_ids"
+        ]
     else:
         inner = config["dflash_config"]
         inner["target_layer_ids"] = [layer - 1 for layer in inner["target_layer_ids"]]
     (wrong / "config.json").write_text(json.dumps(config))
     theirs = result_of(
-        tmp_path, follow(commands.replace(str(folder), str(wrong)), tmp_path, prompts, target_gguf), number_of(commands)
+        tmp_path,
+        follow(commands.replace(str(folder), str(wrong)), tmp_path, prompts, target_gguf),
+        number_of(commands),
     )
     assert theirs["tokens"] == plain["tokens"]
     assert sum(theirs["counts"][i] != ours[name][i] for i in alike) > len(alike) / 4
 
 
 def test_llama3_rope_of_a_block_is_not_refused_by_llamacpp_but_ignored(
-    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int], prompts: list[list[int]],
+    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    prompts: list[list[int]],
     target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The counts are those of the drafter without it."""
@@ -344,13 +440,18 @@ def test_llama3_rope_of_a_block_is_not_refused_by_llamacpp_but_ignored(
         exported(artifact, tmp_path / "drafter", drafts_of(artifact))
     monkeypatch.setattr(layouts, "block_obstacle", lambda *given: None)
     _, commands = exported(artifact, tmp_path / "drafter", drafts_of(artifact))
-    theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts_of(artifact))
+    theirs = result_of(
+        tmp_path, follow(commands, tmp_path, prompts, target_gguf), drafts_of(artifact)
+    )
     assert theirs["tokens"] == plain["tokens"]
-    assert sum(theirs["counts"][i] != ours["DFlash"][i] for i in alike) <= 3, "but for drafts that are tied"
+    assert sum(theirs["counts"][i] != ours["DFlash"][i] for i in alike) <= 3, (
+        "but for drafts that are tied"
+    )
 
 
 def test_norm_output_is_not_refused_by_llamacpp_but_ignored(
-    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int], prompts: list[list[int]],
+    quickstart: Target, ours: dict[str, list[Counts]], plain: Counts, alike: list[int],
+    prompts: list[list[int]],
     target_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """So only export can tell: the counts are those of the drafter without it."""
@@ -361,4 +462,6 @@ def test_norm_output_is_not_refused_by_llamacpp_but_ignored(
     _, commands = exported(artifact, tmp_path / "drafter")
     theirs = result_of(tmp_path, follow(commands, tmp_path, prompts, target_gguf))
     assert theirs["tokens"] == plain["tokens"]
-    assert sum(theirs["counts"][i] != ours[PLAIN_EAGLE3][i] for i in alike) <= 3, "but for drafts that are tied"
+    assert sum(theirs["counts"][i] != ours[PLAIN_EAGLE3][i] for i in alike) <= 3, (
+        "but for drafts that are tied"
+    )

@@ -1,6 +1,8 @@
-"""A quantised checkpoint as target: loaded as it is, learnt from, decoded with. Needs torchao, beside the project's environment:
+"""A quantised checkpoint as target: loaded as it is, learnt from, decoded with. Needs torchao,
+beside the project's environment:
 
-pip install --no-deps --target AO torchao; PYTHONPATH=AO pytest -m peers tests/peers/test_quantised.py
+pip install --no-deps --target AO torchao; PYTHONPATH=AO pytest -m peers
+tests/peers/test_quantised.py
 """
 
 from __future__ import annotations
@@ -29,35 +31,52 @@ def quantised(tmp_path: Path, saved_tiny: Path) -> Path:
     from transformers import TorchAoConfig
 
     kind = TorchAoConfig(Int8WeightOnlyConfig())
-    model = AutoModelForCausalLM.from_pretrained(saved_tiny, dtype=torch.bfloat16, quantization_config=kind)
+    model = AutoModelForCausalLM.from_pretrained(
+        saved_tiny, dtype=torch.bfloat16, quantization_config=kind
+    )
     model.save_pretrained(tmp_path / "int8")
     AutoTokenizer.from_pretrained(saved_tiny).save_pretrained(tmp_path / "int8")
     return tmp_path / "int8"
 
 
 def test_features_are_those_of_the_quantised_model(quantised: Path, saved_tiny: Path) -> None:
-    target, whole = load_target(TargetConfig(str(quantised))), load_target(TargetConfig(str(saved_tiny)))
+    target, whole = (
+        load_target(TargetConfig(str(quantised))),
+        load_target(TargetConfig(str(saved_tiny))),
+    )
     ids = torch.arange(24)[None] % 50
-    own = AutoModelForCausalLM.from_pretrained(quantised, dtype=target.dtype)(ids, output_hidden_states=True).hidden_states
+    own = AutoModelForCausalLM.from_pretrained(quantised, dtype=target.dtype)(
+        ids, output_hidden_states=True
+    ).hidden_states
     torch.testing.assert_close(target.forward(ids).last, own[-1])
     assert not torch.equal(own[-1].float(), whole.forward(ids).last.float())
     assert weights_hash(target.model) != weights_hash(whole.model)
 
 
 @pytest.mark.parametrize("method", ["eagle", "medusa"])
-def test_it_teaches_and_is_decoded_with_and_a_store_of_it_teaches_the_same(tmp_path: Path, quantised: Path, method: str) -> None:
+def test_it_teaches_and_is_decoded_with_and_a_store_of_it_teaches_the_same(
+    tmp_path: Path, quantised: Path, method: str
+) -> None:
     config = config_for(tmp_path / "live", quantised, method)
     done = train(config, method=method)
     assert logged(done.stdout, "tau_measured").keys() == {10, 20}
     store = tmp_path / "store"
     extract(config, store, method, "--dtype", "float32")
-    train(config_for(tmp_path / "stored", quantised, method), "--features.store", store, method=method)
+    train(
+        config_for(tmp_path / "stored", quantised, method), "--features.store", store, method=method
+    )
     one, other = curve(tmp_path / "live"), curve(tmp_path / "stored")
-    assert one.keys() == other.keys() and all(one[step] == pytest.approx(other[step], abs=1e-5) for step in one)
+    assert one.keys() == other.keys() and all(
+        one[step] == pytest.approx(other[step], abs=1e-5) for step in one
+    )
 
 
 def test_a_student_is_not_cut_from_it(quantised: Path) -> None:
     from draftsmith.distill.students import StudentConfig, make_student
 
     with pytest.raises(UserError, match=r"quantised.*student\.path"):
-        make_student(StudentConfig(layers=1), load_target(TargetConfig(str(quantised))), lambda: [torch.arange(3, 20)])
+        make_student(
+            StudentConfig(layers=1),
+            load_target(TargetConfig(str(quantised))),
+            lambda: [torch.arange(3, 20)],
+        )

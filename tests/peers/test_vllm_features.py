@@ -34,7 +34,9 @@ from tests.train.test_loop import launch, make_config, train
 
 pytestmark = [
     pytest.mark.peers,
-    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(
+        "VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"
+    ),
 ]
 TAPS, LAYERS = (2, 4, 5), [2, 4, 5, 8]
 FP32 = ("--dtype", "float32")
@@ -47,9 +49,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    command = [ROOT / "scripts" / "vllm" / "hidden_states.sh", QUICKSTART, str(port), "2,4,5,8", folder, *options]
-    process = subprocess.Popen(list(map(str, command)), env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+    ]
+    command = [
+        ROOT / "scripts" / "vllm" / "hidden_states.sh",
+        QUICKSTART,
+        str(port),
+        "2,4,5,8",
+        folder,
+        *options,
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)),
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + 240
@@ -74,9 +94,18 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
     assert target.fingerprint() == live.fingerprint()
     target.client = Client(url, "target", LAYERS, 4)
     generator = torch.Generator().manual_seed(0)
-    document = lambda n: (torch.randint(5, 2000, (n,), generator=generator).numpy(), torch.ones(n, dtype=torch.bool).numpy())  # noqa: E731
+
+    def document(n):
+        return (
+            torch.randint(5, 2000, (n,), generator=generator).numpy(),
+            torch.ones(n, dtype=torch.bool).numpy(),
+        )
+
     batch = collate([[document(60), document(7), document(2)], [document(150)]])
-    one, other = LiveTarget(live, TAPS).features(batch), ServedFeatures(target, TAPS).features(batch)
+    one, other = (
+        LiveTarget(live, TAPS).features(batch),
+        ServedFeatures(target, TAPS).features(batch),
+    )
     there = batch.documents != PADDING
     for mine, theirs in zip((one.last, *one.taps), (other.last, *other.taps), strict=True):
         assert float((mine[there] - theirs[there]).norm() / mine[there].norm()) < 1e-5
@@ -86,7 +115,8 @@ def test_states_are_those_of_the_live_target(server: tuple[str, Path]) -> None:
 
 
 def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]) -> None:
-    """Greedy replies and the states of prompt and reply: what the live target writes, and its features, one request each."""
+    """Greedy replies and the states of prompt and reply: what the live target writes, and its
+    features, one request each."""
     url, folder = server
     live = load_target(TargetConfig(str(QUICKSTART), device="cpu"))
     target = ends_in(str(QUICKSTART), torch.device("cpu"), "auto")
@@ -99,21 +129,41 @@ def test_responses_come_with_their_features_in_one_pass(server: tuple[str, Path]
     assert len(asked) == len(prompts) and not list(folder.iterdir())
     for prompt, text in zip(prompts, texts, strict=True):
         own = write_text(live, prompt, TAPS, 12)
-        assert (text.ids, text.start) == (own.ids, own.start) and len(text.hidden.last) == len(text.ids)
-        for mine, theirs in zip((own.hidden.last, *own.hidden.taps), (text.hidden.last, *text.hidden.taps), strict=True):
+        assert (text.ids, text.start) == (own.ids, own.start) and len(text.hidden.last) == len(
+            text.ids
+        )
+        for mine, theirs in zip(
+            (own.hidden.last, *own.hidden.taps), (text.hidden.last, *text.hidden.taps), strict=True
+        ):
             assert float((mine[:-1] - theirs[:-1]).norm() / mine[:-1].norm()) < 1e-5
 
 
-def test_a_store_from_the_server_teaches_what_the_target_teaches(server: tuple[str, Path], tmp_path: Path) -> None:
-    """What extracts has no decoder layers that could be read: they are zeros in its copy of the target."""
+def test_a_store_from_the_server_teaches_what_the_target_teaches(
+    server: tuple[str, Path], tmp_path: Path
+) -> None:
+    """What extracts has no decoder layers that could be read: they are zeros in its copy of the
+    target."""
     ends = tmp_path / "ends"
     shutil.copytree(QUICKSTART, ends)
     weights = load_file(ends / "model.safetensors")
-    save_file({n: torch.zeros_like(w) if ".layers." in n else w for n, w in weights.items()}, ends / "model.safetensors")
+    save_file(
+        {n: torch.zeros_like(w) if ".layers." in n else w for n, w in weights.items()},
+        ends / "model.safetensors",
+    )
     features = {"server": server[0], "server_layers": LAYERS}
     more: dict[str, Any] = {"heads": {"taps": list(TAPS), "draft_vocab_size": 500}}
-    extract(config_for(tmp_path / "served", ends, "eagle", features=features, **more), tmp_path / "store", "eagle", *FP32)
-    train(config_for(tmp_path / "stored", QUICKSTART, "eagle", **more), "--features.store", tmp_path / "store", method="eagle")
+    extract(
+        config_for(tmp_path / "served", ends, "eagle", features=features, **more),
+        tmp_path / "store",
+        "eagle",
+        *FP32,
+    )
+    train(
+        config_for(tmp_path / "stored", QUICKSTART, "eagle", **more),
+        "--features.store",
+        tmp_path / "store",
+        method="eagle",
+    )
     train(config_for(tmp_path / "live", QUICKSTART, "eagle", **more), method="eagle")
     one, other = curve(tmp_path / "live"), curve(tmp_path / "stored")
     assert one.keys() == other.keys() == set(range(1, 21))
@@ -121,13 +171,23 @@ def test_a_store_from_the_server_teaches_what_the_target_teaches(server: tuple[s
         assert one[step] == pytest.approx(other[step], rel=1e-3), step
 
 
-def test_training_from_the_server_is_training_from_the_target(server: tuple[str, Path], tmp_path: Path) -> None:
-    """20 steps of EAGLE-3 on the quickstart target: the same losses within 1e-3, the same estimate of tau."""
+def test_training_from_the_server_is_training_from_the_target(
+    server: tuple[str, Path], tmp_path: Path
+) -> None:
+    """20 steps of EAGLE-3 on the quickstart target: the same losses within 1e-3, the same estimate
+    of tau."""
     for name in ("live", "served"):
         (tmp_path / name).mkdir()
-        more = {} if name == "live" else {"features": {"server": server[0], "server_layers": LAYERS}}
+        more = (
+            {} if name == "live" else {"features": {"server": server[0], "server_layers": LAYERS}}
+        )
         config = make_config(
-            tmp_path / name, QUICKSTART, "eagle", heads={"taps": list(TAPS), "draft_vocab_size": 500}, errors={}, **more
+            tmp_path / name,
+            QUICKSTART,
+            "eagle",
+            heads={"taps": list(TAPS), "draft_vocab_size": 500},
+            errors={},
+            **more,
         )
         done = train(config, method="eagle")
         assert ("tau_measured" in done.stdout) == (name == "live")

@@ -1,9 +1,11 @@
-"""`evaluate --server` against a real vLLM on a CPU that speculates with n-grams, and with a draft model. Not in the default run:
+"""`evaluate --server` against a real vLLM on a CPU that speculates with n-grams, and with a draft
+model. Not in the default run:
 
 VLLM_PYTHON=/path/to/venv/bin/python python -m pytest -m peers tests/peers/test_vllm_live.py
 
-Greedy only: where vLLM 0.32 speculates on a CPU it samples wrongly. At T = 0.01 its replies to six prompts left the greedy ones
-within 7 tokens (without speculation five of the six stayed equal), and it accepted next to nothing beyond the first draft.
+Greedy only: where vLLM 0.32 speculates on a CPU it samples wrongly. At T = 0.01 its replies to six
+prompts left the greedy ones within 7 tokens (without speculation five of the six stayed equal), and
+it accepted next to nothing beyond the first draft.
 """
 
 from __future__ import annotations
@@ -32,11 +34,18 @@ from tests.conftest import QUICKSTART
 
 pytestmark = [
     pytest.mark.peers,
-    pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"),
+    pytest.mark.skipif(
+        "VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"
+    ),
 ]
 DRAFT_LM = QUICKSTART.parent / "draft_lm"
 LENGTH, REPLY, PROMPTS = 4, 40, 6
-NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1, "num_speculative_tokens": LENGTH}
+NGRAM = {
+    "method": "ngram",
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+    "num_speculative_tokens": LENGTH,
+}
 DRAFT_MODEL = {"method": "draft_model", "model": str(DRAFT_LM), "num_speculative_tokens": LENGTH}
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 Serving = tuple[str, subprocess.Popen[bytes]]
@@ -48,8 +57,24 @@ def serving(speculation: dict[str, Any] | None) -> Iterator[Serving]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "8"]
-    options += ["--no-enable-prefix-caching", "--host", "127.0.0.1", "--port", str(port), "--model", str(QUICKSTART)]
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "8",
+    ]
+    options += [
+        "--no-enable-prefix-caching",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--model",
+        str(QUICKSTART),
+    ]
     options += ["--speculative-config", json.dumps(speculation)] if speculation else []
     environment = {**os.environ, **CPU, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment.pop("PYTHONPATH", None)
@@ -87,33 +112,61 @@ def draft_model() -> Iterator[Serving]:
 def prompts(tmp_path: Path) -> Path:
     """Signatures, as the target was trained on."""
     names = ("add", "read_lines", "is_empty", "get", "close", "parse_args")
-    rows = [f'def {name}(self, value=None):\n    """Return the {name} of value."""' for name in names]
+    rows = [
+        f'def {name}(self, value=None):\n    """Return the {name} of value."""' for name in names
+    ]
     path = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"id": str(i), "messages": [{"role": "user", "content": row}]}) + "\n" for i, row in enumerate(rows)]
+    lines = [
+        json.dumps({"id": str(i), "messages": [{"role": "user", "content": row}]}) + "\n"
+        for i, row in enumerate(rows)
+    ]
     path.write_text("".join(lines))
     return path
 
 
 def evaluate(url: str, prompts: Path, drafter: str, **more: Any) -> dict[str, Any]:
     out = prompts.with_name("out.json")
-    given: dict[str, Any] = {"concurrency": "1,8", "repeats": 1, "max_new_tokens": REPLY, "baselines": False, **more}
+    given: dict[str, Any] = {
+        "concurrency": "1,8",
+        "repeats": 1,
+        "max_new_tokens": REPLY,
+        "baselines": False,
+        **more,
+    }
     config = TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
-    run(Options(config, str(prompts), server=url, drafter=[drafter] if drafter else [], json=str(out), **given))
+    run(
+        Options(
+            config,
+            str(prompts),
+            server=url,
+            drafter=[drafter] if drafter else [],
+            json=str(out),
+            **given,
+        )
+    )
     return json.loads(out.read_text())
 
 
 def check_sums(s: dict[str, Any]) -> None:
     """What the counters and our chunks say of each other."""
     assert s["warnings"] == [] and s["in_flight_peak"] == s["concurrency"]
-    assert s["tau_incl_bonus"] == pytest.approx(1 + sum(s["survival"])) == pytest.approx(1 + s["accepted"] / s["drafts"])
+    assert (
+        s["tau_incl_bonus"]
+        == pytest.approx(1 + sum(s["survival"]))
+        == pytest.approx(1 + s["accepted"] / s["drafts"])
+    )
     assert s["drafts"] <= s["rounds"] and s["drafts"] <= s["drafted"] <= LENGTH * s["drafts"]
-    # A prefill's token, what was accepted and one more a step: all our tokens, and what lay behind the replies' ends.
+    # A prefill's token, what was accepted and one more a step: all our tokens, and what lay behind
+    # the replies' ends.
     assert 0 <= s["requests"] + s["accepted"] + s["rounds"] - s["tokens"] <= LENGTH * s["requests"]
     assert s["chunks"] - s["requests"] <= s["rounds"], "a step is a chunk, unless we read late"
 
 
-def test_a_draft_model_drafts_there_what_it_drafts_here(draft_model: Serving, prompts: Path) -> None:
-    """Greedy, fp32: the same replies; as many rounds, drafts and accepted drafts, at one request and at eight."""
+def test_a_draft_model_drafts_there_what_it_drafts_here(
+    draft_model: Serving, prompts: Path
+) -> None:
+    """Greedy, fp32: the same replies; as many rounds, drafts and accepted drafts, at one request
+    and at eight."""
     report = evaluate(draft_model[0], prompts, f"{DRAFT_LM}:length={LENGTH}")
     (local,) = report["settings"]
     (ours,) = (s for name, s in local["drafters"].items() if name != "plain")
@@ -132,7 +185,8 @@ def test_a_draft_model_drafts_there_what_it_drafts_here(draft_model: Serving, pr
 
 
 def test_n_grams(ngram: Serving, prompts: Path) -> None:
-    """Greedy replies are ours; vLLM's tau leaves out the steps that found no n-gram, and the tokens a step do not."""
+    """Greedy replies are ours; vLLM's tau leaves out the steps that found no n-gram, and the tokens
+    a step do not."""
     report = evaluate(ngram[0], prompts, "ngram")
     assert (report["server"]["engine"], report["server"]["context"]) == ("vllm", 512)
     for s in report["server"]["settings"]:
@@ -142,31 +196,55 @@ def test_n_grams(ngram: Serving, prompts: Path) -> None:
 
 
 def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
-    """By hand, one request after the other: accepted drafts are what chunks hold beyond one token, and what an end cut off."""
+    """By hand, one request after the other: accepted drafts are what chunks hold beyond one token,
+    and what an end cut off."""
     url = ngram[0]
     before = read_counters(httpx.get(f"{url}/metrics").text)
     sizes: list[list[int]] = []
     for prompt in read_prompts(prompts, AutoTokenizer.from_pretrained(QUICKSTART), "x"):
-        body = {"model": str(QUICKSTART), "prompt": prompt.token_ids, "max_tokens": REPLY, "temperature": 0, "stream": True}
+        body = {
+            "model": str(QUICKSTART),
+            "prompt": prompt.token_ids,
+            "max_tokens": REPLY,
+            "temperature": 0,
+            "stream": True,
+        }
         sizes.append([])
-        with httpx.stream("POST", f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60) as response:
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={**body, "return_token_ids": True}, timeout=60
+        ) as response:
             for line in response.iter_lines():
-                if line.startswith("data: {") and (ids := json.loads(line[6:])["choices"][0]["token_ids"]):
+                if line.startswith("data: {") and (
+                    ids := json.loads(line[6:])["choices"][0]["token_ids"]
+                ):
                     sizes[-1].append(len(ids))
     time.sleep(0.5)
     found = read_counters(httpx.get(f"{url}/metrics").text).since(before)
-    assert found.generated == sum(map(sum, sizes)) and found.drafts and all(reply[0] == 1 for reply in sizes)
+    assert (
+        found.generated == sum(map(sum, sizes))
+        and found.drafts
+        and all(reply[0] == 1 for reply in sizes)
+    )
     kept = sum(size - 1 for reply in sizes for size in reply)
     assert 0 <= found.accepted - kept <= LENGTH * len(sizes)
     whole = sum(size - 1 for reply in sizes for size in reply[:-1])
-    assert whole <= found.accepted <= whole + LENGTH * len(sizes) and sum(found.by_position) == found.accepted
+    assert (
+        whole <= found.accepted <= whole + LENGTH * len(sizes)
+        and sum(found.by_position) == found.accepted
+    )
 
 
 def test_other_peoples_requests_are_said(ngram: Serving, prompts: Path) -> None:
     stop = threading.Event()
 
     def others() -> None:
-        body = {"model": str(QUICKSTART), "prompt": [5, 6, 7], "max_tokens": 20, "temperature": 1, "ignore_eos": True}
+        body = {
+            "model": str(QUICKSTART),
+            "prompt": [5, 6, 7],
+            "max_tokens": 20,
+            "temperature": 1,
+            "ignore_eos": True,
+        }
         while not stop.is_set():
             httpx.post(f"{ngram[0]}/v1/completions", json=body, timeout=60)
 
@@ -199,5 +277,10 @@ def test_a_server_without_speculation(prompts: Path) -> None:
     with serving(None) as (url, _):
         report = evaluate(url, prompts, "ngram", concurrency="8")
         (s,) = report["server"]["settings"]
-        assert s["tau_incl_bonus"] == 1 and s["speculates"] is False and s["drafts"] is None and not s["warnings"]
+        assert (
+            s["tau_incl_bonus"] == 1
+            and s["speculates"] is False
+            and s["drafts"] is None
+            and not s["warnings"]
+        )
         assert s["equal_to_plain"] == s["requests"] == 18

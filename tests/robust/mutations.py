@@ -26,13 +26,16 @@ from draftsmith.train.commands.cli import main
 from tests.conftest import PYTHON
 
 SECONDS = 20
-MANY = int(os.environ.get("MUTATIONS", "150"))  # of each folder under `--all`; 100000 tries every one, in some hours
+# of each folder under `--all`; 100000 tries every one, in some hours
+MANY = int(os.environ.get("MUTATIONS", "150"))
 KEYS, ITEMS = 40, 2  # of each table and each list in a document
 GROWTH = 2 << 30  # bytes of memory that a damaged file may cost more than a sound one
 TOTALS: Counter[str] = Counter()
-"""What `complaints` found in this process, by outcome; what was neither accepted nor wrong was refused in one line."""
+"""What `complaints` found in this process, by outcome; what was neither accepted nor wrong was
+refused in one line."""
 WRONG: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 10**9, 10**30, -0.5, 1e308, float("nan"), float("inf"), "", "x", "../../x", [], [[]], {}, {"x": 1},
+    None, True, -1, 0, 1, 10**9, 10**30, -0.5, 1e308, float("nan"), float("inf"), "", "x",
+    "../../x", [], [[]], {}, {"x": 1},
 )  # fmt: skip
 
 
@@ -68,9 +71,14 @@ def of_bytes(file: Path, size: int) -> Iterator[Mutation]:
     yield Mutation(f"{file}: empty", lambda folder: _write(folder / file, b""))
     yield Mutation(f"{file}: a folder", replace_by_folder)
     for at in sorted({1, 7, size // 3, size // 2, size - 1} - {0}):
-        yield Mutation(f"{file}: cut at {at}", lambda folder, at=at: _write(folder / file, (folder / file).read_bytes()[:at]))
+        yield Mutation(
+            f"{file}: cut at {at}",
+            lambda folder, at=at: _write(folder / file, (folder / file).read_bytes()[:at]),
+        )
     for at in sorted({0, size // 2, size - 2} & set(range(size))):
-        yield Mutation(f"{file}: a bit of byte {at}", lambda folder, at=at: _flip(folder / file, at))
+        yield Mutation(
+            f"{file}: a bit of byte {at}", lambda folder, at=at: _flip(folder / file, at)
+        )
 
 
 def of_values(file: Path, document: Any) -> Iterator[Mutation]:
@@ -78,10 +86,17 @@ def of_values(file: Path, document: Any) -> Iterator[Mutation]:
     for place in places(document):
         for value in WRONG:
             name = f"{file}: {'.'.join(map(str, place)) or 'all'} = {str(value)[:20]!r}"
-            yield Mutation(name, lambda folder, place=place, value=value: _set(folder / file, place, value))
+            yield Mutation(
+                name, lambda folder, place=place, value=value: _set(folder / file, place, value)
+            )
         if place:
-            yield Mutation(f"{file}: no {'.'.join(map(str, place))}", lambda folder, place=place: _remove(folder / file, place))
-    yield Mutation(f"{file}: unknown key", lambda folder: _set(folder / file, ("never_heard_of",), 1))
+            yield Mutation(
+                f"{file}: no {'.'.join(map(str, place))}",
+                lambda folder, place=place: _remove(folder / file, place),
+            )
+    yield Mutation(
+        f"{file}: unknown key", lambda folder: _set(folder / file, ("never_heard_of",), 1)
+    )
 
 
 def places(document: Any) -> Iterator[tuple[Any, ...]]:
@@ -138,7 +153,11 @@ class Outcome:
 
     def wrong(self) -> str | None:
         """What a user would complain about, or None: accepted, or refused in one line."""
-        lines = [line for line in self.errors.splitlines() if line.startswith(("error:", "internal error:"))]
+        lines = [
+            line
+            for line in self.errors.splitlines()
+            if line.startswith(("error:", "internal error:"))
+        ]
         if "Traceback" in self.errors or "internal error" in self.errors:
             return f"it ends in {self.errors[-600:]}"
         if self.code not in (0, 2):
@@ -165,11 +184,18 @@ def outcome(arguments: list[str]) -> Outcome:
 
 
 def forked(arguments: list[str], usage: Path) -> Outcome:
-    """Run `python -m ARGUMENTS` in a process of its own, such as a training. `usage`: a scratch file."""
+    """Run `python -m ARGUMENTS` in a process of its own, such as a training. `usage`: a scratch
+    file."""
     began = time.monotonic()
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "DRAFTSMITH_WARM_USAGE": str(usage)}
     try:
-        done = subprocess.run([PYTHON, "-m", *arguments], capture_output=True, text=True, env=environment, timeout=3 * SECONDS)
+        done = subprocess.run(
+            [PYTHON, "-m", *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=3 * SECONDS,
+        )
     except subprocess.TimeoutExpired:
         return Outcome(-1, "still running", time.monotonic() - began, 0)
     return Outcome(done.returncode, done.stderr, time.monotonic() - began, int(usage.read_text()))
@@ -207,8 +233,9 @@ def complaints(
     run: Callable[[list[str]], Outcome] = outcome,
     accepted_is: Callable[[Path], str | None] = lambda folder: None,
 ) -> tuple[list[str], list[str]]:
-    """What is wrong with how `command(folder)` takes each mutation of `sound`, and which mutations were accepted. `after` is done
-    to each folder when it is damaged; `accepted_is` says what is wrong with what an accepted one became."""
+    """What is wrong with how `command(folder)` takes each mutation of `sound`, and which mutations
+    were accepted. `after` is done to each folder when it is damaged; `accepted_is` says what is
+    wrong with what an accepted one became."""
     wrong, accepted = [], []
     for mutation in chosen:
         shutil.rmtree(scratch, ignore_errors=True)

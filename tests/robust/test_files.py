@@ -1,7 +1,7 @@
 """Damaged files: each is refused in one line, or is one of those that do no harm.
 
-The default run tries a seeded sample; `--all` tries every mutation. In `sealed` folders the checksums were made anew after the
-damage, so that it has to be found in the files themselves.
+The default run tries a seeded sample; `--all` tries every mutation. In `sealed` folders the
+checksums were made anew after the damage, so that it has to be found in the files themselves.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ HARMLESS = {
     "draftsmith.json": (
         r"provenance|.*unknown key|schema|.*= 'nan'"  # a record for people; keys of later versions
         r"|cut at \d+$"  # of the newline at its end
-        r"|target\.(name|model_type|.*_hash)"  # told as a warning: another name or hash is another target
+        # told as a warning: another name or hash is another target
+        r"|target\.(name|model_type|.*_hash)"
         r"|calibration"  # another number within range is another tree, never another text
-        r"|shape$|shape = '\{\}'|no shape\."  # version 0.1 noted none; the tensors and config.json say it too
+        # version 0.1 noted none; the tensors and config.json say it too
+        r"|shape$|shape = '\{\}'|no shape\."
         r"|files"  # version 0.1 noted none: a line says so
         r"|export"
     ),
     "config.json": (
-        r".*unknown key|(base_model_name_or_path|model_type|dtype|rope_theta|mlp_bias|tie_word_embeddings|layer_types)"
-        r"|(num_aux_hidden_states|eagle_config|medusa_fc_bias|markov_head_type|enable_confidence_head|confidence_head)"
-        r"|(sample_from_anchor|target_layer_ids|mask_token_id|architectures|num_target_layers|dflash_config.*causal)"
-        r"|(dflash_config\.block_size|rms_norm_eps|max_position_embeddings|rope_parameters|hidden_act|fc_norm|norm_output)"
-        r"|(target_hidden_size|draft_vocab_size|norm_before)"  # engines' keys; or a shape that the tensors confirm
+        r".*unknown key|(base_model_name_or_path|model_type|dtype|rope_theta|mlp_bias)"
+        r"|(tie_word_embeddings|layer_types|num_aux_hidden_states|eagle_config|medusa_fc_bias)"
+        r"|(markov_head_type|enable_confidence_head|confidence_head|sample_from_anchor)"
+        r"|(target_layer_ids|mask_token_id|architectures|num_target_layers|dflash_config.*causal)"
+        r"|(dflash_config\.block_size|rms_norm_eps|max_position_embeddings|rope_parameters)"
+        r"|(hidden_act|fc_norm|norm_output)"
+        # engines' keys; or a shape that the tensors confirm
+        r"|(target_hidden_size|draft_vocab_size|norm_before)"
     ),
     "model.safetensors": r".*a bit of",  # sealed: another weight
     "medusa_lm_head.safetensors": r".*a bit of",
@@ -48,13 +53,17 @@ HARMLESS = {
 
 HARMLESS_IN_TARGETS = {
     "config.json": (
-        r"architectures|transformers_version|pretraining_tp|use_cache|dtype|.*unknown key|cut at"  # not read, or our option
+        # not read, or our option
+        r"architectures|transformers_version|pretraining_tp|use_cache|dtype|.*unknown key|cut at"
         r"|(eos|bos|pad)_token_id"  # other ends of replies, which a user may want
         r"|attention_dropout|initializer_range"  # of training
-        r"|rope_parameters|rms_norm_eps|hidden_act|max_position_embeddings"  # another model, as good as this one to all checks
-        r"|head_dim = 'None'|no head_dim|(attention|mlp)_bias|tie_word_embeddings"  # its default, or what the tensors confirm
+        # another model, as good as this one to all checks
+        r"|rope_parameters|rms_norm_eps|hidden_act|max_position_embeddings"
+        # its default, or what the tensors confirm
+        r"|head_dim = 'None'|no head_dim|(attention|mlp)_bias|tie_word_embeddings"
     ),
-    # A target's other files are read by transformers alone: another tokenizer or another default is another target.
+    # A target's other files are read by transformers alone: another tokenizer or another default is
+    # another target.
     "generation_config.json": r"",
     "tokenizer.json": r"",
     "tokenizer_config.json": r"",
@@ -63,13 +72,16 @@ HARMLESS_IN_TARGETS = {
     "training.json": r"",  # notes of the quickstart, which nothing reads
     "model.safetensors": r"a bit of",  # another weight
 }
-HARMLESS_IN_REPORTS = {"evaluation.json": r".* = |no |unknown key|a bit of|cut at"}  # another figure; a missing one is shown as -
+# another figure; a missing one is shown as -
+HARMLESS_IN_REPORTS = {"evaluation.json": r".* = |no |unknown key|a bit of|cut at"}
 
 
 def harmless(name: str, listed: dict[str, str]) -> bool:
     """Whether a mutation is one of those that may be accepted."""
     file, what = name.split(": ", 1)
-    return file in listed and any(re.match(listed[file], each) for each in (what, what.removeprefix("no ")))
+    return file in listed and any(
+        re.match(listed[file], each) for each in (what, what.removeprefix("no "))
+    )
 
 
 def sealed(folder: Path) -> None:
@@ -83,13 +95,25 @@ def sealed(folder: Path) -> None:
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 @pytest.mark.parametrize("after", [None, sealed], ids=["as written", "sealed"])
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "dspark"])
-def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, count: int, tmp_path: Path) -> None:
+def test_a_damaged_drafter(
+    drafter: str, after: Callable[[Path], None] | None, count: int, tmp_path: Path
+) -> None:
     def command(folder: Path) -> list[str]:
-        base = ["generate", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", str(folder)]
+        base = [
+            "generate",
+            "--target",
+            str(QUICKSTART),
+            "--target.device",
+            "cpu",
+            "--drafter",
+            str(folder),
+        ]
         return [*base, "--prompt", "def f", "--max-new-tokens", "2"]
 
     sound = DRAFTERS / drafter
-    wrong, accepted = complaints(sound, tmp_path / "d", trials(sound, 0, count), command, after or (lambda folder: None))
+    wrong, accepted = complaints(
+        sound, tmp_path / "d", trials(sound, 0, count), command, after or (lambda folder: None)
+    )
     assert not wrong, "\n".join(wrong)
     harmful = [name for name in accepted if not harmless(name, HARMLESS)]
     if after is None:  # nothing but draftsmith.json itself can change without notice
@@ -99,10 +123,21 @@ def test_a_damaged_drafter(drafter: str, after: Callable[[Path], None] | None, c
 
 @pytest.mark.parametrize("count", [SAMPLE, ALL])
 def test_a_damaged_target(count: int, tmp_path: Path) -> None:
-    """transformers reads it, and takes many a value that nothing depends on; what is refused, is refused in one line."""
+    """transformers reads it, and takes many a value that nothing depends on; what is refused, is
+    refused in one line."""
 
     def command(folder: Path) -> list[str]:
-        return ["generate", "--target", str(folder), "--target.device", "cpu", "--prompt", "def f", "--max-new-tokens", "2"]
+        return [
+            "generate",
+            "--target",
+            str(folder),
+            "--target.device",
+            "cpu",
+            "--prompt",
+            "def f",
+            "--max-new-tokens",
+            "2",
+        ]
 
     wrong, accepted = complaints(QUICKSTART, tmp_path / "t", trials(QUICKSTART, 0, count), command)
     assert not wrong, "\n".join(wrong)
@@ -120,16 +155,37 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts.write_text("".join(json.dumps({"prompt": f"def f{i}(a):"}) + "\n" for i in range(2)))
     config = TargetConfig(str(QUICKSTART), device="cpu")
     where = str(folder / "evaluation.json")
-    run(Options(config, str(prompts), drafter=["ngram"], baselines=False, max_new_tokens=8, repeats=1, json=where))
+    run(
+        Options(
+            config,
+            str(prompts),
+            drafter=["ngram"],
+            baselines=False,
+            max_new_tokens=8,
+            repeats=1,
+            json=where,
+        )
+    )
     prompts.unlink()
     return folder
 
 
 COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
-    "report": lambda folder, sound: ["report", str(folder), "--out", str(folder.parent / "out.html")],
+    "report": lambda folder, sound: [
+        "report",
+        str(folder),
+        "--out",
+        str(folder.parent / "out.html"),
+    ],
     "simulate": lambda folder, sound: ["simulate", "--report", str(folder / "evaluation.json")],
     "compare": lambda folder, sound: [
-        *("compare", "--report", str(folder / "evaluation.json"), "--report", str(sound / "evaluation.json")),
+        *(
+            "compare",
+            "--report",
+            str(folder / "evaluation.json"),
+            "--report",
+            str(sound / "evaluation.json"),
+        ),
         *("--drafter", "ngram", "--drafter", "ngram"),
     ],
 }
@@ -139,20 +195,26 @@ COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_damaged_report(name: str, count: int, report: Path, tmp_path: Path) -> None:
     chosen = trials(report, 0, count)
-    wrong, accepted = complaints(report, tmp_path / "r", chosen, lambda folder: COMMANDS[name](folder, report))
+    wrong, accepted = complaints(
+        report, tmp_path / "r", chosen, lambda folder: COMMANDS[name](folder, report)
+    )
     assert not wrong, "\n".join(wrong)
     assert all(harmless(name, HARMLESS_IN_REPORTS) for name in accepted), accepted
     assert not [path for path in tmp_path.iterdir() if path.name not in ("r", "out.html")]
 
 
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto_map` in config, tokenizer and draft model, with `yes` on standard input: the sentinel file is never made."""
+    """`auto_map` in config, tokenizer and draft model, with `yes` on standard input: the sentinel
+    file is never made."""
     import io
 
     from tests.robust.mutations import outcome
 
     sentinel = tmp_path / "sentinel"
-    evil = f"open({str(sentinel)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, LlamaForCausalLM as M\n"
+    evil = (
+        f"open({str(sentinel)!r}, 'w').close()\nfrom transformers import LlamaConfig as C, "
+        "LlamaForCausalLM as M\n"
+    )
     evil += "from transformers import PreTrainedTokenizerFast as T\n"
     for kind in ("config", "tokenizer"):
         folder = tmp_path / kind
@@ -165,29 +227,40 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.Monkey
             if kind == "config"
             else {"AutoTokenizer": ["evil.T", "evil.T"]}
         )
-        facts |= {"auto_map": maps, **({"model_type": "evil"} if kind == "config" else {"tokenizer_class": "Evil"})}
+        facts |= {
+            "auto_map": maps,
+            **({"model_type": "evil"} if kind == "config" else {"tokenizer_class": "Evil"}),
+        }
         file.write_text(json.dumps(facts))
     prompt, rows = ["--prompt", "x", "--max-new-tokens", "1"], tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "def f():"}) + "\n")
     config = tmp_path / "run.yaml"
     for folder in (str(tmp_path / "config"), str(tmp_path / "tokenizer")):
-        config.write_text(f"target: {{path: {folder}}}\noutput: {tmp_path}/run\ndata: {{sources: [{{path: {rows}}}]}}\n")
+        config.write_text(
+            f"target: {{path: {folder}}}\noutput: {tmp_path}/run\ndata: {{sources: [{{path: "
+            f"{rows}}}]}}\n"
+        )
         for arguments in (
             ["generate", "--target", folder, *prompt],
             ["generate", "--target", str(QUICKSTART), "--drafter", folder, *prompt],
             ["doctor", "--target", folder],
             ["evaluate", "--target", folder, "--prompts", str(rows), "--limit", "1"],
-            ["data", "regenerate", "--target", folder, "--data", str(rows), "--out", str(tmp_path / "o.jsonl")],
+            ["data", "regenerate", "--target", folder, "--data", str(rows), "--out",
+            str(tmp_path / "o.jsonl")],
             ["data", "plan", "--run", str(config), "--method", "medusa"],
-            ["data", "extract", "--run", str(config), "--method", "medusa", "--out", str(tmp_path / "store")],
-            ["import", "--from", str(DRAFTERS / "eagle3"), "--target", folder, "--out", str(tmp_path / "i")],
+            ["data", "extract", "--run", str(config), "--method", "medusa", "--out",
+            str(tmp_path / "store")],
+            ["import", "--from", str(DRAFTERS / "eagle3"), "--target", folder, "--out",
+            str(tmp_path / "i")],
             ["import", "--from", folder, "--target", str(QUICKSTART), "--out", str(tmp_path / "i")],
             ["export", "--drafter", folder, "--to", "hf", "--out", str(tmp_path / "e")],
         ):  # fmt: skip
             monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 20))
             found = outcome(arguments)
             assert not sentinel.exists(), arguments
-            told_in_a_table = arguments[0] == "doctor" and found.code == 2 and "Traceback" not in found.errors
+            told_in_a_table = (
+                arguments[0] == "doctor" and found.code == 2 and "Traceback" not in found.errors
+            )
             assert told_in_a_table or found.wrong() is None, (arguments, found.wrong())
             refused = found.code == 2 or folder.endswith("tokenizer") or arguments[1] == "plan"
             assert refused, (arguments, found)

@@ -1,4 +1,5 @@
-"""Killed at any moment of any stage: the same command goes on, and what it ends with is what an undisturbed one ends with."""
+"""Killed at any moment of any stage: the same command goes on, and what it ends with is what an
+undisturbed one ends with."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Stage:
-    """A command that writes below a folder, and what of that must not depend on how often it was killed."""
+    """A command that writes below a folder, and what of that must not depend on how often it was
+    killed."""
 
     command: Callable[[Path, Path], list[str]]
     """Of the folder and the tiny target; begins with Python."""
@@ -45,14 +47,30 @@ def prompts_in(folder: Path) -> str:
 
 
 def regenerate(folder: Path, target: Path) -> list[str]:
-    sampled = ["--sampling.temperature", "0.8", "--sampling.max-new-tokens", "64", "--batch-size", "1"]
+    sampled = [
+        "--sampling.temperature",
+        "0.8",
+        "--sampling.max-new-tokens",
+        "64",
+        "--batch-size",
+        "1",
+    ]
     base = ["data", "regenerate", "--target", str(QUICKSTART), "--data", prompts_in(folder)]
     return [PYTHON, *CLI, *base, *sampled, "--out", str(folder / "out.jsonl")]
 
 
 def extract(folder: Path, target: Path) -> list[str]:
     config = config_for(folder / "run", target, "eagle")
-    base = ["data", "extract", "--method", "eagle", "--run", str(config), "--out", str(folder / "store")]
+    base = [
+        "data",
+        "extract",
+        "--method",
+        "eagle",
+        "--run",
+        str(config),
+        "--out",
+        str(folder / "store"),
+    ]
     return [PYTHON, "-m", "draftsmith.train", *base, "--rows-per-shard", "1"]
 
 
@@ -67,23 +85,64 @@ def launched(folder: Path, target: Path) -> list[str]:
 
 
 def evaluate(folder: Path, target: Path) -> list[str]:
-    base = ["evaluate", "--target", str(QUICKSTART), "--prompts", prompts_in(folder), "--drafter", str(DRAFTER)]
+    base = [
+        "evaluate",
+        "--target",
+        str(QUICKSTART),
+        "--prompts",
+        prompts_in(folder),
+        "--drafter",
+        str(DRAFTER),
+    ]
     sized = ["--max-new-tokens", "48", "--repeats", "2", "--temperatures", "0,1", "--no-baselines"]
     return [PYTHON, *CLI, *base, *sized, "--json", str(folder / "out.json")]
 
 
 def tune(folder: Path, target: Path) -> list[str]:
-    base = ["tune", "--target", str(QUICKSTART), "--prompts", prompts_in(folder), "--drafter", "ngram", "--drafter", "suffix"]
-    sized = ["--max-new-tokens", "24", "--repeats", "1", "--contexts", "128", "--finalists", "1", "--budget", "0"]
+    base = [
+        "tune",
+        "--target",
+        str(QUICKSTART),
+        "--prompts",
+        prompts_in(folder),
+        "--drafter",
+        "ngram",
+        "--drafter",
+        "suffix",
+    ]
+    sized = [
+        "--max-new-tokens",
+        "24",
+        "--repeats",
+        "1",
+        "--contexts",
+        "128",
+        "--finalists",
+        "1",
+        "--budget",
+        "0",
+    ]
     return [PYTHON, *CLI, *base, *sized, "--out", str(folder / "out.json")]
 
 
 def export(folder: Path, target: Path) -> list[str]:
-    return [PYTHON, *CLI, "export", "--drafter", str(DRAFTER), "--to", "vllm", "--out", str(folder / "out")]
+    return [
+        PYTHON,
+        *CLI,
+        "export",
+        "--drafter",
+        str(DRAFTER),
+        "--to",
+        "vllm",
+        "--out",
+        str(folder / "out"),
+    ]
 
 
 def bytes_below(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 def counted(folder: Path) -> Any:
@@ -91,7 +150,11 @@ def counted(folder: Path) -> Any:
     found = json.loads((folder / "out.json").read_text())
     assert "partial" not in found
     return [
-        [(name, r["id"], r["equal_to_ar"], r["rounds"]) for name, s in setting["drafters"].items() for r in s["per_request"]]
+        [
+            (name, r["id"], r["equal_to_ar"], r["rounds"])
+            for name, s in setting["drafters"].items()
+            for r in s["per_request"]
+        ]
         for setting in found["settings"]
     ]
 
@@ -118,9 +181,13 @@ def without_provenance(found: dict[str, bytes], name: str) -> dict[str, Any]:
 
 STAGES: dict[str, Stage] = {
     "regenerate": Stage(regenerate, lambda folder: (folder / "out.jsonl").read_bytes()),
-    "extract": Stage(extract, lambda folder: without_provenance(bytes_below(folder / "store"), "manifest.json")),
+    "extract": Stage(
+        extract, lambda folder: without_provenance(bytes_below(folder / "store"), "manifest.json")
+    ),
     "train": Stage(train, lambda folder: without_provenance(trained(folder), "draftsmith.json")),
-    "train, launched": Stage(launched, lambda folder: without_provenance(trained(folder), "draftsmith.json"), True),
+    "train, launched": Stage(
+        launched, lambda folder: without_provenance(trained(folder), "draftsmith.json"), True
+    ),
     "evaluate": Stage(evaluate, counted),
     "tune": Stage(tune, tuned),
     "export": Stage(export, lambda folder: bytes_below(folder / "out")),
@@ -132,7 +199,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and any(str(folder) in word for word in process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and any(
+                str(folder) in word for word in process.cmdline()
+            ):
                 found.append(process)
         except psutil.Error:
             continue
@@ -140,9 +209,14 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def killed(stage: Stage, command: list[str], number: int, moment: float, child: bool) -> bool:
-    """Start the command and send it, or the child that it launched, a signal after so many seconds; False if it was too late."""
+    """Start the command and send it, or the child that it launched, a signal after so many seconds;
+    False if it was too late."""
     process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         process.wait(moment)
@@ -156,12 +230,18 @@ def killed(stage: Stage, command: list[str], number: int, moment: float, child: 
 
 def outputs_gone(folder: Path, inputs: set[Path]) -> None:
     for path in sorted(set(folder.rglob("*")) - inputs, reverse=True):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+            missing_ok=True
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("extract", 1), ("export", 1), *(pytest.param(name, 5, marks=pytest.mark.full) for name in STAGES)],
+    [
+        ("extract", 1),
+        ("export", 1),
+        *(pytest.param(name, 5, marks=pytest.mark.full) for name in STAGES),
+    ],
 )
 def test_killed_and_started_again(name: str, count: int, tmp_path: Path, saved_tiny: Path) -> None:
     """In the same folder each time, since paths are part of what is compared."""
@@ -178,13 +258,20 @@ def test_killed_and_started_again(name: str, count: int, tmp_path: Path, saved_t
     expected, draw, kills, late = stage.result(folder), random.Random(7), 0, 0
     outputs_gone(folder, inputs)
     while kills < count:
-        if killed(stage, command, SIGNALS[kills % 2], draw.uniform(0.2, 0.95) * length, stage.family and kills % 4 > 1):
+        if killed(
+            stage,
+            command,
+            SIGNALS[kills % 2],
+            draw.uniform(0.2, 0.95) * length,
+            stage.family and kills % 4 > 1,
+        ):
             kills += 1
         else:
             late, length = late + 1, 0.9 * length
             outputs_gone(folder, inputs)
             assert late < 20
-        until = time.monotonic() + 15  # a child notices within a second or two that its launcher is gone
+        # a child notices within a second or two that its launcher is gone
+        until = time.monotonic() + 15
         while (left := processes_of(folder)) and time.monotonic() < until:
             time.sleep(0.1)
         assert not left, left

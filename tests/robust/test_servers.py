@@ -1,4 +1,5 @@
-"""Servers that misbehave: every command that talks to one ends in one line, within its time limit."""
+"""Servers that misbehave: every command that talks to one ends in one line, within its time
+limit."""
 
 from __future__ import annotations
 
@@ -19,7 +20,13 @@ from tests.robust.mutations import outcome
 SECONDS = 1.0  # the time limit of a reply
 GOOD: dict[str, Any] = {
     "prompt_token_ids": [1, 2],
-    "choices": [{"message": {"role": "assistant", "content": "x"}, "finish_reason": "stop", "token_ids": [3, 4]}],
+    "choices": [
+        {
+            "message": {"role": "assistant", "content": "x"},
+            "finish_reason": "stop",
+            "token_ids": [3, 4],
+        }
+    ],
 }
 
 
@@ -27,7 +34,9 @@ def changed(**choice: Any) -> bytes:
     return json.dumps({**GOOD, "choices": [{**GOOD["choices"][0], **choice}]}).encode()
 
 
-def whole(body: bytes, status: int = 200, **headers: str) -> Callable[[BaseHTTPRequestHandler], None]:
+def whole(
+    body: bytes, status: int = 200, **headers: str
+) -> Callable[[BaseHTTPRequestHandler], None]:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
@@ -82,7 +91,13 @@ MISBEHAVIOUR: dict[str, Callable[[BaseHTTPRequestHandler], None]] = {
     "bad gzip": whole(b"abc", 200, **{"Content-Encoding": "gzip"}),
     "not UTF-8": whole(b'"\xff"'),
 }
-QUICK = ("a byte at a time", "negative ids", "a redirect to another host", "nested", "closed at once")
+QUICK = (
+    "a byte at a time",
+    "negative ids",
+    "a redirect to another host",
+    "nested",
+    "closed at once",
+)
 
 
 def events(*lines: bytes | dict[str, Any]) -> Callable[[BaseHTTPRequestHandler], None]:
@@ -133,7 +148,8 @@ PATHS = {
 
 @contextmanager
 def serving(
-    answer: Callable[[BaseHTTPRequestHandler], None], paths: dict[str, Callable[[BaseHTTPRequestHandler], None]] | None = None
+    answer: Callable[[BaseHTTPRequestHandler], None],
+    paths: dict[str, Callable[[BaseHTTPRequestHandler], None]] | None = None,
 ) -> Iterator[str]:
     """The address of a server that answers so, but at `paths` as they say."""
 
@@ -159,16 +175,41 @@ def serving(
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full, id=kind) for kind in MISBEHAVIOUR]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.full, id=kind)
+        for kind in MISBEHAVIOUR
+    ],
 )
 def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     with serving(MISBEHAVIOUR[kind]) as url:
-        base = ["data", "regenerate", "--target", str(QUICKSTART), "--data", str(rows), "--out", str(out)]
-        found = outcome([*base, "--server.url", url, "--server.retries", "1", "--server.timeout-s", str(SECONDS)])
+        base = [
+            "data",
+            "regenerate",
+            "--target",
+            str(QUICKSTART),
+            "--data",
+            str(rows),
+            "--out",
+            str(out),
+        ]
+        found = outcome(
+            [
+                *base,
+                "--server.url",
+                url,
+                "--server.retries",
+                "1",
+                "--server.timeout-s",
+                str(SECONDS),
+            ]
+        )
     assert found.wrong() is None and found.code == 2 and found.seconds < 10, found
-    assert "does not answer" in found.errors and not out.read_text(), "nothing of a bad answer is kept"
+    assert "does not answer" in found.errors and not out.read_text(), (
+        "nothing of a bad answer is kept"
+    )
 
 
 @pytest.mark.parametrize(
@@ -178,7 +219,9 @@ def test_regenerating_through_it_ends_in_one_line(kind: str, tmp_path: Path) -> 
         for kind in {**MISBEHAVIOUR, **STREAMS}
     ],
 )
-def test_measuring_it_ends_in_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_it_ends_in_one_line(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it writes replies, and (where it is no stream) while it says what it is."""
     monkeypatch.setattr("draftsmith.inference.evaluation.server.client.WHOLE_REPLY_S", SECONDS)
     monkeypatch.setattr("draftsmith.inference.evaluation.server.client.ANSWER_S", SECONDS)
@@ -191,7 +234,15 @@ def test_measuring_it_ends_in_one_line(kind: str, tmp_path: Path, monkeypatch: p
         ways += [(gone, {**PATHS, "/v1/models": bad}), (gone, {**PATHS, "/metrics": bad})]
     for answer, paths in ways:
         with serving(answer, paths) as url:
-            base = ["evaluate", "--target", str(QUICKSTART), "--prompts", str(rows), "--max-new-tokens", "4"]
+            base = [
+                "evaluate",
+                "--target",
+                str(QUICKSTART),
+                "--prompts",
+                str(rows),
+                "--max-new-tokens",
+                "4",
+            ]
             found = outcome([*base, "--server", url, "--json", str(out)])
         assert found.wrong() is None and found.code == 2 and found.seconds < 10, found
         assert not out.exists()
@@ -199,7 +250,16 @@ def test_measuring_it_ends_in_one_line(kind: str, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(
     "url",
-    ["http://localhost:99999/v1", "ftp://x", "localhost:8000", "http://", "", "http://[::1", "http://x:0", "file:///etc/passwd"],
+    [
+        "http://localhost:99999/v1",
+        "ftp://x",
+        "localhost:8000",
+        "http://",
+        "",
+        "http://[::1",
+        "http://x:0",
+        "file:///etc/passwd",
+    ],
 )
 def test_what_is_no_address_is_said_at_once(url: str, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -210,4 +270,8 @@ def test_what_is_no_address_is_said_at_once(url: str, tmp_path: Path) -> None:
         ["evaluate", "--target", "t", "--prompts", str(rows), f"--server={url}"],
     ):
         found = outcome(command)
-        assert found.code == 2 and "is no address of a server" in found.errors and found.wrong() is None, found
+        assert (
+            found.code == 2
+            and "is no address of a server" in found.errors
+            and found.wrong() is None
+        ), found

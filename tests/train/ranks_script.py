@@ -1,4 +1,5 @@
-"""Run under `accelerate launch`: the gradients of one optimiser step, written by the main rank. Not a test by itself."""
+"""Run under `accelerate launch`: the gradients of one optimiser step, written by the main rank. Not
+a test by itself."""
 
 from __future__ import annotations
 
@@ -23,12 +24,23 @@ from safetensors.torch import save_file
 def main() -> None:
     name, config, accumulation, out, *blank = sys.argv[1:]
     method = method_module(name)
-    run, _ = parse(method.Run, ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"], "x")
+    run, _ = parse(
+        method.Run,
+        ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"],
+        "x",
+    )
     accelerator = Accelerator(gradient_accumulation_steps=run.accumulation)
     set_seed(run.seed)
     target = load_target(run.target)
     tables = build(run.data, target, run.seed)
-    batches = Batches(tables.train, run.data.max_length, run.batch_rows, run.accumulation, accelerator.num_processes, run.seed)
+    batches = Batches(
+        tables.train,
+        run.data.max_length,
+        run.batch_rows,
+        run.accumulation,
+        accelerator.num_processes,
+        run.seed,
+    )
     if blank:  # the micro-batch of this number, counted over ranks, has nothing to learn from
         make = batches.micro_batch
 
@@ -38,13 +50,18 @@ def main() -> None:
             return batch
 
         batches.micro_batch = blanked
-    inputs = Inputs(target, tables, {}, lambda objective, batches, asked: LiveTarget(target, objective.taps))
+    inputs = Inputs(
+        target, tables, {}, lambda objective, batches, asked: LiveTarget(target, objective.taps)
+    )
     trainer = Trainer(run, method, inputs, accelerator, batches, 10)
     torch.manual_seed(0)
-    for parameter in trainer.drafter.parameters():  # away from the zero start, and alike on every rank
+    # away from the zero start, and alike on every rank
+    for parameter in trainer.drafter.parameters():
         parameter.data.add_(0.05 * torch.randn(parameter.shape))
     kept: dict[str, torch.Tensor] = {}
-    trainer.optimizer.step = lambda: kept.update({n: p.grad.clone() for n, p in trainer.drafter.named_parameters()})
+    trainer.optimizer.step = lambda: kept.update(
+        {n: p.grad.clone() for n, p in trainer.drafter.named_parameters()}
+    )
     sums, _, _ = trainer.step(0)
     count = accelerator.reduce(sums["loss@1"][1].float().clone(), "sum")
     if accelerator.is_main_process:

@@ -58,19 +58,28 @@ def quick(capsys: pytest.CaptureFixture[str], *arguments: Any) -> subprocess.Com
         (("--target.device", "tpu9"), ("tpu9",)),
         (("--target.dtype", "float8"), ("float8",)),
         (("--init-from", "/no/drafter"), ("/no/drafter is not a drafter",)),
-        (("--data.max-length", "999"), ("data.max_length is 999, but the target has 256 positions",)),
+        (
+            ("--data.max-length", "999"),
+            ("data.max_length is 999, but the target has 256 positions",),
+        ),
         (("--seed", "-1"), ("seed",)),
     ],
 )
 def test_a_wrong_option_of_training(
-    tmp_path: Path, saved_tiny: Path, command: Command, options: tuple[str, ...], says: tuple[str, ...]
+    tmp_path: Path,
+    saved_tiny: Path,
+    command: Command,
+    options: tuple[str, ...],
+    says: tuple[str, ...],
 ) -> None:
     config = make_config(tmp_path, saved_tiny)
     expect(command(*TRAIN, config, *options), *says)
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
-def test_a_wrong_key_in_the_file_is_named(tmp_path: Path, saved_tiny: Path, command: Command) -> None:
+def test_a_wrong_key_in_the_file_is_named(
+    tmp_path: Path, saved_tiny: Path, command: Command
+) -> None:
     config = make_config(tmp_path, saved_tiny, optim={"lr": 0.001, "momentum": 0.9})
     expect(command(*TRAIN, config), "momentum")
     config = make_config(tmp_path, saved_tiny, evalution={"every": 3})
@@ -111,19 +120,35 @@ def test_chat_data_for_a_target_without_a_template(tmp_path: Path, command: Comm
         expect(command(*TRAIN, make_config(tmp_path, STORIES)), "has no chat template")
 
 
-def test_heads_of_another_target(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heads_of_another_target(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = tiny_target(hidden_size=64)
-    Artifact(random_heads(other), other.fingerprint(), {"rank_accuracy": [[0.5]], "tree_nodes": 1}).save(tmp_path / "heads")
+    Artifact(
+        random_heads(other), other.fingerprint(), {"rank_accuracy": [[0.5]], "tree_nodes": 1}
+    ).save(tmp_path / "heads")
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
     base = ("--target", saved_tiny, "--target.device", "cpu")
     options = ("--drafter", tmp_path / "heads", "--prompts", prompts, "--json", tmp_path / "o.json")
-    expect(quick(capsys, "evaluate", *base, *options), "was trained for another target", "hidden_size is 64")
+    expect(
+        quick(capsys, "evaluate", *base, *options),
+        "was trained for another target",
+        "hidden_size is 64",
+    )
     assert not (tmp_path / "o.json").exists()
-    expect(quick(capsys, "generate", *base, "--drafter", tmp_path / "heads", "--prompt", "x"), "another target")
-    expect(quick(capsys, "generate", *base, "--drafter", tmp_path / "none", "--prompt", "x"), "is not a drafter")
+    expect(
+        quick(capsys, "generate", *base, "--drafter", tmp_path / "heads", "--prompt", "x"),
+        "another target",
+    )
+    expect(
+        quick(capsys, "generate", *base, "--drafter", tmp_path / "none", "--prompt", "x"),
+        "is not a drafter",
+    )
 
 
-def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_of_the_other_commands(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = ("--target", saved_tiny, "--target.device", "cpu")
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x"), {"messages": 3}])
     empty = write(tmp_path / "e.jsonl", [])
@@ -138,42 +163,110 @@ def test_wrong_input_of_the_other_commands(tmp_path: Path, saved_tiny: Path, cap
         ("--temperature", "-1", "temperature must be 0 or more, not -1"),
         ("--top-p", "1.5", "top_p must be above 0 and at most 1"),
         ("--rule", "exact", "lossy-typical"),
-        ("--drafter", "ngram:size=3", "drafter ngram has no setting 'size'; there are: length, longest, shortest"),
+        (
+            "--drafter",
+            "ngram:size=3",
+            "drafter ngram has no setting 'size'; there are: length, longest, shortest",
+        ),
         ("--drafter", "lookahed", "lookahed"),
         ("--drafter", "ngram:length=3,length=4", "length is given twice"),
-        ("--drafter", "lookahead:window=1000", "lookahead would have 2008 tokens verified a round, 1024 at most"),
+        (
+            "--drafter",
+            "lookahead:window=1000",
+            "lookahead would have 2008 tokens verified a round, 1024 at most",
+        ),
         ("--batch-size", "0", "at least 1"),
         ("--limit", "-1", "--limit must be at least 1, not -1"),
         ("--max-new-tokens", "0", "--max-new-tokens must be at least 1"),
     ):
         expect(quick(capsys, "evaluate", *base, "--prompts", good, option, value), message)
-    expect(quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram:length"), "ngram:length")
-    expect(quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram", "--drafter", "suffix"), "given twice")
-    expect(quick(capsys, "generate", *base, "--prompt", "x", "--stop", ""), "at least one character")
-    expect(quick(capsys, "evaluate", *base, "--prompts", good, "--json", tmp_path, "--max-new-tokens", "4"), "cannot write")
-    expect(quick(capsys, "data", "regenerate", *base, "--data", good, "--out", good), "another file")
-    expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")
-    expect(quick(capsys, "generate", *base, "--prompt", "the " * 400), "leaves no room")
-    expect(quick(capsys, "data", "regenerate", *base, "--data", empty, "--out", tmp_path / "r.jsonl"), "holds no rows")
-    expect(quick(capsys, "data", "regenerate", *base, "--data", "no.jsonl", "--out", tmp_path / "r.jsonl"), "does not exist")
+    expect(
+        quick(capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram:length"),
+        "ngram:length",
+    )
     expect(
         quick(
-            capsys, "data", "regenerate", *base, "--data", prompts, "--out", tmp_path / "r.jsonl", "--sampling.temperature", "-1"
+            capsys, "generate", *base, "--prompt", "x", "--drafter", "ngram", "--drafter", "suffix"
+        ),
+        "given twice",
+    )
+    expect(
+        quick(capsys, "generate", *base, "--prompt", "x", "--stop", ""), "at least one character"
+    )
+    expect(
+        quick(
+            capsys,
+            "evaluate",
+            *base,
+            "--prompts",
+            good,
+            "--json",
+            tmp_path,
+            "--max-new-tokens",
+            "4",
+        ),
+        "cannot write",
+    )
+    expect(
+        quick(capsys, "data", "regenerate", *base, "--data", good, "--out", good), "another file"
+    )
+    expect(quick(capsys, "generate", *base, "--prompt", ""), "empty")
+    expect(quick(capsys, "generate", *base, "--prompt", "the " * 400), "leaves no room")
+    expect(
+        quick(capsys, "data", "regenerate", *base, "--data", empty, "--out", tmp_path / "r.jsonl"),
+        "holds no rows",
+    )
+    expect(
+        quick(
+            capsys, "data", "regenerate", *base, "--data", "no.jsonl", "--out", tmp_path / "r.jsonl"
+        ),
+        "does not exist",
+    )
+    expect(
+        quick(
+            capsys,
+            "data",
+            "regenerate",
+            *base,
+            "--data",
+            prompts,
+            "--out",
+            tmp_path / "r.jsonl",
+            "--sampling.temperature",
+            "-1",
         ),
         "temperature",
     )
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_switches_and_repeated_options(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_switches_and_repeated_options(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--color, --no-color, --flag and a list option given twice."""
     target = tiny_target()
     for name in ("a", "b"):
-        artifact = Artifact(random_heads(target), target.fingerprint(), {"rank_accuracy": [[0.5, 0.1]] * 4, "tree_nodes": 3})
+        artifact = Artifact(
+            random_heads(target),
+            target.fingerprint(),
+            {"rank_accuracy": [[0.5, 0.1]] * 4, "tree_nodes": 3},
+        )
         artifact.save(tmp_path / name)
     base = ("--target", str(saved_tiny), "--target.device", "cpu")
     for option, colored in (("--color", True), ("--no-color", False)):
-        main(["generate", *base, "--drafter", str(tmp_path / "a"), "--prompt", "hello", option, "--max-new-tokens", "40"])
+        main(
+            [
+                "generate",
+                *base,
+                "--drafter",
+                str(tmp_path / "a"),
+                "--prompt",
+                "hello",
+                option,
+                "--max-new-tokens",
+                "40",
+            ]
+        )
         assert ("\x1b[" in capsys.readouterr().out) <= colored
     prompts = write(tmp_path / "g.jsonl", [chat("hello", "x")])
     both = ("--drafter", str(tmp_path / "a"), "--drafter", str(tmp_path / "b"))
@@ -194,15 +287,23 @@ def test_switches_and_repeated_options(tmp_path: Path, saved_tiny: Path, capsys:
     report = json.loads((tmp_path / "o.json").read_text())
     assert list(report["settings"][0]["drafters"]) == ["plain", "medusa", "medusa-2"]
     (record,) = report["settings"][0]["drafters"]["medusa"]["per_request"]
-    assert record["id"] == "g.jsonl:1" and record["equal_to_ar"] and record["n_rounds"] == sum(record["drafted_hist"])
+    assert (
+        record["id"] == "g.jsonl:1"
+        and record["equal_to_ar"]
+        and record["n_rounds"] == sum(record["drafted_hist"])
+    )
 
 
-def test_doctor_says_what_is_wrong_and_exits_with_2(tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_what_is_wrong_and_exits_with_2(
+    tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(tmp_path, saved_tiny)
     main(["doctor", "--run", str(config), "--json"])
     findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
     assert {f["status"] for f in findings.values()} <= {"ok", "warning"}
-    assert "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
+    assert (
+        "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
+    )
     write(tmp_path / "train.jsonl", [])
     done = quick(capsys, "doctor", "--run", config, "--json")
     assert done.returncode == 2
@@ -213,7 +314,9 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(tmp_path: Path, saved_tiny: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
 @pytest.mark.parametrize("kilobytes", [4, 40])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Path, kilobytes: int) -> None:
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, saved_tiny: Path, kilobytes: int
+) -> None:
     """Files may not grow beyond a limit: writes fail in the middle, as on a full disk."""
     config = make_config(tmp_path, saved_tiny)
 
@@ -225,7 +328,11 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, saved_tiny: Pat
         env=environment(), capture_output=True, text=True, timeout=240, preexec_fn=limit,
     )  # fmt: skip
     expect(done, "cannot write")
-    left = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name not in ("config.yaml", "metrics.jsonl")]
+    left = [
+        p
+        for p in (tmp_path / "run").rglob("*")
+        if p.is_file() and p.name not in ("config.yaml", "metrics.jsonl")
+    ]
     assert all("data" in p.parts[-2:] for p in left), left
 
 
@@ -234,7 +341,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 kB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True
+    ).returncode:
         pytest.skip("no file system may be mounted here")
     yield folder
     subprocess.run(["umount", folder], check=True)
@@ -245,10 +354,33 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
 ) -> None:
     prompts = write(tmp_path / "p.jsonl", [chat("hello", "x")])
     base = ("--target", "no-such-name")  # it would be the first thing to be looked for
-    says = "0.1 MB are free there and 1.0 MB are needed; free some space, or name another place with"
-    expect(quick(capsys, "evaluate", *base, "--prompts", prompts, "--json", full_disk / "o.json"), says + " --json")
-    expect(quick(capsys, "data", "regenerate", *base, "--data", prompts, "--out", full_disk / "o.jsonl"), says + " --out")
-    expect(quick(capsys, "tune", *base, "--drafter", "ngram", "--prompts", prompts, "--out", full_disk / "p"), says)
+    says = (
+        "0.1 MB are free there and 1.0 MB are needed; free some space, or name another place with"
+    )
+    expect(
+        quick(capsys, "evaluate", *base, "--prompts", prompts, "--json", full_disk / "o.json"),
+        says + " --json",
+    )
+    expect(
+        quick(
+            capsys, "data", "regenerate", *base, "--data", prompts, "--out", full_disk / "o.jsonl"
+        ),
+        says + " --out",
+    )
+    expect(
+        quick(
+            capsys,
+            "tune",
+            *base,
+            "--drafter",
+            "ngram",
+            "--prompts",
+            prompts,
+            "--out",
+            full_disk / "p",
+        ),
+        says,
+    )
     config = make_config(tmp_path, tmp_path / "no-such-target", output=str(full_disk / "run"))
     expect(command(*TRAIN, config), says + " --output")
     assert not list(full_disk.iterdir())
@@ -256,12 +388,16 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
 
 def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(
-        tmp_path, saved_tiny, max_steps=100_000, evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4}
+        tmp_path,
+        saved_tiny,
+        max_steps=100_000,
+        evaluation={"every": 100_000, "prompts": 2, "max_new_tokens": 4},
     )
     process = subprocess.Popen(
         [PYTHON, "-m", *TRAIN, str(config)], env=environment(PYTHONUNBUFFERED="1"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
@@ -269,11 +405,16 @@ def test_interrupted_by_hand_says_how_to_go_on(tmp_path: Path, saved_tiny: Path)
             process.send_signal(signal.SIGINT)
             break
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "asked to stop: saved step" in errors and "Traceback" not in errors
+    assert (
+        process.returncode == 130
+        and "asked to stop: saved step" in errors
+        and "Traceback" not in errors
+    )
 
 
 def test_under_a_launcher_the_line_is_printed_once(tmp_path: Path, saved_tiny: Path) -> None:
-    """accelerate adds a traceback of its own and exits with 1: the line is there once, before any model loads."""
+    """accelerate adds a traceback of its own and exits with 1: the line is there once, before any
+    model loads."""
     from tests.train.test_loop import launch
 
     config = make_config(tmp_path, saved_tiny)
@@ -293,7 +434,9 @@ def test_a_nan_in_the_target_is_found_before_training(tmp_path: Path, command: C
 
 
 @pytest.mark.parametrize("seconds", [0.7, 1.4])
-def test_an_interrupt_is_answered_while_the_imports_still_run(saved_tiny: Path, seconds: float) -> None:
+def test_an_interrupt_is_answered_while_the_imports_still_run(
+    saved_tiny: Path, seconds: float
+) -> None:
     command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
     process = subprocess.Popen(
         [*command, "generate", "--target", str(saved_tiny), "--prompt", "x"],

@@ -1,4 +1,5 @@
-"""How commands end: never in a traceback, with the exit status that a shell expects, and nothing goes on unseen."""
+"""How commands end: never in a traceback, with the exit status that a shell expects, and nothing
+goes on unseen."""
 
 import os
 import signal
@@ -21,7 +22,9 @@ SIMULATE = ["simulate", "--acceptance", "0.8"]
 
 def started(arguments: list[str], **options) -> subprocess.Popen[str]:
     code = "from draftsmith.train.commands.cli import main; main()"
-    return subprocess.Popen([sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.PIPE, **options)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], text=True, stderr=subprocess.PIPE, **options
+    )
 
 
 def test_a_reader_who_goes_away_is_no_error() -> None:
@@ -38,11 +41,15 @@ def test_a_full_disk_behind_standard_output_is_said() -> None:
         process = started(SIMULATE, stdout=full)
         _, errors = process.communicate(timeout=60)
     assert (
-        process.returncode == 2 and errors.startswith("error: cannot write the output: No space left") and errors.count("\n") == 1
+        process.returncode == 2
+        and errors.startswith("error: cannot write the output: No space left")
+        and errors.count("\n") == 1
     )
 
 
-@pytest.mark.parametrize("closed", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "closed", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_closed_streams(closed: int) -> None:
     process = started(SIMULATE, stdout=subprocess.PIPE, preexec_fn=lambda: os.close(closed))
     out, errors = process.communicate(timeout=60)
@@ -50,7 +57,8 @@ def test_closed_streams(closed: int) -> None:
 
 
 def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
-    """So it is where a lock of the import system is let go: Python prints such an exception and goes on."""
+    """So it is where a lock of the import system is let go: Python prints such an exception and
+    goes on."""
     code = (
         "import os, signal, time\n"
         "from draftsmith.train.endings import run_command\n"
@@ -63,7 +71,9 @@ def test_an_interrupt_that_a_destructor_swallows_comes_again() -> None:
     )
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130 and done.stderr == "interrupted; nothing was written\n", done.stderr
+    assert done.returncode == 130 and done.stderr == "interrupted; nothing was written\n", (
+        done.stderr
+    )
     assert time.monotonic() - began < 15
 
 
@@ -78,13 +88,23 @@ def broken(argv: list[str]) -> None:
 @pytest.mark.parametrize(
     ("kind", "code", "line"),
     [
-        ("memory", 2, "error: out of memory: Python could get no more; make batches or lengths smaller"),
-        ("cuda", 2, "error: out of memory: CUDA out of memory. Tried to allocate 2 GiB; make batches"),
+        (
+            "memory",
+            2,
+            "error: out of memory: Python could get no more; make batches or lengths smaller",
+        ),
+        (
+            "cuda",
+            2,
+            "error: out of memory: CUDA out of memory. Tried to allocate 2 GiB; make batches",
+        ),
         ("user", 2, "error: no"),
         ("else", 1, "internal error: ZeroDivisionError: one by; details in "),
     ],
 )
-def test_what_nobody_foresaw_is_one_line_and_a_file(kind: str, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_nobody_foresaw_is_one_line_and_a_file(
+    kind: str, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(SystemExit) as ended:
@@ -93,7 +113,10 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(kind: str, code: int, line: 
         assert ended.value.code == code and said.startswith(line) and said.count("\n") == 1
         if code == 1:
             details = Path(said.split("details in ")[1].split(",")[0])
-            assert "ZeroDivisionError: one by\nzero" in details.read_text() and "transformers 5" in details.read_text()
+            assert (
+                "ZeroDivisionError: one by\nzero" in details.read_text()
+                and "transformers 5" in details.read_text()
+            )
             details.unlink()
             with pytest.raises(ZeroDivisionError):
                 endings.run_command(broken, [kind, "--debug"])
@@ -103,9 +126,15 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(kind: str, code: int, line: 
 
 @pytest.mark.parametrize(
     ("number", "to_launcher"),
-    [(signal.SIGTERM, True), pytest.param(signal.SIGKILL, True, marks=pytest.mark.full), (signal.SIGINT, False)],
+    [
+        (signal.SIGTERM, True),
+        pytest.param(signal.SIGKILL, True, marks=pytest.mark.full),
+        (signal.SIGINT, False),
+    ],
 )
-def test_a_launcher_that_goes_takes_the_training_along(tmp_path: Path, saved_tiny: Path, number: int, to_launcher: bool) -> None:
+def test_a_launcher_that_goes_takes_the_training_along(
+    tmp_path: Path, saved_tiny: Path, number: int, to_launcher: bool
+) -> None:
     """accelerate passes no signal on to a single process; Ctrl-C in a terminal reaches both."""
     config = make_config(tmp_path, saved_tiny, max_steps=100_000)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "--num_processes", "1"]
@@ -118,7 +147,11 @@ def test_a_launcher_that_goes_takes_the_training_along(tmp_path: Path, saved_tin
         while "step 3/" not in (tmp_path / "log").read_text():
             time.sleep(0.1)
             assert process.poll() is None, (tmp_path / "log").read_text()
-        (child,) = [c for c in psutil.Process(process.pid).children(recursive=True) if "draftsmith.train" in c.cmdline()]
+        (child,) = [
+            c
+            for c in psutil.Process(process.pid).children(recursive=True)
+            if "draftsmith.train" in c.cmdline()
+        ]
         (process if to_launcher else child).send_signal(number)
         process.wait(timeout=60)
         psutil.wait_procs([child], timeout=60)
@@ -126,4 +159,6 @@ def test_a_launcher_that_goes_takes_the_training_along(tmp_path: Path, saved_tin
     assert not child.is_running() and process.returncode != 0
     folder = RunFolder(str(tmp_path / "run"))
     saved = folder.steps()[-1]
-    assert f"asked to stop: saved step {saved} of 100000" in said and damage(folder.at(saved)) is None
+    assert (
+        f"asked to stop: saved step {saved} of 100000" in said and damage(folder.at(saved)) is None
+    )

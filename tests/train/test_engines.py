@@ -25,7 +25,9 @@ SCRIPT = ROOT / "scripts" / "bench" / "engine_rank.py"
 ENGINES = {"fsdp2": "fsdp2", "zero2": "deepspeed-zero2", "zero3": "deepspeed-zero3"}
 SMALL = [("eagle", "fsdp2"), ("eagle", "zero3")]
 FULL = [("eagle", "zero2"), ("dspark", "fsdp2"), ("dspark", "zero2"), ("dspark", "zero3")] + [
-    (method, engine) for method in ("medusa", "distill", "eagle1") for engine in ("fsdp2", "zero2", "zero3")
+    (method, engine)
+    for method in ("medusa", "distill", "eagle1")
+    for engine in ("fsdp2", "zero2", "zero3")
 ]
 
 
@@ -34,25 +36,39 @@ def command(engine: str, method: str, config: Path, python: str = sys.executable
     return [*launcher, str(SCRIPT), engine, method.rstrip("1"), "--config", str(config)]
 
 
-def train_under(engine: str, method: str, config: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def train_under(
+    engine: str, method: str, config: Path, *options: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*command(engine, method, config, PYTHON), *options], env=environment(), capture_output=True, text=True, timeout=240
+        [*command(engine, method, config, PYTHON), *options],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
-@pytest.mark.parametrize(("method", "engine"), [*SMALL, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)])
-def test_the_loss_curve_is_that_of_one_process(tmp_path: Path, saved_tiny: Path, method: str, engine: str) -> None:
-    """20 steps with clipping, accumulation and unequal token counts, within 1e-4; the artifact loads and weighs the same."""
+@pytest.mark.parametrize(
+    ("method", "engine"), [*SMALL, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
+)
+def test_the_loss_curve_is_that_of_one_process(
+    tmp_path: Path, saved_tiny: Path, method: str, engine: str
+) -> None:
+    """20 steps with clipping, accumulation and unequal token counts, within 1e-4; the artifact
+    loads and weighs the same."""
     for name, accumulation in (("one", 4), (engine, 2)):
         (tmp_path / name).mkdir()
         config = make_config(tmp_path / name, saved_tiny, method, accumulation=accumulation)
         if name == "one":
             train(config, method=method)
         else:
-            # Ranks then have unequal numbers of chunks, which ZeRO-3, gathering weights for each, has to be told.
+            # Ranks then have unequal numbers of chunks, which ZeRO-3, gathering weights for each,
+            # has to be told.
             done = train_under(engine, method, config, "--objective.rows-per-chunk", "32")
             assert done.returncode == 0, done.stderr[-3000:]
-    assert RunFolder(str(tmp_path / engine / "run")).state_of(20).engine == ENGINES[engine], "it ran under another engine"
+    assert RunFolder(str(tmp_path / engine / "run")).state_of(20).engine == ENGINES[engine], (
+        "it ran under another engine"
+    )
     assert_shared(tmp_path / engine / "run" / "checkpoints" / "step-000020" / "state")
     one, other = curve(tmp_path / "one"), curve(tmp_path / engine)
     limit = METHODS[method].get("optim", {}).get("clip_norm", 1.0)
@@ -92,7 +108,9 @@ def test_bf16_is_autocast_under_engines_too(tmp_path: Path, saved_tiny: Path, en
         else:
             train(config, *options, method="eagle")
         curves.append(curve(tmp_path / name))
-    apart = [max(abs(curves[0][step][0] - other[step][0]) for step in other) for other in curves[1:]]
+    apart = [
+        max(abs(curves[0][step][0] - other[step][0]) for step in other) for other in curves[1:]
+    ]
     assert apart[1] < 2e-3 < apart[0], apart
 
 
@@ -104,7 +122,9 @@ def test_fsdp2_may_go_on_with_other_ranks(tmp_path: Path, saved_tiny: Path) -> N
         if name == "parts":
             disturb(command("fsdp2", "eagle", config), 7, signal.SIGTERM, rank=1)
             alone = [part if part != "2" else "1" for part in command("fsdp2", "eagle", config)]
-            done = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=240)
+            done = subprocess.run(
+                alone, env=environment(), capture_output=True, text=True, timeout=240
+            )
             assert done.returncode == 0 and resumed_at(done) >= 7, done.stderr[-2000:]
         else:
             assert train_under("fsdp2", "eagle", config).returncode == 0
@@ -116,8 +136,11 @@ FULL_RESUMES = [pytest.param(engine, marks=pytest.mark.full) for engine in ("zer
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", *FULL_RESUMES])
-def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
-    """SIGTERM to one rank: both save the same step and leave; the same command ends where an undisturbed run does."""
+def test_stopped_and_resumed_is_bit_identical(
+    tmp_path: Path, saved_tiny: Path, engine: str
+) -> None:
+    """SIGTERM to one rank: both save the same step and leave; the same command ends where an
+    undisturbed run does."""
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
         config = make_config(tmp_path / name, saved_tiny, "eagle")
@@ -136,12 +159,16 @@ def test_a_resume_under_another_engine_is_refused(tmp_path: Path, saved_tiny: Pa
     config = make_config(tmp_path, saved_tiny, "medusa", max_steps=2, accumulation=4)
     train(config)
     done = train_under("fsdp2", "medusa", config)
-    assert done.returncode != 0 and "was trained under replicated, this launch is fsdp2" in done.stderr
+    assert (
+        done.returncode != 0 and "was trained under replicated, this launch is fsdp2" in done.stderr
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_a_step_that_is_not_finite_is_skipped_under_each(tmp_path: Path, saved_tiny: Path, engine: str) -> None:
+def test_a_step_that_is_not_finite_is_skipped_under_each(
+    tmp_path: Path, saved_tiny: Path, engine: str
+) -> None:
     """DeepSpeed steps within its backward pass, and has to see to it itself."""
     script = tmp_path / "poisoned.py"
     script.write_text(
@@ -158,9 +185,14 @@ def test_a_step_that_is_not_finite_is_skipped_under_each(tmp_path: Path, saved_t
         "engine_rank.main()\n"
     )
     config = make_config(tmp_path, saved_tiny, "eagle")
-    poisoned = [str(script) if part == str(SCRIPT) else part for part in command(engine, "eagle", config)]
+    poisoned = [
+        str(script) if part == str(SCRIPT) else part for part in command(engine, "eagle", config)
+    ]
     done = subprocess.run(poisoned, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "the gradient is not finite at step 7: skipped (1 so far)" in done.stderr, done.stderr[-2000:]
+    assert (
+        done.returncode == 0
+        and "the gradient is not finite at step 7: skipped (1 so far)" in done.stderr
+    ), done.stderr[-2000:]
     assert curve(tmp_path).keys() == set(range(1, 21)) - {7}
 
 
@@ -170,10 +202,15 @@ def test_deepspeed_refuses_other_ranks_on_resume(tmp_path: Path, saved_tiny: Pat
     assert train_under("zero2", "eagle", config).returncode == 0
     alone = [part if part != "2" else "1" for part in command("zero2", "eagle", config)]
     done = subprocess.run(alone, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode != 0 and "was trained by 2 ranks, and DeepSpeed's checkpoints cannot be read by 1" in done.stderr
+    assert (
+        done.returncode != 0
+        and "was trained by 2 ranks, and DeepSpeed's checkpoints cannot be read by 1" in done.stderr
+    )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_accelerate_configs_are_read_by_accelerate(path: Path) -> None:
     config: Any = load_config_from_file(str(path))
     kinds = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -181,9 +218,11 @@ def test_accelerate_configs_are_read_by_accelerate(path: Path) -> None:
     assert config.num_machines == (2 if path.stem == "multi-node" else 1)
     if path.stem == "fsdp2":
         tried = {
-            name.lower().replace("_policy", "_policy"): value for name, value in runpy.run_path(str(SCRIPT))["FSDP2"].items()
+            name.lower().replace("_policy", "_policy"): value
+            for name, value in runpy.run_path(str(SCRIPT))["FSDP2"].items()
         }
-        for name, value in config.fsdp_config.items():  # what the tests run under is what users launch with
+        # what the tests run under is what users launch with
+        for name, value in config.fsdp_config.items():
             assert str(tried.get(name, value)).lower() == str(value).lower(), name
     if path.stem.startswith("zero"):
         assert config.deepspeed_config["zero_stage"] == int(path.stem[-1])

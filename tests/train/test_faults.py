@@ -1,4 +1,5 @@
-"""What may befall a run: signals, dead ranks, damaged files, a full disk, other ranks, numbers that are not finite."""
+"""What may befall a run: signals, dead ranks, damaged files, a full disk, other ranks, numbers that
+are not finite."""
 
 from __future__ import annotations
 
@@ -24,16 +25,32 @@ from draftsmith.heads.files import CHECKSUMS, write_checksums
 from draftsmith.train.checkpoint import RunFolder, find_resume
 
 from tests.conftest import PYTHON
-from tests.train.test_loop import LAUNCH, environment, launch, logged, make_config, resumed_at, train, weights
+from tests.train.test_loop import (
+    LAUNCH,
+    environment,
+    launch,
+    logged,
+    make_config,
+    resumed_at,
+    train,
+    weights,
+)
 
 
-def disturb(command: list[str], step: int, number: int, rank: int | None = None, timeout: float = 120) -> tuple[int, str, str]:
-    """Start a run and send it a signal when the line of `step` is printed: one rank alone, or the process started.
+def disturb(
+    command: list[str], step: int, number: int, rank: int | None = None, timeout: float = 120
+) -> tuple[int, str, str]:
+    """Start a run and send it a signal when the line of `step` is printed: one rank alone, or the
+    process started.
 
     Returns its exit code and what it printed.
     """
     with subprocess.Popen(
-        command, env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         lines = []
@@ -49,35 +66,54 @@ def disturb(command: list[str], step: int, number: int, rank: int | None = None,
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The launcher's workers by rank."""
     children = psutil.Process(process.pid).children(recursive=True)
-    return sorted((c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"]))
+    return sorted(
+        (c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"])
+    )
 
 
 def command_of(config: Path, method: str = "medusa", ranks: int = 1) -> list[str]:
     if ranks == 1:
         return [PYTHON, "-m", "draftsmith.train", method, "--config", str(config)]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, "--multi_gpu", "--num_processes", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *LAUNCH,
+        "--multi_gpu",
+        "--num_processes",
+        str(ranks),
+    ]
     return [*launcher, "-m", "draftsmith.train", method, "--config", str(config)]
 
 
 def curve(folder: Path) -> dict[int, tuple[float, float]]:
     """step -> loss and gradient norm, as logged last."""
-    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 
-def undisturbed(folder: Path, target: Path, ranks: int = 1, **changes: Any) -> dict[str, torch.Tensor]:
+def undisturbed(
+    folder: Path, target: Path, ranks: int = 1, **changes: Any
+) -> dict[str, torch.Tensor]:
     folder.mkdir()
     train(make_config(folder, target, **changes), ranks=ranks)
     return weights(folder / "run", 20)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(tmp_path: Path, saved_tiny: Path, ranks: int) -> None:
+def test_sigterm_saves_and_ends_cleanly_and_the_run_goes_on_bit_identically(
+    tmp_path: Path, saved_tiny: Path, ranks: int
+) -> None:
     whole = undisturbed(tmp_path / "whole", saved_tiny, ranks)
     config = make_config(tmp_path, saved_tiny)
-    code, out, errors = disturb(command_of(config, ranks=ranks), 7, signal.SIGTERM, rank=None if ranks == 1 else 1)
+    code, out, errors = disturb(
+        command_of(config, ranks=ranks), 7, signal.SIGTERM, rank=None if ranks == 1 else 1
+    )
     assert (
-        code == (143 if ranks == 1 else 1) and "Traceback" not in errors.split("ChildFailedError")[0].rpartition("Traceback")[0]
+        code == (143 if ranks == 1 else 1)
+        and "Traceback" not in errors.split("ChildFailedError")[0].rpartition("Traceback")[0]
     )
     assert "best drafter" not in out
     saved = RunFolder(str(tmp_path / "run")).steps()[-1]
@@ -93,40 +129,57 @@ def test_a_killed_rank_ends_the_job_with_a_clear_line(tmp_path: Path, saved_tiny
     started = time.monotonic()
     code, _, errors = disturb(command_of(config, ranks=2), 7, signal.SIGKILL, rank=1)
     assert code != 0 and time.monotonic() - started < 100
-    assert "error: rank 0 lost another one" in errors and "goes on from the last checkpoint" in errors
+    assert (
+        "error: rank 0 lost another one" in errors and "goes on from the last checkpoint" in errors
+    )
     assert resumed_at(train(config, ranks=2)) >= 5
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
-def test_a_run_stopped_where_an_evaluation_was_due_makes_up_for_it(tmp_path: Path, saved_tiny: Path) -> None:
-    """Evaluations after every step, so that the stop meets one: each is there once in the end, the last one too."""
+def test_a_run_stopped_where_an_evaluation_was_due_makes_up_for_it(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    """Evaluations after every step, so that the stop meets one: each is there once in the end, the
+    last one too."""
     evaluation = {"every": 1, "prompts": 2, "max_new_tokens": 8, "tree_nodes": 4}
     config = make_config(tmp_path, saved_tiny, evaluation=evaluation, max_steps=10)
     code, _, errors = disturb(command_of(config), 4, signal.SIGTERM)
     assert code == 143 and "asked to stop" in errors
     train(config)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if "tau_measured" in row] == list(range(1, 11))
 
 
 @pytest.mark.full
 def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> None:
-    """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that was left alone."""
+    """Wherever it dies, while starting, evaluating or writing, too; the end is that of the run that
+    was left alone."""
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny, checkpoints={"every": 2})
     started = time.monotonic()
-    train(make_config(tmp_path / "whole", saved_tiny, output=str(tmp_path / "timed"), checkpoints={"every": 2}))
+    train(
+        make_config(
+            tmp_path / "whole", saved_tiny, output=str(tmp_path / "timed"), checkpoints={"every": 2}
+        )
+    )
     length = time.monotonic() - started
     moments, killed, finished = random.Random(0), 0, 0
     while killed < 20:
         process = subprocess.Popen(
-            command_of(config), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            command_of(config),
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
         try:
             process.wait(moments.uniform(0.3, 1.0) * length)
             shutil.rmtree(tmp_path / "run")  # it came to its end: begin anew
-            finished, length = finished + 1, 0.9 * length  # the run that was timed met a busier machine
+            # the run that was timed met a busier machine
+            finished, length = finished + 1, 0.9 * length
             assert finished < 20
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
@@ -162,7 +215,9 @@ CORRUPTIONS: dict[str, Callable[[Path], Any]] = {
     "no config": lambda c: (c / "config.yaml").unlink(),
     "a garbled table of checksums": lambda c: flip(c / "checksums.json"),
     "no table of checksums": lambda c: (c / "checksums.json").unlink(),
-    "a file that does not belong there": lambda c: (c / "state" / "model-2.safetensors").write_bytes(b"0"),
+    "a file that does not belong there": lambda c: (
+        c / "state" / "model-2.safetensors"
+    ).write_bytes(b"0"),
 }
 
 
@@ -189,20 +244,27 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config), 12, signal.SIGKILL)
     flip(tmp_path / "run" / "checkpoints" / "step-000010" / "state" / "optimizer.bin")
     done = train(config)
-    assert "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr and "going on from step 5" in done.stderr
+    assert (
+        "step-000010 is damaged: state/optimizer.bin has changed" in done.stderr
+        and "going on from step 5" in done.stderr
+    )
     (aside,) = (tmp_path / "run" / "checkpoints").glob("damaged-step-000010-*")
     assert (aside / "drafter").is_dir(), "a damaged checkpoint is put out of the way, not deleted"
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
-def test_a_best_checkpoint_that_is_gone_is_said_and_the_next_is_kept(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_best_checkpoint_that_is_gone_is_said_and_the_next_is_kept(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=10)
     train(config)
     at = tmp_path / "run" / "checkpoints" / "step-000005"
@@ -221,7 +283,11 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
     whole = undisturbed(tmp_path / "whole", saved_tiny)
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config), 7, signal.SIGKILL)
-    size = (tmp_path / "run" / "checkpoints" / "step-000005" / "state" / "optimizer.bin").stat().st_size
+    size = (
+        (tmp_path / "run" / "checkpoints" / "step-000005" / "state" / "optimizer.bin")
+        .stat()
+        .st_size
+    )
 
     def limit() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -229,31 +295,49 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
 
     cold = [sys.executable, *command_of(config)[1:]]  # the limit is this process's own
     done = subprocess.run(cold, env=environment(), capture_output=True, text=True, preexec_fn=limit)
-    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: cannot write"), done.stderr[-2000:]
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith(
+        "error: cannot write"
+    ), done.stderr[-2000:]
     folder = RunFolder(str(tmp_path / "run"))
-    assert folder.steps() == [5] and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
+    assert (
+        folder.steps() == [5]
+        and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
+    )
     assert resumed_at(train(config)) == 5
     found = weights(tmp_path / "run", 20)
     assert all(torch.equal(whole[name], found[name]) for name in whole)
 
 
 def test_the_number_of_ranks_may_change_on_resume(tmp_path: Path, saved_tiny: Path) -> None:
-    """Two ranks with accumulation 2, then one with 4, which it works out by itself: the curve is the same but for rounding."""
+    """Two ranks with accumulation 2, then one with 4, which it works out by itself: the curve is
+    the same but for rounding."""
     undisturbed(tmp_path / "whole", saved_tiny, 2)
     config = make_config(tmp_path, saved_tiny)
     disturb(command_of(config, ranks=2), 7, signal.SIGTERM, rank=0)
     done = train(config)
-    assert "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr and resumed_at(done) >= 7
+    assert (
+        "going on with 1 ranks and accumulation 4 instead of 2" in done.stderr
+        and resumed_at(done) >= 7
+    )
     one, other = curve(tmp_path / "whole"), curve(tmp_path)
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:
         assert one[step] == pytest.approx(other[step], abs=1e-4), step
-    done = launch("-m", "draftsmith.train", "medusa", "--config", make_config(tmp_path, saved_tiny), "--batch-rows", "3")
+    done = launch(
+        "-m",
+        "draftsmith.train",
+        "medusa",
+        "--config",
+        make_config(tmp_path, saved_tiny),
+        "--batch-rows",
+        "3",
+    )
     assert done.returncode != 0 and "batch_rows was 1, now it is 3" in done.stderr
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_tiny: Path) -> None:
-    """A batch of its own, once in the run: the steps before and after it are taken, this one is not."""
+    """A batch of its own, once in the run: the steps before and after it are taken, this one is
+    not."""
     script = tmp_path / "poisoned.py"
     script.write_text(
         "import sys\n"
@@ -271,11 +355,16 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
     config = make_config(tmp_path, saved_tiny)
     command = [PYTHON, str(script), "medusa", "--config", str(config)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "the gradient is not finite at step 13: skipped (1 so far)" in done.stderr, done.stderr[
-        -2000:
+    assert (
+        done.returncode == 0
+        and "the gradient is not finite at step 13: skipped (1 so far)" in done.stderr
+    ), done.stderr[-2000:]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [step for step in range(1, 21) if step != 13]
+    assert [row["step"] for row in rows if "loss" in row] == [
+        step for step in range(1, 21) if step != 13
+    ]
     assert rows[-2]["skipped"] == 1 and logged(done.stdout, "tau_measured")[20] >= 1
     done = subprocess.run(
         [*command, "--output", str(tmp_path / "strict"), "--optim.max-skipped", "0"],
@@ -283,5 +372,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 2 and "the gradient is not finite at step 13, 1 in a row" in done.stderr
+    assert (
+        done.returncode == 2 and "the gradient is not finite at step 13, 1 in a row" in done.stderr
+    )
     assert (tmp_path / "strict" / "bad-batch-step-000013-rank-0.safetensors").is_file()

@@ -1,4 +1,5 @@
-"""The loop as it is launched: two ranks against one, kill and resume, warm start, bf16, trackers."""
+"""The loop as it is launched: two ranks against one, kill and resume, warm start, bf16,
+trackers."""
 
 from __future__ import annotations
 
@@ -27,26 +28,37 @@ RANKS_SCRIPT = Path(__file__).with_name("ranks_script.py")
 
 WRITTEN = {"share": 0.3, "every": 3, "prompts": 6, "max_new_tokens": 12, "batch_size": 4}
 METHODS: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": {"num_heads": 3}, "optim": {"clip_norm": 0.1}},  # its norms are about 0.25, DSpark's too, EAGLE-1's 0.35
+    # its norms are about 0.25, DSpark's too, EAGLE-1's 0.35
+    "medusa": {"heads": {"num_heads": 3}, "optim": {"clip_norm": 0.1}},
     "eagle": {
         "heads": {"taps": [0, 1], "draft_vocab_size": 80},
         "objective": {"steps": 3, "single_step_share": 0.4},
         "errors": WRITTEN,
     },
     "eagle1": {"heads": {"version": 1}, "optim": {"clip_norm": 0.1}},
-    "dflash": {"heads": {"taps": [1], "num_layers": 1, "block_size": 4, "mask_token": 2}, "objective": {"anchors": 20}},
+    "dflash": {
+        "heads": {"taps": [1], "num_layers": 1, "block_size": 4, "mask_token": 2},
+        "objective": {"anchors": 20},
+    },
     "dspark": {
         "heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4, "mask_token": 2},
         "objective": {"anchors": 20},
         "optim": {"clip_norm": 0.1},
     },
-    "distill": {"student": {"layers": 1}, "objective": {"temperatures": [0.0, 1.0]}, "rollouts": WRITTEN, "errors": WRITTEN},
+    "distill": {
+        "student": {"layers": 1},
+        "objective": {"temperatures": [0.0, 1.0]},
+        "rollouts": WRITTEN,
+        "errors": WRITTEN,
+    },
 }
 
 
 def make_config(tmp_path: Path, target: Path, method: str = "medusa", **changes: Any) -> Path:
     """A run of a few seconds on the tiny target, with replies of very unequal length."""
-    rows = [chat(f"question {i}", " ".join(["the"] * (3 + (7 * i) % 40)) + f" {i}") for i in range(60)]
+    rows = [
+        chat(f"question {i}", " ".join(["the"] * (3 + (7 * i) % 40)) + f" {i}") for i in range(60)
+    ]
     held = [chat(f"held {i}", f"out {i} reply of some words") for i in range(8)]
     config: dict[str, Any] = {
         "output": str(tmp_path / "run"),
@@ -72,24 +84,63 @@ def make_config(tmp_path: Path, target: Path, method: str = "medusa", **changes:
     return path
 
 
-LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+LAUNCH = [
+    "--num_machines",
+    "1",
+    "--mixed_precision",
+    "no",
+    "--dynamo_backend",
+    "no",
+    "--main_process_port",
+    "0",
+]
 
 
 def environment(**more: str) -> dict[str, str]:
     """Ranks start as forks (`PYTHON_EXEC` is torchrun's), whatever their launcher runs in."""
-    fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHON_EXEC": PYTHON}
+    fixed = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHON_EXEC": PYTHON,
+    }
     return {**os.environ, **fixed, **more}
 
 
 def launch(*arguments: Any, ranks: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` as the README has it."""
     many = ["--multi_gpu"] if ranks > 1 else []
-    base = [PYTHON, "-m", "accelerate.commands.launch", *LAUNCH, *many, "--num_processes", str(ranks)]
-    return subprocess.run([*base, *map(str, arguments)], env=environment(**more), capture_output=True, text=True, timeout=240)
+    base = [
+        PYTHON,
+        "-m",
+        "accelerate.commands.launch",
+        *LAUNCH,
+        *many,
+        "--num_processes",
+        str(ranks),
+    ]
+    return subprocess.run(
+        [*base, *map(str, arguments)],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
-def train(config: Path, *options: Any, ranks: int = 1, method: str = "medusa", **more: Any) -> subprocess.CompletedProcess[str]:
-    done = launch("-m", "draftsmith.train", method.rstrip("1"), "--config", config, *options, ranks=ranks, **more)
+def train(
+    config: Path, *options: Any, ranks: int = 1, method: str = "medusa", **more: Any
+) -> subprocess.CompletedProcess[str]:
+    done = launch(
+        "-m",
+        "draftsmith.train",
+        method.rstrip("1"),
+        "--config",
+        config,
+        *options,
+        ranks=ranks,
+        **more,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -127,13 +178,16 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(
     tmp_path: Path, saved_tiny: Path, method: str, blank: list[int]
 ) -> None:
-    """One step, unequal token counts, gradients within 1e-6 relative; EAGLE-1's noise included. With `blank` the second rank has
-    nothing to learn from in its first forward pass, and nobody waits for it."""
+    """One step, unequal token counts, gradients within 1e-6 relative; EAGLE-1's noise included.
+    With `blank` the second rank has nothing to learn from in its first forward pass, and nobody
+    waits for it."""
     config = make_config(tmp_path, saved_tiny, method)
     results = []
     for ranks, accumulation in ((1, 4), (2, 2)):
         out = tmp_path / f"gradients-{ranks}.safetensors"
-        done = launch(RANKS_SCRIPT, method.rstrip("1"), config, accumulation, out, *blank, ranks=ranks)
+        done = launch(
+            RANKS_SCRIPT, method.rstrip("1"), config, accumulation, out, *blank, ranks=ranks
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         results.append(load_file(out))
     one, two = results
@@ -144,14 +198,22 @@ def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "distill"])
-def test_loss_curve_of_two_ranks_equals_that_of_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+def test_loss_curve_of_two_ranks_equals_that_of_one(
+    tmp_path: Path, saved_tiny: Path, method: str
+) -> None:
     """20 steps within 1e-4."""
     curves = []
     for ranks, accumulation in ((1, 4), (2, 2)):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        done = train(make_config(folder, saved_tiny, method, accumulation=accumulation), ranks=ranks, method=method)
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        done = train(
+            make_config(folder, saved_tiny, method, accumulation=accumulation),
+            ranks=ranks,
+            method=method,
+        )
+        rows = [
+            json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
         curves.append({row["step"]: row["loss"] for row in rows if "loss" in row})
         assert logged(done.stdout, "tau_measured").keys() == {10, 20}
     assert curves[0].keys() == curves[1].keys() == set(range(1, 21))
@@ -166,13 +228,20 @@ def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 1
         many = ["--multi_gpu", "--num_processes", str(ranks)]
         command[:2] = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, *many, "-m"]
     process = subprocess.Popen(
-        command, env=environment(PYTHONUNBUFFERED="1"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        env=environment(PYTHONUNBUFFERED="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout is not None
     started = time.monotonic()
     for line in process.stdout:
         if line.startswith(f"step {step}/"):
-            family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+            family = [
+                *psutil.Process(process.pid).children(recursive=True),
+                psutil.Process(process.pid),
+            ]
             for member in family:  # a launcher's ranks have sessions of their own
                 member.kill()
             psutil.wait_procs(family[:-1], 20)
@@ -214,7 +283,9 @@ def test_killed_and_resumed_weights_are_bit_identical(
     assert not list((broken / "run" / "checkpoints").glob(".*partial"))
 
 
-def test_a_resume_under_another_config_is_refused_and_nothing_is_touched(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_resume_under_another_config_is_refused_and_nothing_is_touched(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=5)
     train(config)
     before = sorted(p.name for p in (tmp_path / "run").rglob("*"))
@@ -223,7 +294,9 @@ def test_a_resume_under_another_config_is_refused_and_nothing_is_touched(tmp_pat
     assert sorted(p.name for p in (tmp_path / "run").rglob("*")) == before
 
 
-def test_a_resume_with_another_target_or_other_data_at_the_same_path_is_refused(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_resume_with_another_target_or_other_data_at_the_same_path_is_refused(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     target = tmp_path / "target"
     shutil.copytree(saved_tiny, target)
     config = make_config(tmp_path, target, max_steps=5)
@@ -239,37 +312,70 @@ def test_a_resume_with_another_target_or_other_data_at_the_same_path_is_refused(
 
 def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(tmp_path, saved_tiny, max_steps=2)
-    write(tmp_path / "train.jsonl", [{"text": f"the the then {i} hello there, how are you " * 2} for i in range(40)])
-    write(tmp_path / "held.jsonl", [{"text": f"you are fine {i}, thank you, I am too " * 2} for i in range(4)])
+    write(
+        tmp_path / "train.jsonl",
+        [{"text": f"the the then {i} hello there, how are you " * 2} for i in range(40)],
+    )
+    write(
+        tmp_path / "held.jsonl",
+        [{"text": f"you are fine {i}, thank you, I am too " * 2} for i in range(4)],
+    )
     assert logged(train(config).stdout, "tau_measured")[2] >= 1
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "dspark", "distill"])
-def test_warm_start_continues_at_the_measured_tau_of_its_artifact(tmp_path: Path, saved_tiny: Path, method: str) -> None:
-    """An EAGLE drafter brings its taps and vocabulary along, a block drafter its shape, a student its size: the second config
-    names none of them."""
+def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
+    tmp_path: Path, saved_tiny: Path, method: str
+) -> None:
+    """An EAGLE drafter brings its taps and vocabulary along, a block drafter its shape, a student
+    its size: the second config names none of them."""
     first = train(make_config(tmp_path, saved_tiny, method, max_steps=20), method=method)
     best = (tmp_path / "run" / "best").resolve()
     tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
-    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"student": {}}}.get(method, {})
-    config = make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "second"), max_steps=1, init_from=str(best), **kept)
+    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"student": {}}}.get(
+        method, {}
+    )
+    config = make_config(
+        tmp_path,
+        saved_tiny,
+        method,
+        output=str(tmp_path / "second"),
+        max_steps=1,
+        init_from=str(best),
+        **kept,
+    )
     second = train(config, "--optim.lr", "1e-9", method=method)
     assert logged(second.stdout, "tau_measured")[1] == pytest.approx(tau)
-    (before,), (after,) = (list(folder.glob("*.safetensors")) for folder in (best, tmp_path / "second" / "best"))
+    (before,), (after,) = (
+        list(folder.glob("*.safetensors")) for folder in (best, tmp_path / "second" / "best")
+    )
     one, other = load_file(before), load_file(after)
     for name in one:  # on the tiny target tau hardly rises above 1, so the weights have to say it
         torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=1e-6)
 
 
-def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     train(make_config(tmp_path, saved_tiny, "eagle", max_steps=3), method="eagle")
     best = str(tmp_path / "run" / "best")
     more = {"output": str(tmp_path / "second"), "max_steps": 2, "init_from": best}
     config = make_config(tmp_path, saved_tiny, "eagle", **more)
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--heads.taps", "[1]")
-    assert done.returncode != 0 and "has taps [0, 1], heads.taps says [1]; leave it out" in done.stderr
-    done = launch("-m", "draftsmith.train", "medusa", "--config", make_config(tmp_path, saved_tiny, "medusa", **more))
-    assert done.returncode != 0 and "is a drafter of method eagle; this run trains medusa" in done.stderr
+    assert (
+        done.returncode != 0 and "has taps [0, 1], heads.taps says [1]; leave it out" in done.stderr
+    )
+    done = launch(
+        "-m",
+        "draftsmith.train",
+        "medusa",
+        "--config",
+        make_config(tmp_path, saved_tiny, "medusa", **more),
+    )
+    assert (
+        done.returncode != 0
+        and "is a drafter of method eagle; this run trains medusa" in done.stderr
+    )
 
     tuned = tmp_path / "tuned"
     other = tiny_target(seed=9)
@@ -277,7 +383,9 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(tmp_path
     other.tokenizer.save_pretrained(tuned)
     config = make_config(tmp_path, tuned, "eagle", **more)
     done = launch("-m", "draftsmith.train", "eagle", "--config", config)
-    assert done.returncode != 0 and "differs in weights" in done.stderr and "--retarget" in done.stderr
+    assert (
+        done.returncode != 0 and "differs in weights" in done.stderr and "--retarget" in done.stderr
+    )
     done = train(config, "--retarget", "true", method="eagle")
     assert "differs in weights; training it for this target" in done.stderr
     wide = tmp_path / "wide"
@@ -286,20 +394,37 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(tmp_path
     another.tokenizer.save_pretrained(wide)
     config = make_config(tmp_path, wide, "eagle", **(more | {"output": str(tmp_path / "third")}))
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--retarget", "true")
-    assert done.returncode != 0 and "hidden_size is 32 in the drafter and 64 in the target" in done.stderr
+    assert (
+        done.returncode != 0
+        and "hidden_size is 32 in the drafter and 64 in the target" in done.stderr
+    )
 
 
-def test_only_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path, saved_tiny: Path) -> None:
+def test_only_the_newest_and_the_best_checkpoints_are_kept(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     train(make_config(tmp_path, saved_tiny, checkpoints={"every": 2, "keep": 2}))
-    kept = sorted(int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").iterdir())
-    best = json.loads((tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text())["best_step"]
+    kept = sorted(
+        int(p.name.removeprefix("step-")) for p in (tmp_path / "run" / "checkpoints").iterdir()
+    )
+    best = json.loads(
+        (tmp_path / "run" / "checkpoints" / "step-000020" / "trainer.json").read_text()
+    )["best_step"]
     assert kept == sorted({18, 20, best})
     beside = {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000020").iterdir()}
-    assert beside == {"state", "drafter", "trainer.json", "config.yaml", "provenance.json", "checksums.json"}
+    assert beside == {
+        "state",
+        "drafter",
+        "trainer.json",
+        "config.yaml",
+        "provenance.json",
+        "checksums.json",
+    }
 
 
 def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> None:
-    """With a rate too small to change anything, tau never rises again: two evaluations without a gain end the run."""
+    """With a rate too small to change anything, tau never rises again: two evaluations without a
+    gain end the run."""
     evaluation = {"every": 2, "prompts": 3, "max_new_tokens": 12, "tree_nodes": 4, "patience": 2}
     done = train(make_config(tmp_path, saved_tiny, evaluation=evaluation), "--optim.lr", "1e-12")
     assert max(logged(done.stdout, "loss")) == 6
@@ -309,29 +434,56 @@ def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> N
 
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
 def test_bf16_keeps_fp32_masters(tmp_path: Path, saved_tiny: Path, method: str) -> None:
-    done = train(make_config(tmp_path, saved_tiny, method, precision="bf16"), "--optim.lr", "3e-3", method=method)
-    state = load_file(tmp_path / "run" / "checkpoints" / "step-000020" / "state" / "model.safetensors")
+    done = train(
+        make_config(tmp_path, saved_tiny, method, precision="bf16"),
+        "--optim.lr",
+        "3e-3",
+        method=method,
+    )
+    state = load_file(
+        tmp_path / "run" / "checkpoints" / "step-000020" / "state" / "model.safetensors"
+    )
     assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.float32}
-    for name, weight in state.items():  # an update below half a bf16 ulp at 1.0 would freeze every norm
+    # an update below half a bf16 ulp at 1.0 would freeze every norm
+    for name, weight in state.items():
         assert "norm" not in name or not torch.equal(weight, torch.ones_like(weight)), name
     losses = list(logged(done.stdout, "loss").values())
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    exact = train(make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "exact")), "--optim.lr", "3e-3", method=method)
-    differences = [abs(a - b) for a, b in zip(losses, logged(exact.stdout, "loss").values(), strict=True)]
+    exact = train(
+        make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "exact")),
+        "--optim.lr",
+        "3e-3",
+        method=method,
+    )
+    differences = [
+        abs(a - b) for a, b in zip(losses, logged(exact.stdout, "loss").values(), strict=True)
+    ]
     assert 1e-4 < max(differences) < 0.1, "autocast shows in the losses"
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_target_in_bf16_teaches_heads_in_fp32(tmp_path: Path, saved_tiny: Path, precision: str, shared: bool) -> None:
-    config = make_config(tmp_path, saved_tiny, precision=precision, max_steps=3, heads={"num_heads": 3, "shared_head": shared})
+def test_a_target_in_bf16_teaches_heads_in_fp32(
+    tmp_path: Path, saved_tiny: Path, precision: str, shared: bool
+) -> None:
+    config = make_config(
+        tmp_path,
+        saved_tiny,
+        precision=precision,
+        max_steps=3,
+        heads={"num_heads": 3, "shared_head": shared},
+    )
     done = train(config, "--target.dtype", "bfloat16")
     assert logged(done.stdout, "tau_measured")[3] >= 1
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
 def test_trackers_work_offline(tmp_path: Path, saved_tiny: Path, tracker: str) -> None:
-    more: dict[str, Any] = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    more: dict[str, Any] = {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "WANDB_SILENT": "true",
+    }
     train(make_config(tmp_path, saved_tiny, tracker=tracker, max_steps=2), **more)
     pattern = "**/offline-run-*" if tracker == "wandb" else "**/events.out.tfevents*"
     assert list(tmp_path.glob(pattern))

@@ -1,4 +1,5 @@
-"""What a forward pass keeps for the backward pass, counted; that keeping less changes no gradient."""
+"""What a forward pass keeps for the backward pass, counted; that keeping less changes no
+gradient."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ TARGET = tiny_target(seed=4, num_hidden_layers=4)
 
 
 def bytes_kept(forward: Callable[[], Tensor], owners: nn.Module) -> int:
-    """Of the distinct storages that autograd saves while `forward` runs, without the parameters'."""
+    """Of the distinct storages that autograd saves while `forward` runs, without the
+    parameters'."""
     known = {p.untyped_storage().data_ptr() for p in owners.parameters()}
     kept: dict[int, Tensor] = {}  # holding on to them, so that no address is used twice
 
@@ -38,10 +40,14 @@ def bytes_kept(forward: Callable[[], Tensor], owners: nn.Module) -> int:
 
 
 def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    student = make_student(StudentConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]).requires_grad_(True)
+    student = make_student(
+        StudentConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]
+    ).requires_grad_(True)
     aim = DistillObjective(DistillLoss(**options), runner_of(student), TARGET)  # type: ignore[arg-type]
     batch = batch_of((120, [(4, 120)]))
-    return student, lambda: aim.forward(student, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
+    return student, lambda: aim.forward(
+        student, LiveTarget(TARGET).features(batch), aim.weights(batch)
+    )[0]
 
 
 def unrolling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -58,7 +64,9 @@ def test_recomputing_keeps_a_fraction_and_changes_no_gradient(make: Maker) -> No
     for options in ({}, {"recompute": True}, {"recompute": True, "offload": True}):
         drafter, forward = make(**options)
         kept.append(bytes_kept(forward, drafter))
-        gradients.append(torch.autograd.grad(forward(), [p for p in drafter.parameters() if p.requires_grad]))
+        gradients.append(
+            torch.autograd.grad(forward(), [p for p in drafter.parameters() if p.requires_grad])
+        )
     assert kept[1] < 0.6 * kept[0], kept
     for other in gradients[1:]:
         for one, two in zip(gradients[0], other, strict=True):
@@ -66,7 +74,9 @@ def test_recomputing_keeps_a_fraction_and_changes_no_gradient(make: Maker) -> No
 
 
 def test_only_the_arguments_are_kept_and_the_layers_are_as_they_were() -> None:
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3))
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(3)
+    )
     x = torch.randn(5, 8, requires_grad=True)
 
     def forward() -> Tensor:

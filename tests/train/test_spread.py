@@ -15,10 +15,17 @@ from tests.train.test_loop import launch, logged, make_config, train
 
 @pytest.mark.parametrize(
     ("method", "spread"),
-    [("eagle", "fsdp"), ("medusa", "tensor"), *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("tensor", "devices"))],
+    [
+        ("eagle", "fsdp"),
+        ("medusa", "tensor"),
+        *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("tensor", "devices")),
+    ],
 )
-def test_training_with_a_shared_target(tmp_path: Path, saved_tiny: Path, method: str, spread: str) -> None:
-    """Two ranks, texts written on the way by target and drafter together, evaluation by decoding: the same losses and tau."""
+def test_training_with_a_shared_target(
+    tmp_path: Path, saved_tiny: Path, method: str, spread: str
+) -> None:
+    """Two ranks, texts written on the way by target and drafter together, evaluation by decoding:
+    the same losses and tau."""
     found = []
     for kind in ("whole", spread):
         (tmp_path / kind).mkdir()
@@ -43,17 +50,21 @@ def test_each_rank_holds_its_share_and_no_gradients(tmp_path: Path, saved_tiny: 
         "for spread in ('fsdp', 'tensor'):\n"
         "    target = load_target(TargetConfig(sys.argv[1], spread=spread))\n"
         "    whole = load_target(TargetConfig(sys.argv[1]))\n"
-        "    size = lambda layers: sum(getattr(p, '_local_tensor', p).numel() for p in layers.parameters())\n"
+        "    size = lambda layers: sum(getattr(p, '_local_tensor', p).numel() for p in "
+        "layers.parameters())\n"
         "    from draftsmith.inference.spread import decoder_layers\n"
-        "    share = size(decoder_layers(target.decoder, 2)[1]) / size(decoder_layers(whole.decoder, 2)[1])\n"
+        "    share = size(decoder_layers(target.decoder, 2)[1]) / "
+        "size(decoder_layers(whole.decoder, 2)[1])\n"
         "    assert 0.45 < share < 0.56, share\n"
         "    ids = torch.arange(24)[None] % 50\n"
         "    mine, theirs = target.forward(ids, taps=(0, 1)), whole.forward(ids, taps=(0, 1))\n"
         "    for a, b in zip((mine.last, *mine.taps), (theirs.last, *theirs.taps)):\n"
         "        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)\n"
-        "    torch.testing.assert_close(target.head(mine.last), whole.head(theirs.last), atol=1e-4, rtol=1e-4)\n"
+        "    torch.testing.assert_close(target.head(mine.last), whole.head(theirs.last), "
+        "atol=1e-4, rtol=1e-4)\n"
         "    assert target.fingerprint() == whole.fingerprint()\n"
-        "    assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())\n"
+        "    assert not any(p.requires_grad or p.grad is not None for p in "
+        "target.model.parameters())\n"
         "print('fine')\n"
         "sys.stdout.flush()\n"
         "accelerator.wait_for_everyone()\n"
@@ -64,15 +75,30 @@ def test_each_rank_holds_its_share_and_no_gradients(tmp_path: Path, saved_tiny: 
 
 
 @pytest.mark.parametrize("spread", ["fsdp", pytest.param("tensor", marks=pytest.mark.full)])
-def test_a_shared_target_extracts_what_a_whole_one_does(tmp_path: Path, saved_tiny: Path, spread: str) -> None:
+def test_a_shared_target_extracts_what_a_whole_one_does(
+    tmp_path: Path, saved_tiny: Path, spread: str
+) -> None:
     config = config_for(tmp_path / "run", saved_tiny, "eagle")
     extract(config, tmp_path / "one", "eagle", "--dtype", "float32")
     shared = tmp_path / "shared.yaml"
     shared.write_text(config.read_text().replace("target:\n", f"target:\n  spread: {spread}\n"))
-    arguments: list[Any] = ["data", "extract", "--method", "eagle", "--run", shared, "--out", tmp_path / "two"]
-    done = launch("-m", "draftsmith.train", *arguments, "--rows-per-shard", "3", "--dtype", "float32", ranks=2)
+    arguments: list[Any] = [
+        "data",
+        "extract",
+        "--method",
+        "eagle",
+        "--run",
+        shared,
+        "--out",
+        tmp_path / "two",
+    ]
+    done = launch(
+        "-m", "draftsmith.train", *arguments, "--rows-per-shard", "3", "--dtype", "float32", ranks=2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (sorted((tmp_path / name / "shards").glob("*.safetensors")) for name in ("one", "two"))
+    one, two = (
+        sorted((tmp_path / name / "shards").glob("*.safetensors")) for name in ("one", "two")
+    )
     assert [p.name for p in one] == [p.name for p in two]
     for a, b in zip(one, two, strict=True):
         mine, theirs = load_file(a), load_file(b)
@@ -83,4 +109,7 @@ def test_a_shared_target_extracts_what_a_whole_one_does(tmp_path: Path, saved_ti
 def test_a_shared_target_needs_ranks(tmp_path: Path, saved_tiny: Path) -> None:
     config = make_config(tmp_path, saved_tiny)
     done = launch("-m", "draftsmith.train", "medusa", "--config", config, "--target.spread", "fsdp")
-    assert done.returncode != 0 and "shares the target between ranks; start it with accelerate launch" in done.stderr
+    assert (
+        done.returncode != 0
+        and "shares the target between ranks; start it with accelerate launch" in done.stderr
+    )

@@ -2,8 +2,9 @@
 
     server.py SOCKET PARENT         # it ends when process PARENT has ended
 
-Nothing is computed here and no thread is started before the fork: a fork is as good as a fresh process for all but what a test
-of imports, of memory, of closed streams or of process trees looks at. Such tests start `sys.executable`.
+Nothing is computed here and no thread is started before the fork: a fork is as good as a fresh
+process for all but what a test of imports, of memory, of closed streams or of process trees looks
+at. Such tests start `sys.executable`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IMPORTED = (
-    "accelerate.commands.launch", "torch.distributed.run", "datasets", "transformers.models.llama.modeling_llama",
+    "accelerate.commands.launch", "torch.distributed.run", "datasets",
+    "transformers.models.llama.modeling_llama",
     "draftsmith.train.commands.cli", "draftsmith.train.loop", "draftsmith.train.data.extract",
     "draftsmith.train.commands.exporting", "draftsmith.inference.evaluation.evaluate",
     "draftsmith.inference.evaluation.report.report",
@@ -55,7 +57,8 @@ def main() -> None:
 
 
 def supervised(connection: socket.socket) -> dict[str, Any]:
-    """Fork once more: the job, in the child; the parent passes signals to it, reports its status and ends."""
+    """Fork once more: the job, in the child; the parent passes signals to it, reports its status
+    and ends."""
     _, streams, _, _ = socket.recv_fds(connection, 3, 3)
     size = int.from_bytes(received(connection, 4), "big")
     job = json.loads(received(connection, size))
@@ -69,7 +72,8 @@ def supervised(connection: socket.socket) -> dict[str, Any]:
     gone = os.pidfd_open(child)
     while gone not in (ready := select.select([gone, connection], [], [])[0]):
         assert connection in ready
-        for number in connection.recv(64) or [signal.SIGKILL]:  # an end of file: the client was killed
+        # an end of file: the client was killed
+        for number in connection.recv(64) or [signal.SIGKILL]:
             os.kill(child, number)
     _, status, usage = os.wait4(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -93,7 +97,8 @@ def received(connection: socket.socket, size: int) -> bytes:
 
 
 def ended(job: dict[str, Any]) -> NoReturn:
-    """Run a job and end with its status as the interpreter does, but without taking every module apart (0.3 s)."""
+    """Run a job and end with its status as the interpreter does, but without taking every module
+    apart (0.3 s)."""
     code = 0
     try:
         run(job)
@@ -118,10 +123,17 @@ def run(job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"])
     os.chdir(job["folder"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the shell's background jobs ignore it
+    # the shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     buffered = not os.environ.get("PYTHONUNBUFFERED")
-    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty() or not buffered, write_through=not buffered)  # type: ignore[union-attr]
-    arguments = [word for word in job["arguments"] if word != "-u"] if job["arguments"][:1] == ["-u"] else job["arguments"]
+    sys.stdout.reconfigure(
+        line_buffering=sys.stdout.isatty() or not buffered, write_through=not buffered
+    )  # type: ignore[union-attr]
+    arguments = (
+        [word for word in job["arguments"] if word != "-u"]
+        if job["arguments"][:1] == ["-u"]
+        else job["arguments"]
+    )
     kind, *rest = arguments
     if kind == "-m":
         sys.argv = rest

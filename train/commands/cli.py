@@ -9,12 +9,25 @@ from importlib import metadata
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 
-# Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first one on.
+# Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first
+# one on.
 
 VERBS = {  # the module of each command, the class of its options, and what it is for
-    "data plan": ("train.commands.plan", "PlanOptions", "what a training run will cost, before anything runs"),
-    "data extract": ("train.data.extract", "ExtractOptions", "store the target's features, so that training needs no target"),
-    "data regenerate": ("train.data.regenerate", "RegenerateOptions", "let the target write the replies of a data set"),
+    "data plan": (
+        "train.commands.plan",
+        "PlanOptions",
+        "what a training run will cost, before anything runs",
+    ),
+    "data extract": (
+        "train.data.extract",
+        "ExtractOptions",
+        "store the target's features, so that training needs no target",
+    ),
+    "data regenerate": (
+        "train.data.regenerate",
+        "RegenerateOptions",
+        "let the target write the replies of a data set",
+    ),
     "export": (
         "train.commands.exporting",
         "ExportOptions",
@@ -25,7 +38,11 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "ImportOptions",
         "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter",
     ),
-    "evaluate": ("inference.evaluation.evaluate", "EvaluateOptions", "acceptance and speed of drafters on held-out prompts"),
+    "evaluate": (
+        "inference.evaluation.evaluate",
+        "EvaluateOptions",
+        "acceptance and speed of drafters on held-out prompts",
+    ),
     "compare": (
         "inference.evaluation.compare",
         "CompareOptions",
@@ -46,8 +63,16 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "TuneOptions",
         "which tree pays on this machine: measures, searches, writes a profile",
     ),
-    "generate": ("train.commands.generate", "GenerateOptions", "decode one prompt and show what was accepted"),
-    "doctor": ("train.commands.doctor", "DoctorOptions", "is this machine, target and data fit to run?"),
+    "generate": (
+        "train.commands.generate",
+        "GenerateOptions",
+        "decode one prompt and show what was accepted",
+    ),
+    "doctor": (
+        "train.commands.doctor",
+        "DoctorOptions",
+        "is this machine, target and data fit to run?",
+    ),
 }
 
 OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
@@ -74,9 +99,13 @@ def _main(argv: list[str]) -> None:
         return
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
-        fail(f"unknown command {verb!r}; " + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"))
+        fail(
+            f"unknown command {verb!r}; "
+            + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}")
+        )
     name, options_name, _ = VERBS[verb]
-    # Options stand in a file that needs no torch: a help text or a mistyped option is answered without it.
+    # Options stand in a file that needs no torch: a help text or a mistyped option is answered
+    # without it.
     options_module = importlib.import_module(OPTIONS[name.partition(".")[0]], __package__)
     options, _ = parse(getattr(options_module, options_name), argv[words:], f"draftsmith {verb}")
     module = importlib.import_module(f"...{name}", __package__)
@@ -86,7 +115,8 @@ def _main(argv: list[str]) -> None:
 
 
 def train_main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m draftsmith.train METHOD`."""
+    """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m
+    draftsmith.train METHOD`."""
     follow_launcher()
     run_command(_train_main, sys.argv[1:] if argv is None else argv)
     leave()
@@ -100,7 +130,10 @@ def _train_main(argv: list[str]) -> None:
         return _main(argv)
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
-            print(f"usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
+            print(
+                "usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: "
+                f"{', '.join(METHODS)}"
+            )
             return
         fail(f"name a method to train: {', '.join(METHODS)} (or data extract)")
     method = method_module(argv[0])
@@ -121,9 +154,12 @@ def _usage(of: str = "") -> str:
     from ..method import METHODS
 
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, (*_, what) in VERBS.items() if verb.startswith(of))
+    verbs = "\n".join(
+        f"  {verb:<{width}}  {what}" for verb, (*_, what) in VERBS.items() if verb.startswith(of)
+    )
     return (
         "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
         f"commands (each has --help):\n{verbs}\n\n"
-        f"training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD --config FILE  ({', '.join(METHODS)})"
+        "training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD "
+        f"--config FILE  ({', '.join(METHODS)})"
     )

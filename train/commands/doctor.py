@@ -1,4 +1,5 @@
-"""`draftsmith doctor`: is this machine, target and config fit to run? Every line says what was found and, if bad, what to do."""
+"""`draftsmith doctor`: is this machine, target and config fit to run? Every line says what was
+found and, if bad, what to do."""
 
 from __future__ import annotations
 
@@ -70,22 +71,36 @@ def machine() -> Iterator[Finding]:
     found = versions()
     missing = [name for name, version in found.items() if version is None and name != "deepspeed"]
     text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    yield Finding("versions", "error" if missing else "ok", text + (f"; missing: {', '.join(missing)}" if missing else ""))
-    yield Finding("processor", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads")
+    yield Finding(
+        "versions",
+        "error" if missing else "ok",
+        text + (f"; missing: {', '.join(missing)}" if missing else ""),
+    )
+    yield Finding(
+        "processor", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    )
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(i)
-            yield Finding(f"cuda:{i}", "ok", f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free")
+            yield Finding(
+                f"cuda:{i}",
+                "ok",
+                f"{torch.cuda.get_device_name(i)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free",
+            )
     else:
         yield Finding("cuda", "ok", "none; everything runs on the CPU, only slower")
     memory = psutil.virtual_memory()
     low = memory.available < 2 * GIB
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield Finding("memory", "warning" if low else "ok", text + ("; close other programs" if low else ""))
+    yield Finding(
+        "memory", "warning" if low else "ok", text + ("; close other programs" if low else "")
+    )
     disk = shutil.disk_usage(".")
     low = disk.free < 2 * GIB
     text = f"{disk.free / GIB:.1f} GiB free in the current folder"
-    yield Finding("disk", "warning" if low else "ok", text + ("; checkpoints need room" if low else ""))
+    yield Finding(
+        "disk", "warning" if low else "ok", text + ("; checkpoints need room" if low else "")
+    )
 
 
 def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetConfig | None]:
@@ -97,19 +112,26 @@ def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetCon
         check = f"data {source.name or source.path}"
         try:
             if source_files(source.path) is None:
-                findings.append(Finding(check, "ok", f"{source.path} is no local file; it will be asked of the hub"))
+                findings.append(
+                    Finding(
+                        check, "ok", f"{source.path} is no local file; it will be asked of the hub"
+                    )
+                )
                 continue
             next(rows_of(source.path, source.split))
             findings.append(Finding(check, "ok", f"{source.path} can be read"))
         except StopIteration:
-            findings.append(Finding(check, "error", f"{source.path} is empty; give it at least one row"))
+            findings.append(
+                Finding(check, "error", f"{source.path} is empty; give it at least one row")
+            )
         except UserError as error:
             findings.append(Finding(check, "error", str(error)))
     return findings, config.target
 
 
 def check_target(config: TargetConfig) -> Iterator[Finding]:
-    """Does the target load, is its head understood, do packed documents stay apart, what does its template mark?"""
+    """Does the target load, is its head understood, do packed documents stay apart, what does its
+    template mark?"""
     try:
         fits = check_memory(config)
         if fits is not None:
@@ -124,7 +146,8 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
     yield Finding(
         "target",
         "ok",
-        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} layers, hidden size "
+        f"{target.config.model_type}, {parameters / 1e6:.1f}M parameters, {target.num_layers} "
+        "layers, hidden size "
         f"{target.hidden_size}, vocabulary {target.vocab_size}, {target.max_positions} positions, "
         f"{target.dtype} on {target.device}",
     )
@@ -135,12 +158,15 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
     except UserError as error:
         yield Finding("packing", "error", str(error))
     if not target.eos_ids:
-        yield Finding("end token", "warning", "none; generation only ends at its limit; set eos_token_id")
+        yield Finding(
+            "end token", "warning", "none; generation only ends at its limit; set eos_token_id"
+        )
     yield check_template(target)
 
 
 def check_memory(config: TargetConfig) -> Finding | None:
-    """Will the target's weights fit? Known for a folder with safetensors files, before they are loaded."""
+    """Will the target's weights fit? Known for a folder with safetensors files, before they are
+    loaded."""
     found = footprint(config.path)
     if found is None or config.spread != "whole":
         return None
@@ -149,11 +175,20 @@ def check_memory(config: TargetConfig) -> Finding | None:
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     needed = found.loaded_bytes(dtype) if isinstance(dtype, torch.dtype) else found.stored_bytes
-    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else "the type it is stored in"
+    name = (
+        str(dtype).removeprefix("torch.")
+        if isinstance(dtype, torch.dtype)
+        else "the type it is stored in"
+    )
     if needed > free:
         kind = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-        return Finding("target memory", "error", f"the weights need {too_large(found, kind, needed, free)}")
-    text = f"{gigabytes(needed)} of weights in {name} ({gigabytes(found.stored_bytes)} stored), {gigabytes(free)} free"
+        return Finding(
+            "target memory", "error", f"the weights need {too_large(found, kind, needed, free)}"
+        )
+    text = (
+        f"{gigabytes(needed)} of weights in {name} ({gigabytes(found.stored_bytes)} stored), "
+        f"{gigabytes(free)} free"
+    )
     if needed > SNUG * free:
         return Finding("target memory", "warning", f"{text}: little is left for training beside it")
     if not cuda and config.dtype == "auto" and needed > found.stored_bytes:
@@ -177,7 +212,18 @@ def check_template(target: Target) -> Finding:
         parts = encode(probe, target.tokenizer, target.eos_ids, target.name, {})
     except RowError as error:
         return Finding("chat template", "error", f"cannot carry a conversation: {error}")
-    learned = [target.tokenizer.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m]) for part in parts]
-    marks = "generation marks" if "generation" in target.tokenizer.chat_template else "no generation marks"
+    learned = [
+        target.tokenizer.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m])
+        for part in parts
+    ]
+    marks = (
+        "generation marks"
+        if "generation" in target.tokenizer.chat_template
+        else "no generation marks"
+    )
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
-    return Finding("chat template", "ok" if good else "error", f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}")
+    return Finding(
+        "chat template",
+        "ok" if good else "error",
+        f"{marks}; of a probe it learns {' | '.join(map(repr, learned))}",
+    )

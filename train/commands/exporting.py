@@ -39,15 +39,24 @@ def run(options: Options) -> None:
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
-    order = Order(options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype)
+    order = Order(
+        options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype
+    )
     pruned = options.draft_vocab_size is not None
     if pruned and options.report:
-        raise UserError("the report measured the drafter with more tokens; evaluate the export and give its report another time")
-    rows = [row for path in options.report for row in figures(path, options.drafter, artifact.method)]
+        raise UserError(
+            "the report measured the drafter with more tokens; evaluate the export and give its "
+            "report another time"
+        )
+    rows = [
+        row for path in options.report for row in figures(path, options.drafter, artifact.method)
+    ]
     again = Path(options.out, OWN_FILE).is_file()
     recipe = export(artifact, order, options.license, rows, head)
     done = "replaced the earlier export in" if again else "wrote"
-    print(f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n")
+    print(
+        f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n"
+    )
     for note in recipe.notes:
         print(f"note: {note}")
     print(f"\n{recipe.serve(order, artifact.drafter)}")
@@ -77,31 +86,43 @@ def beside_target(artifact: Artifact, target: Target, options: Options) -> Artif
     """The artifact held against its target, with the vocabulary that the options ask for."""
     known = artifact.fingerprint
     if errors := known.errors_against(target.fingerprint(), artifact.drafter.bound_to):
-        raise UserError(f"{options.drafter} was trained for another target ({known.name}): {'; '.join(errors)}")
+        raise UserError(
+            f"{options.drafter} was trained for another target ({known.name}): {'; '.join(errors)}"
+        )
     for message in known.warnings_against(target.fingerprint()):
         print(f"warning: {message}")
     if options.draft_vocab_size is None:
         return artifact
     counts, always = token_counts(target, options.vocab_data, options.bad_rows), special_ids(target)
     ranked = counts.double()
-    if (kept := getattr(artifact.drafter, "kept", None)) is not None:  # it cannot learn tokens that it never had
+    # it cannot learn tokens that it never had
+    if (kept := getattr(artifact.drafter, "kept", None)) is not None:
         if options.draft_vocab_size > len(kept):
-            raise UserError(f"the drafter proposes {len(kept)} tokens already; ask for fewer than that")
+            raise UserError(
+                f"the drafter proposes {len(kept)} tokens already; ask for fewer than that"
+            )
         ranked = torch.full_like(ranked, -1.0).scatter(0, kept, ranked[kept])
         always &= set(kept.tolist())
     if not len(always) <= options.draft_vocab_size <= target.vocab_size:
         raise UserError(
-            f"--draft-vocab-size {options.draft_vocab_size} must lie between the {len(always)} special tokens and the target's "
+            f"--draft-vocab-size {options.draft_vocab_size} must lie between the {len(always)} "
+            "special tokens and the target's "
             f"{target.vocab_size}"
         )
-    found = with_vocabulary(artifact, most_frequent(ranked, options.draft_vocab_size, always), counts)
+    found = with_vocabulary(
+        artifact, most_frequent(ranked, options.draft_vocab_size, always), counts
+    )
     coverage = found.provenance.get("pruned", {}).get("coverage", 1.0)
-    print(f"draft vocabulary: {options.draft_vocab_size:,} tokens, which are {coverage:.2%} of those that the target wrote")
+    print(
+        f"draft vocabulary: {options.draft_vocab_size:,} tokens, which are {coverage:.2%} of "
+        "those that the target wrote"
+    )
     return found
 
 
 def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
-    """How often each token `[V]` was written by the target in these replies. Raises `UserError` if none was."""
+    """How often each token `[V]` was written by the target in these replies. Raises `UserError` if
+    none was."""
     counts = Counter[int]()
     for source in sources:
         left_out = LeftOut(source, bad_rows)
@@ -109,16 +130,28 @@ def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch
             try:
                 if isinstance(row, RowError):
                     raise row
-                for text in encode(conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}):
-                    counts.update(token for token, written in zip(text.token_ids, text.mask, strict=True) if written)
+                for text in encode(
+                    conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}
+                ):
+                    counts.update(
+                        token
+                        for token, written in zip(text.token_ids, text.mask, strict=True)
+                        if written
+                    )
             except RowError as error:
                 left_out.add(name, error)
     if not counts:
-        raise UserError(f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote")
+        raise UserError(
+            f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"
+        )
     ids = torch.tensor(list(counts), dtype=torch.long)
     if int(ids.max()) >= target.vocab_size:
-        raise UserError(f"{', '.join(sources)} were written with another tokenizer than the target's")
-    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, torch.tensor(list(counts.values())))
+        raise UserError(
+            f"{', '.join(sources)} were written with another tokenizer than the target's"
+        )
+    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(
+        0, ids, torch.tensor(list(counts.values()))
+    )
 
 
 def figures(path: str, drafter: str, method: str) -> list[Measured]:
@@ -128,8 +161,14 @@ def figures(path: str, drafter: str, method: str) -> list[Measured]:
     known: dict[str, Any] = report.get("drafters", {})
     names = {name for name, facts in known.items() if facts.get("sha256") == ours}
     if not names:
-        measured = ", ".join(name for name, facts in known.items() if facts.get("sha256")) or "none with weights"
-        raise UserError(f"{path} is not about {drafter}: the drafters that it measured ({measured}) have other weights")
+        measured = (
+            ", ".join(name for name, facts in known.items() if facts.get("sha256"))
+            or "none with weights"
+        )
+        raise UserError(
+            f"{path} is not about {drafter}: the drafters that it measured ({measured}) have "
+            "other weights"
+        )
     specs = {facts["spec"] for name, facts in known.items() if name in names}
     prompts = report["prompt_set"]
     source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
@@ -141,9 +180,15 @@ def figures(path: str, drafter: str, method: str) -> list[Measured]:
     return rows
 
 
-def _figure(name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str) -> Measured:
+def _figure(
+    name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str
+) -> Measured:
     low, high = found["tau_ci95"]
-    chosen = {"width": 1 if method == "draft_lm" else None} | parse_spec(name)[1] | found.get("setting", {})
+    chosen = (
+        {"width": 1 if method == "draft_lm" else None}
+        | parse_spec(name)[1]
+        | found.get("setting", {})
+    )
     return Measured(
         drafts=name,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
@@ -162,10 +207,13 @@ def push(folder: str, name: str) -> None:
     try:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
-        found = api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
+        found = api.upload_folder(
+            repo_id=name, folder_path=folder, commit_message="draftsmith export"
+        )
     except Exception as error:  # of whichever HTTP library there is
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in with hf auth login"
+            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
+            "with hf auth login"
         ) from error
     print(f"\npushed: {found}")

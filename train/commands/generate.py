@@ -1,4 +1,5 @@
-"""`draftsmith generate`: decode one prompt, stream it, and colour what the drafter guessed right."""
+"""`draftsmith generate`: decode one prompt, stream it, and colour what the drafter guessed
+right."""
 
 from __future__ import annotations
 
@@ -32,18 +33,36 @@ def run(options: Options) -> None:
     target = load_target(options.target)
     tuned = None
     if options.profile is not None:
-        tuned = Profile(options.profile, target).setting(options.drafter, options.sampling.temperature, 1)
-    proposer = load_proposer(options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), tuned)
+        tuned = Profile(options.profile, target).setting(
+            options.drafter, options.sampling.temperature, 1
+        )
+    proposer = load_proposer(
+        options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), tuned
+    )
     decoder = Decoder(target, proposer)
-    color = options.color if options.color is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    color = (
+        options.color
+        if options.color is not None
+        else sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
     ids = decoder.encode(text, options.raw)
     generation = stream(decoder, ids, options.max_new_tokens, color, options.sampling, options.stop)
     rounds = len(generation.rounds)
-    lossy = "" if options.sampling.lossless else " (LOSSY: typical acceptance does not keep the target's law)"
+    lossy = (
+        ""
+        if options.sampling.lossless
+        else " (LOSSY: typical acceptance does not keep the target's law)"
+    )
     summary = f": tau {tau([kept_per_round(generation)]):.2f}" if rounds else ""
-    why = {"length": f" (cut at {options.max_new_tokens})", "context": " (the target's positions are full)"}
+    why = {
+        "length": f" (cut at {options.max_new_tokens})",
+        "context": " (the target's positions are full)",
+    }
     ended = why.get(generation.finish_reason, "")
-    print(f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{lossy}", file=sys.stderr)
+    print(
+        f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{lossy}",
+        file=sys.stderr,
+    )
 
 
 def stream(
@@ -60,7 +79,9 @@ def stream(
     text = StreamedText(decoder.target.tokenizer, stop)
     out = stdout or sys.stdout
     eos = decoder.target.eos_ids
-    for steps in decode(decoder.target, decoder.proposer, [Request(ids)], max_new_tokens, sampling, None, stop):
+    for steps in decode(
+        decoder.target, decoder.proposer, [Request(ids)], max_new_tokens, sampling, None, stop
+    ):
         _, step, reason = steps[0]
         if step.drafted is not None:
             generation.rounds.append(step)
@@ -72,9 +93,13 @@ def stream(
     return generation
 
 
-def _write(text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO) -> None:
+def _write(
+    text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO
+) -> None:
     for place, token in enumerate(step.tokens):
-        piece = text.add([] if token in eos else [token], last=last and place == len(step.tokens) - 1)
+        piece = text.add(
+            [] if token in eos else [token], last=last and place == len(step.tokens) - 1
+        )
         if piece:
             out.write(f"{GREEN}{piece}{RESET}" if color and place < step.accepted else piece)
     out.flush()

@@ -1,6 +1,8 @@
-"""`draftsmith data plan`: bytes, GPU-hours and GPU memory of a training run, from the configs alone, before anything runs.
+"""`draftsmith data plan`: bytes, GPU-hours and GPU memory of a training run, from the configs
+alone, before anything runs.
 
-Everything is arithmetic on shapes: the target and the drafter are built without numbers. What is assumed is printed beside it.
+Everything is arithmetic on shapes: the target and the drafter are built without numbers. What is
+assumed is printed beside it.
 """
 
 from __future__ import annotations
@@ -41,31 +43,58 @@ def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
 def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
     """Print the plan, and what to do where it asks for too much."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
-    target, drafter = plan["target_bytes"], f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position"
+    target, drafter = (
+        plan["target_bytes"],
+        f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position",
+    )
     table = Table("what", "how much", "of it")
     times = plan["extractions"]
-    once = f"forward at {options.mfu:.0%} of peak" + (f", live: in each of {times:g} epochs" if times != 1 else "")
+    once = f"forward at {options.mfu:.0%} of peak" + (
+        f", live: in each of {times:g} epochs" if times != 1 else ""
+    )
     for what, amount, remark in (
-        ("stored features", size(plan["feature_bytes"]), f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"),
+        (
+            "stored features",
+            size(plan["feature_bytes"]),
+            f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token",
+        ),
         ("stored in fp8", size(plan["feature_bytes_fp8"]), ""),
-        ("regenerate replies", hours(plan["regenerate_gpu_hours"]), f"decoding at {DECODE_SHARE:.0%} of peak"),
+        (
+            "regenerate replies",
+            hours(plan["regenerate_gpu_hours"]),
+            f"decoding at {DECODE_SHARE:.0%} of peak",
+        ),
         ("extract features", hours(plan["extract_gpu_hours"] * times), once),
         ("train the drafter", hours(plan["train_gpu_hours"]), drafter),
-        ("GPU memory: target", size(target), f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU"),
-        ("GPU memory: drafter", size(plan["drafter_bytes"]), "fp32 weights, gradients, AdamW's moments"),
-        ("GPU memory: activations", size(plan["activation_bytes"]), "a rough upper bound for one forward pass of a rank"),
+        (
+            "GPU memory: target",
+            size(target),
+            f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU",
+        ),
+        (
+            "GPU memory: drafter",
+            size(plan["drafter_bytes"]),
+            "fp32 weights, gradients, AdamW's moments",
+        ),
+        (
+            "GPU memory: activations",
+            size(plan["activation_bytes"]),
+            "a rough upper bound for one forward pass of a rank",
+        ),
     ):
         table.add_row(what, amount, remark)
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
     console.print(
-        f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu}, {total / options.gpus:,.1f} hours on {options.gpus}. "
+        f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu}, "
+        f"{total / options.gpus:,.1f} hours on {options.gpus}. "
         "Estimates from shapes; nothing was run."
     )
     if plan["feature_bytes"] > TOO_MUCH:
         console.print(
-            f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: train live, or keep a bounded ring "
+            f"{size(plan['feature_bytes'])} of features are more than an ordinary disk holds: "
+            "train live, or keep a bounded ring "
             "beside the training (draftsmith data extract --ring 8)."
         )
 
@@ -75,4 +104,8 @@ def hours(gpu_hours: float) -> str:
 
 
 def count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.1f}M parameters"
+    return (
+        f"{parameters / 1e9:.2f}B parameters"
+        if parameters >= 1e9
+        else f"{parameters / 1e6:.1f}M parameters"
+    )

@@ -1,1 +1,2 @@
-"""Training data: sources, chat templates, packed batches, feature stores, extraction, regeneration, rollouts."""
+"""Training data: sources, chat templates, packed batches, feature stores, extraction, regeneration,
+rollouts."""

@@ -1,4 +1,5 @@
-"""Packed rows and their order: a pure function of seed and step, so that a resumed run sees what it would have seen.
+"""Packed rows and their order: a pure function of seed and step, so that a resumed run sees what it
+would have seen.
 
 Shapes: B packed rows, S positions.
 """
@@ -23,7 +24,8 @@ ANY = -(1 << 20)  # in `rounds`: an ordinary position, at which any draft may be
 
 @dataclass
 class Batch:
-    """Packed rows on the CPU: masks are data, and what is derived from them needs no device synchronisation."""
+    """Packed rows on the CPU: masks are data, and what is derived from them needs no device
+    synchronisation."""
 
     ids: Tensor
     """[B, S]."""
@@ -34,26 +36,31 @@ class Batch:
     mask: Tensor
     """[B, S] bool; true where the target wrote."""
     numbers: tuple[int, ...] = ()
-    """Place of each row in the endless stream of rows, whatever the rank: what is random about a row is drawn from it."""
+    """Place of each row in the endless stream of rows, whatever the rank: what is random about a
+    row is drawn from it."""
     rounds: Tensor | None = None
-    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each round: how many of its drafts
-    were looked at, m > 0 if the last of them was rejected, -m if all were accepted; 0 elsewhere. ANY, or no tensor: ordinary
-    text."""
+    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each
+    round: how many of its drafts were looked at, m > 0 if the last of them was rejected, -m if all
+    were accepted; 0 elsewhere. ANY, or no tensor: ordinary text."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or tuple(range(len(self.ids)))
 
     def draft_weights(self, steps: int, accepted: float) -> Tensor:
-        """`[B, S, steps]`: weight of the draft of each depth from a root at each position: 1, but in decoded texts only for those
-        that were looked at, `accepted` for those that were right."""
+        """`[B, S, steps]`: weight of the draft of each depth from a root at each position: 1, but
+        in decoded texts only for those that were looked at, `accepted` for those that were
+        right."""
         if self.rounds is None:
             return torch.ones(*self.ids.shape, steps)
         rounds, depth = self.rounds[..., None], torch.arange(1, steps + 1)
-        looked_at = torch.where((rounds > 0) & (depth == rounds), 1.0, accepted) * (depth <= rounds.abs())
+        looked_at = torch.where((rounds > 0) & (depth == rounds), 1.0, accepted) * (
+            depth <= rounds.abs()
+        )
         return torch.where(rounds == ANY, 1.0, looked_at)
 
     def row_weights(self, accepted: float) -> Tensor:
-        """`[B, S]`: the same for drafters whose row t drafts x[t+1] whatever the root: the weight of the draft that it made."""
+        """`[B, S]`: the same for drafters whose row t drafts x[t+1] whatever the root: the weight
+        of the draft that it made."""
         if self.rounds is None:
             return torch.ones(self.ids.shape)
         decoded = torch.where(self.rounds == ANY, 0, self.rounds)
@@ -62,20 +69,25 @@ class Batch:
         table = self.draft_weights(max(steps, 1), accepted) * (decoded != 0)[..., None]
         for depth in range(steps):
             here, root = slice(depth, None), slice(None, table.shape[1] - depth)
-            same = self.documents[:, here] == self.documents[:, root]  # a text may have been cut within its last round
+            # a text may have been cut within its last round
+            same = self.documents[:, here] == self.documents[:, root]
             total[:, here] += table[:, root, depth] * same
         return total
 
     def document_lengths(self) -> Tensor:
         """`[B, S]`: length of the document that each position belongs to."""
         places = self.documents + 1
-        counts = torch.zeros(len(places), places.shape[1] + 1, dtype=torch.long).scatter_add_(1, places, torch.ones_like(places))
+        counts = torch.zeros(len(places), places.shape[1] + 1, dtype=torch.long).scatter_add_(
+            1, places, torch.ones_like(places)
+        )
         return counts.gather(1, places)
 
     def reply_run(self, first: int, last: int) -> Tensor:
-        """`[B, S]` bool: position t is true iff t + first .. t + last are all reply tokens of t's own document.
+        """`[B, S]` bool: position t is true iff t + first .. t + last are all reply tokens of t's
+        own document.
 
-        This is R(root .. label) of drafter-recipes 0.2: a draft is reachable only through tokens that the target wrote.
+        This is R(root .. label) of drafter-recipes 0.2: a draft is reachable only through tokens
+        that the target wrote.
         """
         run = torch.ones_like(self.mask)
         for offset in range(first, last + 1):
@@ -83,13 +95,16 @@ class Batch:
             if offset < run.shape[1]:
                 ahead = slice(offset, None)
                 here = slice(None, run.shape[1] - offset)
-                inside[:, here] = self.mask[:, ahead] & (self.documents[:, ahead] == self.documents[:, here])
+                inside[:, here] = self.mask[:, ahead] & (
+                    self.documents[:, ahead] == self.documents[:, here]
+                )
             run &= inside
         return run
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Groups of items whose lengths sum to at most `capacity`: best fit, longest first. Deterministic."""
+    """Groups of items whose lengths sum to at most `capacity`: best fit, longest first.
+    Deterministic."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -106,8 +121,8 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 class Turns:
-    """Which rows of an endless stream each of several parts takes: a share of them from a first row on, evenly spread, no row
-    twice; what is left goes to the part after the last."""
+    """Which rows of an endless stream each of several parts takes: a share of them from a first row
+    on, evenly spread, no row twice; what is left goes to the part after the last."""
 
     BLOCK = 1 << 12
 
@@ -121,7 +136,9 @@ class Turns:
         block, inside = divmod(number, self.BLOCK)
         while len(self._before) <= block:
             owners = self._owners(len(self._before) - 1)
-            self._before.append(self._before[-1] + np.bincount(owners, minlength=len(self._parts) + 1))
+            self._before.append(
+                self._before[-1] + np.bincount(owners, minlength=len(self._parts) + 1)
+            )
         owners = self._owners(block)
         owner = int(owners[inside])
         return owner, int(self._before[block][owner] + (owners[:inside] == owner).sum())
@@ -139,12 +156,23 @@ class Turns:
 class Batches:
     """The endless stream of packed rows, dealt out by step, accumulation and rank.
 
-    Rows are shuffled anew each epoch; W ranks with A accumulations take the same rows in a step as one rank with W * A.
+    Rows are shuffled anew each epoch; W ranks with A accumulations take the same rows in a step as
+    one rank with W * A.
     """
 
-    def __init__(self, table: TokenTable, max_length: int, rows: int, accumulation: int, ranks: int, seed: int) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        max_length: int,
+        rows: int,
+        accumulation: int,
+        ranks: int,
+        seed: int,
+    ) -> None:
         self.table = table
-        self._documents = [d for d, copies in enumerate(table.copies.tolist()) for _ in range(copies)]
+        self._documents = [
+            d for d, copies in enumerate(table.copies.tolist()) for _ in range(copies)
+        ]
         self._packs = pack([table.length(d) for d in self._documents], max_length)
         self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
         self.max_length = max_length
@@ -170,7 +198,9 @@ class Batches:
     @property
     def fill(self) -> float:
         """Share of positions that are not padding when every row is as long as the longest."""
-        lengths = [sum(self.table.length(self._documents[i]) for i in pack_) for pack_ in self._packs]
+        lengths = [
+            sum(self.table.length(self._documents[i]) for i in pack_) for pack_ in self._packs
+        ]
         return sum(lengths) / (max(lengths) * len(lengths))
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
@@ -187,10 +217,14 @@ class Batches:
     def sample(self, count: int) -> list[Tensor]:
         """Token ids `[S]` of `count` documents, or of all, evenly spread."""
         places = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
-        return [torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64)) for i in places]
+        return [
+            torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64))
+            for i in places
+        ]
 
     def sample_ids(self, longest: int, texts: int = 8, piece: int = 32) -> list[int]:
-        """Pieces of texts from all over the data, from where their replies begin, in a row of at most `longest` tokens."""
+        """Pieces of texts from all over the data, from where their replies begin, in a row of at
+        most `longest` tokens."""
         places = np.unique(np.linspace(0, len(self._documents) - 1, texts).astype(int))
         found: list[int] = []
         for place in places:
@@ -200,13 +234,15 @@ class Batches:
         return found[:longest]
 
     def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
-        """How often each token `[V]` is written by the target in an epoch; with `prompts`, how often it stands anywhere."""
+        """How often each token `[V]` is written by the target in an epoch; with `prompts`, how
+        often it stands anywhere."""
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
         for place, document in enumerate(self._documents, 1):
             ids, written = self.table.document(document)
             waiting.append(ids if prompts else ids[written])
             size += len(waiting[-1])
-            if size > 1 << 20 or place == len(self._documents):  # a count is as long as the vocabulary, a document is short
+            # a count is as long as the vocabulary, a document is short
+            if size > 1 << 20 or place == len(self._documents):
                 counts += np.bincount(np.concatenate(waiting), minlength=vocab_size)
                 waiting, size = [], 0
         return torch.from_numpy(counts)
@@ -223,7 +259,10 @@ class Batches:
         """Which pack is row `number` of the endless stream."""
         epoch, place = divmod(number, self.packs)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.packs)
+            self._epoch, self._order = (
+                epoch,
+                np.random.default_rng([self.seed, epoch]).permutation(self.packs),
+            )
         return int(self._order[place])
 
     def pack(self, index: int) -> list[tuple[np.ndarray, ...]]:
@@ -234,13 +273,20 @@ class Batches:
         return self.pack(self.pack_of(number))
 
 
-def collate(rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()) -> Batch:
-    """Lay the documents (ids, mask, and rounds of decoded ones) of each row end to end and pad to the longest row."""
+def collate(
+    rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()
+) -> Batch:
+    """Lay the documents (ids, mask, and rounds of decoded ones) of each row end to end and pad to
+    the longest row."""
     width = max(sum(len(ids) for ids, *_ in row) for row in rows)
     shape = (len(rows), width)
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
-    rounds = np.full(shape, ANY, np.int64) if any(len(parts) > 2 for row in rows for parts in row) else None
+    rounds = (
+        np.full(shape, ANY, np.int64)
+        if any(len(parts) > 2 for row in rows for parts in row)
+        else None
+    )
     for r, row in enumerate(rows):
         at = 0
         for number, (document, written, *decoded) in enumerate(row):
@@ -253,4 +299,11 @@ def collate(rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int
         positions[r, at:] = np.arange(width - at)
     as_tensor = torch.from_numpy
     decoded_rounds = as_tensor(rounds) if rounds is not None else None
-    return Batch(as_tensor(ids), as_tensor(positions), as_tensor(documents), as_tensor(mask), numbers, decoded_rounds)
+    return Batch(
+        as_tensor(ids),
+        as_tensor(positions),
+        as_tensor(documents),
+        as_tensor(mask),
+        numbers,
+        decoded_rounds,
+    )

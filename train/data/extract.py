@@ -1,7 +1,9 @@
-"""`draftsmith data extract`: run the target once over the data of a training run and keep its features on disk.
+"""`draftsmith data extract`: run the target once over the data of a training run and keep its
+features on disk.
 
-Any number of workers: each writes its own shards, and a second call with the same arguments writes those that are missing. With
-`--ring N` there are never more than N shards: this command then runs beside the training, which reads them as they come.
+Any number of workers: each writes its own shards, and a second call with the same arguments writes
+those that are missing. With `--ring N` there are never more than N shards: this command then runs
+beside the training, which reads them as they come.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...heads.errors import UserError
-from ...heads.files import check_output_folder, file_facts, remove_partials, whole_directory, whole_file, write_json
+from ...heads.files import (
+    check_output_folder,
+    file_facts,
+    remove_partials,
+    whole_directory,
+    whole_file,
+    write_json,
+)
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
 from ...inference.stored import (
@@ -63,30 +72,54 @@ def run(options: Options) -> None:
     options = replace(options, method=method_for(options.run, options.method))
     method = method_module(str(options.method))
     config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run")
-    config.features.store = None  # to have one is what this is for; features.server is where they come from, if it says so
+    # to have one is what this is for; features.server is where they come from, if it says so
+    config.features.store = None
     check_before_loading(config)
     # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     load_models_whole(accelerator)
     served = config.features.server is not None
-    target = served_target(config, accelerator) if served else load_target(on_rank(config.target, accelerator))
+    target = (
+        served_target(config, accelerator)
+        if served
+        else load_target(on_rank(config.target, accelerator))
+    )
     if target.together and options.ring is not None:
-        raise UserError(f"a ring's workers go their own ways, target.spread={target.spread} needs them together; use devices")
+        raise UserError(
+            f"a ring's workers go their own ways, target.spread={target.spread} needs them "
+            "together; use devices"
+        )
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
-    on_main(accelerator, lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None)
+    on_main(
+        accelerator,
+        lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None,
+    )
     tables = data_module.load(store / "data")
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
-    held_out = partial(judge_texts, config, target, layout, tables, batches.sample_ids(target.max_positions - 1))
+    held_out = partial(
+        judge_texts, config, target, layout, tables, batches.sample_ids(target.max_positions - 1)
+    )
     if target.together and not on_main(accelerator, (store / MANIFEST).is_file):
         found = held_out()  # by all ranks, which then are the first one's to write down
-        held_out = lambda: found  # noqa: E731
-    on_main(accelerator, lambda: begin(store, options, config, target, layout, batches, tables, held_out))
+
+        def held_out():
+            return found
+
+    on_main(
+        accelerator,
+        lambda: begin(store, options, config, target, layout, batches, tables, held_out),
+    )
     if layout.ring is not None:
-        on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)  # a former run came to its end
-    source = ServedFeatures(target, taps) if isinstance(target, ServedTarget) else LiveTarget(target, taps)
+        # a former run came to its end
+        on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)
+    source = (
+        ServedFeatures(target, taps)
+        if isinstance(target, ServedTarget)
+        else LiveTarget(target, taps)
+    )
     write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -95,16 +128,28 @@ def run(options: Options) -> None:
     accelerator.end_training()
 
 
-def judge_texts(config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables, ids: list[int]) -> Judged:
-    """The held-out texts with their features, the sizes of the taps, and what `StoredTarget.tap_sample` gives back for `ids`."""
+def judge_texts(
+    config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables, ids: list[int]
+) -> Judged:
+    """The held-out texts with their features, the sizes of the taps, and what
+    `StoredTarget.tap_sample` gives back for `ids`."""
     prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
     else:
         progress = Progress(prompts, desc="target writes held-out replies")
-        texts = [write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens) for prompt in progress]
-    sample = dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True)) if layout.taps else {}
-    sample = {"ids": torch.tensor(ids)} | {tap: states.cpu().contiguous() for tap, states in sample.items()}
+        texts = [
+            write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens)
+            for prompt in progress
+        ]
+    sample = (
+        dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True))
+        if layout.taps
+        else {}
+    )
+    sample = {"ids": torch.tensor(ids)} | {
+        tap: states.cpu().contiguous() for tap, states in sample.items()
+    }
     return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)), sample
 
 
@@ -129,7 +174,10 @@ def begin(
         "seed": config.seed,
         "packs": batches.packs,
         "tables": data_module.noted(store / "data").key,
-        "held_out": {"prompts": config.evaluation.prompts, "max_new_tokens": config.evaluation.max_new_tokens},
+        "held_out": {
+            "prompts": config.evaluation.prompts,
+            "max_new_tokens": config.evaluation.max_new_tokens,
+        },
     }
     for place in (store, store / "shards"):
         remove_partials(place, WANTED)  # of workers that were killed; its trainer may be running
@@ -137,7 +185,9 @@ def begin(
         _, before = read_manifest(store)
         for name, value in facts.items():
             if before.get(name) != value:
-                raise UserError(f"{store} holds features of another run ({name} differs); choose another folder")
+                raise UserError(
+                    f"{store} holds features of another run ({name} differs); choose another folder"
+                )
         if whole_beside_shards(store):
             return
     elif (store / "shards").exists():
@@ -164,12 +214,18 @@ def begin(
 
 
 def ends_and_texts(store: Path) -> list[Path]:
-    """The files that the manifest notes: `shards/` and `data/` have notes of their own, and `wanted.json` changes."""
-    return [*sorted(path for path in (store / "target").rglob("*") if path.is_file()), store / TEXTS_FILE, store / SAMPLE_FILE]
+    """The files that the manifest notes: `shards/` and `data/` have notes of their own, and
+    `wanted.json` changes."""
+    return [
+        *sorted(path for path in (store / "target").rglob("*") if path.is_file()),
+        store / TEXTS_FILE,
+        store / SAMPLE_FILE,
+    ]
 
 
 def whole_beside_shards(store: Path) -> bool:
-    """Are all files that the manifest names as they were written? The first one that is not is told."""
+    """Are all files that the manifest names as they were written? The first one that is not is
+    told."""
     manifest = manifest_of(store)
     try:
         for name in manifest.files:
@@ -181,19 +237,34 @@ def whole_beside_shards(store: Path) -> bool:
 
 
 def write_shards(
-    store: Path, layout: Layout, source: FeatureSource, batches: Batches, rows: int, accelerator: Accelerator, together: bool
+    store: Path,
+    layout: Layout,
+    source: FeatureSource,
+    batches: Batches,
+    rows: int,
+    accelerator: Accelerator,
+    together: bool,
 ) -> None:
-    """This worker's shards. Workers that make every forward `together` go through as many, and drop what is not theirs."""
+    """This worker's shards. Workers that make every forward `together` go through as many, and drop
+    what is not theirs."""
     whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes
     shards = -(-batches.packs // layout.rows_per_shard)
     if together:
-        mine = in_step(on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1))), rank, ranks)
+        mine = in_step(
+            on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1))),
+            rank,
+            ranks,
+        )
     else:
         mine = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
     progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
     for index, ours in mine:
         first = index * layout.rows_per_shard
-        last = min(first + layout.rows_per_shard, batches.packs) if whole else first + layout.rows_per_shard
+        last = (
+            min(first + layout.rows_per_shard, batches.packs)
+            if whole
+            else first + layout.rows_per_shard
+        )
         writer = ShardWriter(layout)
         for start in range(first, first + layout.rows_per_shard if together else last, rows):
             numbers = tuple(range(start, min(start + rows, last))) or (last - 1,)
@@ -210,7 +281,8 @@ def write_shards(
 
 
 def in_step(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
-    """A shard for each rank at a time, and whether it is to be written: one that has none left goes through another's."""
+    """A shard for each rank at a time, and whether it is to be written: one that has none left goes
+    through another's."""
     for start in range(0, len(missing), ranks):
         group = missing[start : start + ranks]
         yield group[min(rank, len(group) - 1)], rank < len(group)

@@ -1,8 +1,9 @@
 """`draftsmith data regenerate`: keep the prompts of a data set, let the target write the replies.
 
-Training on the target's own words is the largest single lever there is (drafter-recipes 11). The token ids that the target was
-given and those that it wrote are kept as they were, so nothing is tokenised twice. Each finished conversation is one appended
-line; a second call with the same output goes on behind the last whole one.
+Training on the target's own words is the largest single lever there is (drafter-recipes 11). The
+token ids that the target was given and those that it wrote are kept as they were, so nothing is
+tokenised twice. Each finished conversation is one appended line; a second call with the same output
+goes on behind the last whole one.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def run(options: Options) -> None:
         if task.id not in finished:
             tasks.append(task)
     if left_out.count == len(rows):
-        raise UserError(f"{options.data}: no row can be used; the first is {left_out.first}; mend it")
+        raise UserError(
+            f"{options.data}: no row can be used; the first is {left_out.first}; mend it"
+        )
     if finished:
         log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
     if not tasks:
@@ -72,7 +75,13 @@ def run(options: Options) -> None:
             regenerate_on_server(tasks, options, sink)
         else:
             regenerate_here(tasks, options, sink)
-    log.info("%s: %d conversations, %d tokens written by the target, %d without an end", out, sink.rows, sink.tokens, sink.cut)
+    log.info(
+        "%s: %d conversations, %d tokens written by the target, %d without an end",
+        out,
+        sink.rows,
+        sink.tokens,
+        sink.cut,
+    )
 
 
 def provenance_of(options: Options) -> dict[str, Any]:
@@ -88,7 +97,9 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     """Batched sampling with the target in this process. Batches hold prompts of similar length."""
     target = load_target(options.target)
     fingerprint = target.fingerprint()
-    sink.add_provenance({"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash})
+    sink.add_provenance(
+        {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
+    )
     plain = sum(task.conversation.messages is None for task in tasks)
     warn_of_plain_text(plain, target.tokenizer, options.data)
     room = target.max_positions - 1
@@ -108,12 +119,21 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     if overlong:
         log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
     while waiting:
-        batch = take_batch(waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions)
-        replies = sample(target, [prompt for prompt, _ in batch], options.sampling, seed_of(options.sampling.seed, batch[0]))
+        batch = take_batch(
+            waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions
+        )
+        replies = sample(
+            target,
+            [prompt for prompt, _ in batch],
+            options.sampling,
+            seed_of(options.sampling.seed, batch[0]),
+        )
         for (prompt, task), reply in zip(batch, replies, strict=True):
             ended = bool(reply) and reply[-1] in target.eos_ids
             text = target.tokenizer.decode(reply[:-1] if ended else reply)
-            task.add_reply(prompt, reply, {"role": "assistant", "content": text}, "stop" if ended else "length")
+            task.add_reply(
+                prompt, reply, {"role": "assistant", "content": text}, "stop" if ended else "length"
+            )
             if not task.done and ended:
                 task.advance()
                 following = task.prompt(target)
@@ -126,7 +146,8 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
 def take_batch(
     waiting: list[tuple[list[int], Task]], size: int, max_new_tokens: int, positions: int
 ) -> list[tuple[list[int], Task]]:
-    """The shortest prompts, off the list; none takes room for its reply from another by being longer."""
+    """The shortest prompts, off the list; none takes room for its reply from another by being
+    longer."""
 
     def room(prompt: list[int]) -> int:
         return min(max_new_tokens, positions - len(prompt))
@@ -146,17 +167,27 @@ def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
 
 
 @torch.inference_mode()
-def sample(target: Target, prompts: list[list[int]], sampling: ReplySampling, seed: int) -> list[list[int]]:
+def sample(
+    target: Target, prompts: list[list[int]], sampling: ReplySampling, seed: int
+) -> list[list[int]]:
     """One reply for each prompt, cut behind its end token; `generate` with left padding."""
     width = max(map(len, prompts))
     pad = next(iter(target.eos_ids), 0)
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device
+    )
     torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    # The target's own config may carry penalties that are neither recorded nor applied when drafts are verified.
+        options = {
+            "do_sample": True,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+        }
+    # The target's own config may carry penalties that are neither recorded nor applied when drafts
+    # are verified.
     options |= {name: PROCESSORS[name][-1] for name in target.processors}
     options |= {"pad_token_id": pad, "eos_token_id": sorted(target.eos_ids) or None}
     room = min(sampling.max_new_tokens, target.max_positions - width)

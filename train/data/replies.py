@@ -1,4 +1,5 @@
-"""Replies from an OpenAI-compatible server: concurrent, retried, token-exact where the server returns token ids."""
+"""Replies from an OpenAI-compatible server: concurrent, retried, token-exact where the server
+returns token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ log = logging.getLogger(__name__)
 def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> None:
     """Run every conversation through the server, `concurrency` at a time."""
     if any(task.conversation.messages is None for task in tasks):
-        raise UserError("a server answers messages; for plain text prompts run the target in this process")
+        raise UserError(
+            "a server answers messages; for plain text prompts run the target in this process"
+        )
     try:
         asyncio.run(_all(tasks, options, sink))
     except ExceptionGroup as group:
@@ -49,7 +52,10 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
                 sink.put(task)
             else:
                 if not warned:
-                    log.warning("the server returns no token ids (vLLM does, with return_token_ids); replies are kept as text")
+                    log.warning(
+                        "the server returns no token ids (vLLM does, with return_token_ids); "
+                        "replies are kept as text"
+                    )
                     warned = True
                 sink.put_text(task)
 
@@ -64,9 +70,16 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
     while True:
         answer = await _post(client, _request(task, options), options)
         choice = answer.choices[0]
-        message = {key: value for key, value in choice.message.items() if value is not None} | {"content": choice.content}
+        message = {key: value for key, value in choice.message.items() if value is not None} | {
+            "content": choice.content
+        }
         exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
-        task.add_reply(answer.prompt_token_ids or [], choice.token_ids or [], message, choice.finish_reason or "length")
+        task.add_reply(
+            answer.prompt_token_ids or [],
+            choice.token_ids or [],
+            message,
+            choice.finish_reason or "length",
+        )
         if task.done or choice.finish_reason != "stop":
             return exact
         task.advance()
@@ -101,8 +114,14 @@ class Choice(msgspec.Struct):
     token_ids: list[Token] | None = None
 
     def __post_init__(self) -> None:
-        demand(isinstance(self.message.get("content", ""), str | None), "the content of the message is no text")
-        demand(self.message.get("role", "assistant") == "assistant", "the message is not the assistant's")
+        demand(
+            isinstance(self.message.get("content", ""), str | None),
+            "the content of the message is no text",
+        )
+        demand(
+            self.message.get("role", "assistant") == "assistant",
+            "the message is not the assistant's",
+        )
 
     @property
     def content(self) -> str:
@@ -117,8 +136,9 @@ class Answer(msgspec.Struct):
 
 
 async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Options) -> Answer:
-    """The answer to a request. A server that fails, or answers in another form, is asked again `retries` times; the time limit
-    is one for the whole exchange, or one that sends a byte a second would never meet it."""
+    """The answer to a request. A server that fails, or answers in another form, is asked again
+    `retries` times; the time limit is one for the whole exchange, or one that sends a byte a second
+    would never meet it."""
     url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
     problem = ""
     for attempt in range(options.server.retries + 1):
@@ -142,8 +162,11 @@ async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Opt
                 problem = "it answers with something that is not JSON"
             continue
         problem = f"status {response.status_code}: {response.text[:200]}"
-        if response.status_code in (400, 413, 422):  # about this request, such as a prompt too long; others may go through
+        # about this request, such as a prompt too long; others may go through
+        if response.status_code in (400, 413, 422):
             raise RowError(problem)
         if response.status_code != 429 and response.status_code < 500:
             break
-    raise UserError(f"server {url} does not answer ({problem}); check it, then run the same command to go on")
+    raise UserError(
+        f"server {url} does not answer ({problem}); check it, then run the same command to go on"
+    )

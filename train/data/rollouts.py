@@ -1,7 +1,9 @@
-"""Texts that are written while training goes on: by the student itself (on-policy), or by decoding with the drafter as it is now.
+"""Texts that are written while training goes on: by the student itself (on-policy), or by decoding
+with the drafter as it is now.
 
-A share of the packed rows comes from them. Which rows, and which prompts, is a function of seed and place in the stream; the
-texts themselves are saved with every checkpoint, since the weights that wrote them are gone.
+A share of the packed rows comes from them. Which rows, and which prompts, is a function of seed and
+place in the stream; the texts themselves are saved with every checkpoint, since the weights that
+wrote them are gone.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ Writer = Callable[[Sequence[Request], int], list[Document]]
 
 @dataclass
 class Rollouts:
-    """Texts of the student's own, on which the target is asked what it would have said (on-policy distillation)."""
+    """Texts of the student's own, on which the target is asked what it would have said (on-policy
+    distillation)."""
 
     share: float = 0.0
-    """Share of the packed rows that hold such texts; 0 writes none, 1 nothing else. Epochs count all rows, these too."""
+    """Share of the packed rows that hold such texts; 0 writes none, 1 nothing else. Epochs count
+    all rows, these too."""
     begin: float = 0.0
     """Share of the run before the first of them."""
     every: int = 200
@@ -60,7 +64,9 @@ class Rollouts:
         if not 0 <= self.share <= 1 or not 0 <= self.begin < 1:
             raise UserError(f"{section}.share must lie in [0, 1], {section}.begin in [0, 1)")
         if min(self.every, self.prompts, self.max_new_tokens, self.batch_size) < 1:
-            raise UserError(f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1")
+            raise UserError(
+                f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1"
+            )
         self.sampling(0)
 
     def sampling(self, seed: int) -> Sampling:
@@ -69,8 +75,9 @@ class Rollouts:
 
 @dataclass
 class Errors(Rollouts):
-    """Acceptance errors: texts that the target writes with the drafter as it is now. Only rows that a round drafted from are
-    trained, up to the first rejected draft: what stands behind that one is never looked at."""
+    """Acceptance errors: texts that the target writes with the drafter as it is now. Only rows that
+    a round drafted from are trained, up to the first rejected draft: what stands behind that one is
+    never looked at."""
 
     length: int = 4
     """Drafts a round."""
@@ -80,7 +87,9 @@ class Errors(Rollouts):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.length < 1 or not 0 <= self.accepted_weight <= 1:
-            raise UserError("errors.length must be at least 1, errors.accepted_weight lie in [0, 1]")
+            raise UserError(
+                "errors.length must be at least 1, errors.accepted_weight lie in [0, 1]"
+            )
 
 
 class Written:
@@ -96,12 +105,16 @@ class Written:
         total: int,
         together: bool = False,
     ) -> None:
-        """`total`: steps of the run. `together`: every rank writes all the texts, since none can call the target alone."""
+        """`total`: steps of the run. `together`: every rank writes all the texts, since none can
+        call the target alone."""
         self._together = together
         self.name, self.config, self._write, self._accelerator = name, config, write, accelerator
         self._prompts = prompts_of(batches.table, batches.max_length)
         if not len(self._prompts):
-            raise UserError(f"{name}.share needs prompts of at most half of data.max_length; the sources hold none")
+            raise UserError(
+                f"{name}.share needs prompts of at most half of data.max_length; the sources hold "
+                "none"
+            )
         self._batches, self._seed = batches, [batches.seed, zlib.crc32(name.encode())]
         self._first_step = round(config.begin * total)
         self.first_row = self._first_step * batches.rows_per_step
@@ -109,7 +122,8 @@ class Written:
         self._packs: list[list[int]] = []
 
     def before_step(self, step: int) -> None:
-        """Write anew if it is time to: every rank its share of the prompts, and all of them all texts."""
+        """Write anew if it is time to: every rank its share of the prompts, and all of them all
+        texts."""
         since = step - self._first_step
         if since < 0 or since % self.config.every:
             return
@@ -123,10 +137,17 @@ class Written:
         ]
         mine = requests if self._together else requests[rank::ranks]
         documents = self._write(mine, int(random.integers(1 << 31)))
-        found: list[Any] = [(request.id, document) for request, document in zip(mine, documents, strict=True)]
+        found: list[Any] = [
+            (request.id, document) for request, document in zip(mine, documents, strict=True)
+        ]
         found = found if self._together else gather_object(found)
         longest = self._batches.max_length
-        self._take([tuple(part[:longest] for part in document) for _, document in sorted(found, key=lambda pair: pair[0])])
+        self._take(
+            [
+                tuple(part[:longest] for part in document)
+                for _, document in sorted(found, key=lambda pair: pair[0])
+            ]
+        )
 
     def _take(self, documents: list[Document]) -> None:
         self._documents = documents
@@ -140,7 +161,10 @@ class Written:
         """What a resume needs."""
         if self._documents:
             lengths = np.array([len(ids) for ids, *_ in self._documents])
-            parts = {name: np.concatenate(column) for name, column in zip(PARTS, zip(*self._documents, strict=True), strict=True)}
+            parts = {
+                name: np.concatenate(column)
+                for name, column in zip(PARTS, zip(*self._documents, strict=True), strict=True)
+            }
             save_file({"lengths": lengths, **parts}, folder / f"{self.name}.safetensors")
 
     def load(self, folder: Path) -> None:
@@ -154,7 +178,8 @@ PARTS = ("ids", "mask", "rounds")
 
 
 def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
-    """`[P, 2]`: documents, and where their first reply begins, where that leaves room for a reply as long as the prompt."""
+    """`[P, 2]`: documents, and where their first reply begins, where that leaves room for a reply
+    as long as the prompt."""
     starts = np.array([int(table.document(i)[1].argmax()) for i in range(len(table))])
     fit = np.flatnonzero((starts > 0) & (starts <= longest // 2))
     return np.stack([fit, starts[fit]], axis=1)
@@ -163,30 +188,41 @@ def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
 def student_texts(
     config: Rollouts, student: Target, ends: frozenset[int], prompts: Sequence[Request], seed: int
 ) -> list[Document]:
-    """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a gradient.
+    """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a
+    gradient.
 
     Prompt tokens that a trimmed student does not have are read as its last one, as everywhere.
     """
-    known = [Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id) for r in prompts]
+    known = [
+        Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id)
+        for r in prompts
+    ]
     texts = _in_batches(config, student, PlainDecoding(), known, seed, ends)
     documents = []
     for text, request in zip(texts, prompts, strict=True):
         text.prompt_ids = list(request.prompt_ids)
-        documents.append(_document(text, np.full(len(text.prompt_ids) + len(text.token_ids), ANY, np.int64)))
+        documents.append(
+            _document(text, np.full(len(text.prompt_ids) + len(text.token_ids), ANY, np.int64))
+        )
     return documents
 
 
-def decoded_rounds(config: Errors, target: Target, drafter: Any, prompts: Sequence[Request], seed: int) -> list[Document]:
-    """The target's replies, decoded with chains of the drafter as it is now; `rounds` says from where and how far they were
-    right."""
+def decoded_rounds(
+    config: Errors, target: Target, drafter: Any, prompts: Sequence[Request], seed: int
+) -> list[Document]:
+    """The target's replies, decoded with chains of the drafter as it is now; `rounds` says from
+    where and how far they were right."""
     artifact = Artifact(drafter, target.fingerprint())
     proposer = method_module(drafter.method).make_proposer(artifact, length=config.length, width=1)
-    return [_document(text, rounds_of(text)) for text in _in_batches(config, target, proposer, prompts, seed, None)]
+    return [
+        _document(text, rounds_of(text))
+        for text in _in_batches(config, target, proposer, prompts, seed, None)
+    ]
 
 
 def rounds_of(text: Generation) -> np.ndarray:
-    """`[S]`: at each root of a round, how many of its drafts were looked at: m > 0 if the last of them was rejected, -m if all
-    were accepted; 0 elsewhere."""
+    """`[S]`: at each root of a round, how many of its drafts were looked at: m > 0 if the last of
+    them was rejected, -m if all were accepted; 0 elsewhere."""
     start = len(text.prompt_ids)
     rounds = np.zeros(start + len(text.token_ids), np.int64)
     root = start  # chosen by the prefill
@@ -201,13 +237,23 @@ def rounds_of(text: Generation) -> np.ndarray:
 
 
 def _in_batches(
-    config: Rollouts, target: Target, proposer: Proposer, prompts: Sequence[Request], seed: int, ends: frozenset[int] | None
+    config: Rollouts,
+    target: Target,
+    proposer: Proposer,
+    prompts: Sequence[Request],
+    seed: int,
+    ends: frozenset[int] | None,
 ) -> list[Generation]:
     done: list[Generation] = []
-    with torch.no_grad(), Progress(total=len(prompts), desc="writing texts", unit=" texts") as progress:
+    with (
+        torch.no_grad(),
+        Progress(total=len(prompts), desc="writing texts", unit=" texts") as progress,
+    ):
         for at in range(0, len(prompts), config.batch_size):
             part = prompts[at : at + config.batch_size]
-            done += generate(target, proposer, part, config.max_new_tokens, config.sampling(seed), ends)
+            done += generate(
+                target, proposer, part, config.max_new_tokens, config.sampling(seed), ends
+            )
             progress.update(len(part))
     return done
 

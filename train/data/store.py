@@ -1,10 +1,12 @@
 """Features on disk: shards of packed rows, read without the target in memory.
 
-A shard holds the features of `rows_per_shard` packed rows end to end, without padding. In a whole store shard s has the packs
-s * n .. of the data, each once; training shuffles over all of them. A ring has the rows of the training stream in its order, and
-only those between the trainer and some shards ahead of it: the extractor waits for the trainer, and the other way round.
+A shard holds the features of `rows_per_shard` packed rows end to end, without padding. In a whole
+store shard s has the packs s * n .. of the data, each once; training shuffles over all of them. A
+ring has the rows of the training stream in its order, and only those between the trainer and some
+shards ahead of it: the extractor waits for the trainer, and the other way round.
 
-    shards/shard-000017.safetensors   starts [rows + 1]; last [T, H]; tapN [T, H]; with fp8 a scale for each position
+    shards/shard-000017.safetensors   starts [rows + 1]; last [T, H]; tapN [T, H]; with fp8 a scale
+                                      for each position
     shards/shard-000017.json          its checksum: a shard counts once this is there
     wanted.json                       ring: the first row that the trainer still needs
 
@@ -72,15 +74,20 @@ def remove_shard(path: Path) -> None:
 
 
 def taught(batch: Batch) -> Tensor:
-    """`[B, S]` bool: positions whose next token is a reply token of the same document. No other's law is ever learned."""
+    """`[B, S]` bool: positions whose next token is a reply token of the same document. No other's
+    law is ever learned."""
     return batch.reply_run(1, 1)
 
 
 def verify_shard(path: Path) -> None:
     """Demand that a shard is what was written. Raises `UserError`."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
-    if (reason := differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)) is not None:
-        raise UserError(f"{path.parent}: {reason}; delete {path.stem}.* and {AGAIN}, which fills it in")
+    if (
+        reason := differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)
+    ) is not None:
+        raise UserError(
+            f"{path.parent}: {reason}; delete {path.stem}.* and {AGAIN}, which fills it in"
+        )
 
 
 class ShardWriter:
@@ -88,7 +95,10 @@ class ShardWriter:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._rows: dict[str, list[Tensor]] = {"last": [], **{f"tap{tap}": [] for tap in layout.taps}}
+        self._rows: dict[str, list[Tensor]] = {
+            "last": [],
+            **{f"tap{tap}": [] for tap in layout.taps},
+        }
         self._lengths: dict[str, list[int]] = {"last": [], "tap": []}
 
     def add(self, features: Features) -> None:
@@ -113,17 +123,25 @@ class ShardWriter:
             tensors[f"{name}_starts"] = torch.tensor([0, *lengths]).cumsum(0)
         with whole_file(path) as aside:
             save_file(tensors, aside)
-            note = {"sha256": checksum(aside), "bytes": aside.stat().st_size, "positions": sum(self._lengths["tap"])}
+            note = {
+                "sha256": checksum(aside),
+                "bytes": aside.stat().st_size,
+                "positions": sum(self._lengths["tap"]),
+            }
         with whole_file(path.with_suffix(".json")) as aside:
             write_json(aside, note)
 
 
 def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
-    """`[T, H]` as it is stored; fp8 has one scale a position, which makes its largest element 448."""
+    """`[T, H]` as it is stored; fp8 has one scale a position, which makes its largest element
+    448."""
     if dtype != "fp8":
         return {name: states.to(getattr(torch, dtype)).contiguous()}
     scale = states.float().abs().amax(-1).clamp(min=1e-12) / FP8_LARGEST
-    return {name: (states.float() / scale[:, None]).to(torch.float8_e4m3fn).contiguous(), f"{name}_scale": scale}
+    return {
+        name: (states.float() / scale[:, None]).to(torch.float8_e4m3fn).contiguous(),
+        f"{name}_scale": scale,
+    }
 
 
 class Shard:
@@ -133,9 +151,13 @@ class Shard:
         try:
             self._file: Any = safe_open(path, framework="pt")
             names = set(self._file.keys())
-            self._starts = {name: self._file.get_tensor(f"{name}_starts").tolist() for name in ("last", "tap")}
+            self._starts = {
+                name: self._file.get_tensor(f"{name}_starts").tolist() for name in ("last", "tap")
+            }
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} is not a shard of features ({error}); delete it and {AGAIN}") from error
+            raise UserError(
+                f"{path} is not a shard of features ({error}); delete it and {AGAIN}"
+            ) from error
         self._scaled = any(name.endswith("_scale") for name in names)
 
     def row(self, name: str, place: int) -> Tensor:
@@ -143,7 +165,11 @@ class Shard:
         starts = self._starts["last" if name == "last" else "tap"]
         part = slice(starts[place], starts[place + 1])
         states = self._file.get_slice(name)[part]
-        return states.float() * self._file.get_slice(f"{name}_scale")[part][:, None] if self._scaled else states
+        return (
+            states.float() * self._file.get_slice(f"{name}_scale")[part][:, None]
+            if self._scaled
+            else states
+        )
 
 
 class StoredFeatures:
@@ -161,13 +187,20 @@ class StoredFeatures:
         main: bool,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`main`: this rank tells a ring's extractor how far training has come. `asked`: whether the run was told to stop."""
+        """`main`: this rank tells a ring's extractor how far training has come. `asked`: whether
+        the run was told to stop."""
         self._store, manifest = Path(store), manifest_of(store)
         self._layout = layout_of(manifest)
         if missing := sorted(set(taps) - set(self._layout.taps)):
-            raise UserError(f"{store} has taps {list(self._layout.taps)}, not {missing}; extract again with this run's config")
+            raise UserError(
+                f"{store} has taps {list(self._layout.taps)}, not {missing}; extract again with "
+                "this run's config"
+            )
         if all_last and not self._layout.all_last:
-            raise UserError(f"{store} has last states for replies only, EAGLE-1 reads them everywhere; extract again for it")
+            raise UserError(
+                f"{store} has last states for replies only, EAGLE-1 reads them everywhere; "
+                "extract again for it"
+            )
         self._batches, self._target, self._taps, self._main = batches, target, taps, main
         self._asked = asked
         self._shards: dict[int, Shard] = {}
@@ -177,8 +210,10 @@ class StoredFeatures:
             needed := batches.rows_per_step + self._layout.rows_per_shard - 1
         ):
             raise UserError(
-                f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a time, its ring holds "
-                f"{ring * self._layout.rows_per_shard}; extract with a larger --ring or --rows-per-shard"
+                f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a "
+                "time, its ring holds "
+                f"{ring * self._layout.rows_per_shard}; extract with a larger --ring or "
+                "--rows-per-shard"
             )
 
     def features(self, batch: Batch) -> Features:
@@ -208,8 +243,11 @@ class StoredFeatures:
             if self._layout.ring is not None:
                 self._await(path)
             elif not shard_done(path):
-                raise UserError(f"{path} is missing from the feature store; {AGAIN}, which fills it in")
-            if self._layout.ring is not None or index not in self._verified:  # a ring's shard may have been written anew
+                raise UserError(
+                    f"{path} is missing from the feature store; {AGAIN}, which fills it in"
+                )
+            # a ring's shard may have been written anew
+            if self._layout.ring is not None or index not in self._verified:
                 verify_shard(path)
                 self._verified.add(index)
             if len(self._shards) >= self.OPEN:
@@ -224,18 +262,23 @@ class StoredFeatures:
             time.sleep(0.01)
             if self._asked():
                 raise UserError(
-                    "asked to stop while waiting for the extractor; the same command goes on from the last checkpoint"
+                    "asked to stop while waiting for the extractor; the same command goes on from "
+                    "the last checkpoint"
                 )
             if time.monotonic() - since > PATIENCE_S:
-                log.warning("waiting for %s; is draftsmith data extract running for this store?", path)
+                log.warning(
+                    "waiting for %s; is draftsmith data extract running for this store?", path
+                )
                 since = time.monotonic()
 
     def _let_go(self, number: int) -> None:
-        """Rows before the step's first are done with on every rank, since a step ends with a sum over ranks; its own are not."""
+        """Rows before the step's first are done with on every rank, since a step ends with a sum
+        over ranks; its own are not."""
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
         if index != self._told:
-            self._shards = {i: shard for i, shard in self._shards.items() if i >= index}  # a mapped file keeps its place on disk
+            # a mapped file keeps its place on disk
+            self._shards = {i: shard for i, shard in self._shards.items() if i >= index}
             if self._main:
                 tell(self._store, first)
             self._told = index
@@ -265,11 +308,17 @@ def wanted(store: Path) -> tuple[int, bool]:
     return facts.first, facts.done
 
 
-def shards_to_write(store: Path, layout: Layout, shards: int, rank: int, ranks: int) -> Iterator[int]:
-    """Numbers of the shards that this worker has to write, one after another; of a ring as room comes free, until the trainer is
-    done."""
+def shards_to_write(
+    store: Path, layout: Layout, shards: int, rank: int, ranks: int
+) -> Iterator[int]:
+    """Numbers of the shards that this worker has to write, one after another; of a ring as room
+    comes free, until the trainer is done."""
     if layout.ring is None:
-        yield from (index for index in range(rank, shards, ranks) if not shard_done(shard_path(store, index)))
+        yield from (
+            index
+            for index in range(rank, shards, ranks)
+            if not shard_done(shard_path(store, index))
+        )
         return
     while True:
         first, done = wanted(store)

@@ -1,7 +1,8 @@
-"""From sources of conversations to two tables of tokens, training and held out, with a count of everything that was lost.
+"""From sources of conversations to two tables of tokens, training and held out, with a count of
+everything that was lost.
 
-The tables are written once into the run's folder by the main process and memory-mapped by every rank; a key over the sources,
-the settings and the tokenizer says when they are stale.
+The tables are written once into the run's folder by the main process and memory-mapped by every
+rank; a key over the sources, the settings and the tokenizer says when they are stale.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ LOST = ("malformed", "overlong", "nothing to learn")
 
 @dataclass
 class TokenTable:
-    """Documents end to end: `ids` int32 and `mask` bool, both `[tokens]`; document i is `starts[i] : starts[i + 1]`."""
+    """Documents end to end: `ids` int32 and `mask` bool, both `[tokens]`; document i is `starts[i]
+    : starts[i + 1]`."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -65,10 +67,21 @@ class TokenTable:
     def check(self) -> None:
         """Raise `ValueError` unless the parts fit together."""
         shapes = [part.ndim == 1 for part in (self.ids, self.mask, self.starts, self.copies)]
-        kinds = self.mask.dtype == np.bool_ and all(p.dtype.kind == "i" for p in (self.ids, self.starts, self.copies))
-        if not (all(shapes) and kinds and len(self.mask) == len(self.ids) and len(self.copies) == len(self) > 0):
+        kinds = self.mask.dtype == np.bool_ and all(
+            p.dtype.kind == "i" for p in (self.ids, self.starts, self.copies)
+        )
+        if not (
+            all(shapes)
+            and kinds
+            and len(self.mask) == len(self.ids)
+            and len(self.copies) == len(self) > 0
+        ):
             raise ValueError("its parts do not fit together")
-        if self.starts[0] != 0 or self.starts[-1] != len(self.ids) or (np.diff(self.starts) < 0).any():
+        if (
+            self.starts[0] != 0
+            or self.starts[-1] != len(self.ids)
+            or (np.diff(self.starts) < 0).any()
+        ):
             raise ValueError("its documents overlap")
 
     def facts(self) -> dict[str, Any]:
@@ -77,7 +90,12 @@ class TokenTable:
         for part in (self.ids, self.mask, self.starts):
             digest.update(np.ascontiguousarray(part).data)
         written = int(self.mask.sum())
-        return {"documents": len(self), "tokens": len(self.ids), "written": written, "sha256": digest.hexdigest()}
+        return {
+            "documents": len(self),
+            "tokens": len(self.ids),
+            "written": written,
+            "sha256": digest.hexdigest(),
+        }
 
     @classmethod
     def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
@@ -100,10 +118,11 @@ class Tables:
 
 
 def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
-    """Build the tables in `folder`, or take those that stand there if nothing they depend on has changed.
+    """Build the tables in `folder`, or take those that stand there if nothing they depend on has
+    changed.
 
-    Raises `UserError` for a source that cannot be read, that loses more rows than `data.max_lost_share` (naming the first), and
-    when nothing is left to learn from or to hold out.
+    Raises `UserError` for a source that cannot be read, that loses more rows than
+    `data.max_lost_share` (naming the first), and when nothing is left to learn from or to hold out.
     """
     key = tables_key(data, target, seed)
     if folder.exists():
@@ -111,12 +130,20 @@ def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
             if noted(folder).key == key:
                 return load(folder)
         except UserError as error:
-            log.warning("%s: the tables are built again from data.sources", str(error).partition("; ")[0])
+            log.warning(
+                "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
+            )
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
         for name, table in (("train", tables.train), ("held_out", tables.held_out)):
-            save_file({k: np.ascontiguousarray(v) for k, v in vars(table).items()}, aside / f"{name}.safetensors")
-        write_json(aside / COUNTS_FILE, {"schema": 1, "key": key, "counts": tables.counts, "files": facts_of(aside)})
+            save_file(
+                {k: np.ascontiguousarray(v) for k, v in vars(table).items()},
+                aside / f"{name}.safetensors",
+            )
+        write_json(
+            aside / COUNTS_FILE,
+            {"schema": 1, "key": key, "counts": tables.counts, "files": facts_of(aside)},
+        )
     return tables
 
 
@@ -126,17 +153,23 @@ def noted(folder: Path) -> Counts:
 
 
 def load(folder: Path) -> Tables:
-    """The tables that `prepare` wrote. Raises `UserError` for a file that is not as it was written."""
+    """The tables that `prepare` wrote. Raises `UserError` for a file that is not as it was
+    written."""
     found = noted(folder)
     for name, facts in found.files.items():
         if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
     try:
-        train, held_out = (TokenTable(**load_file(folder / f"{name}.safetensors")) for name in ("train", "held_out"))
+        train, held_out = (
+            TokenTable(**load_file(folder / f"{name}.safetensors"))
+            for name in ("train", "held_out")
+        )
         train.check()
         held_out.check()
     except (OSError, SafetensorError, TypeError, ValueError) as error:
-        raise UserError(f"{folder} holds no tables of tokens ({error}); {again_for(folder)}") from error
+        raise UserError(
+            f"{folder} holds no tables of tokens ({error}); {again_for(folder)}"
+        ) from error
     return Tables(train, held_out, found.counts)
 
 
@@ -154,7 +187,10 @@ def tables_key(data: Data, target: Target, seed: int) -> str:
         str(getattr(target.tokenizer, "chat_template", None)),
     ]
     for source in data.sources:
-        facts += [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in source_files(source.path) or []]
+        facts += [
+            [str(f), f.stat().st_size, f.stat().st_mtime_ns]
+            for f in source_files(source.path) or []
+        ]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -178,12 +214,17 @@ def build(data: Data, target: Target, seed: int) -> Tables:
         train = _clean(train, held_out, counts)
     for rows, kind in ((train, "to learn from"), (held_out, "held out")):
         if not rows:
-            raise UserError(f"no rows are left {kind} ({_describe(counts)}); check data.sources and data.held_out")
+            raise UserError(
+                f"no rows are left {kind} ({_describe(counts)}); check data.sources and "
+                "data.held_out"
+            )
     for kind, rows in (("train", train), ("held out", held_out)):
         for row in rows:
             counts[row.source][kind] += 1
     log.info("data: %s", _describe(counts))
-    return Tables(_table(train), _table(held_out), {name: dict(count) for name, count in counts.items()})
+    return Tables(
+        _table(train), _table(held_out), {name: dict(count) for name, count in counts.items()}
+    )
 
 
 @dataclass
@@ -196,13 +237,19 @@ class _Row:
 
 
 def _table(rows: list[_Row]) -> TokenTable:
-    return TokenTable.of([e for row in rows for e in row.encoded], [row.copies for row in rows for _ in row.encoded])
+    return TokenTable.of(
+        [e for row in rows for e in row.encoded], [row.copies for row in rows for _ in row.encoded]
+    )
 
 
-def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]) -> Iterator[_Row]:
+def _read(
+    source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]
+) -> Iterator[_Row]:
     name = source.name or source.path
     left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
-    for row_name, raw in Progress(rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"):
+    for row_name, raw in Progress(
+        rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"
+    ):
         count["read"] += 1
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
         copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
@@ -214,7 +261,13 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
                 raise raw
             conversation = conversation_of(raw)
             _check_tokens(conversation, target)
-            encoded = encode(conversation, target.tokenizer, target.eos_ids, target.name, data.chat_template_kwargs)
+            encoded = encode(
+                conversation,
+                target.tokenizer,
+                target.eos_ids,
+                target.name,
+                data.chat_template_kwargs,
+            )
         except RowError as error:
             left_out.add(row_name, error)
             count["malformed"] += 1
@@ -227,7 +280,11 @@ def _read(source: Source, data: Data, target: Target, seed: int, count: Counter[
         if not useful:
             count["overlong" if not fits else "nothing to learn"] += 1
             longest = max((len(e.token_ids) for e in encoded), default=0)
-            reason = f"{longest} tokens, data.max_length is {data.max_length}" if not fits else "no token of the assistant's"
+            reason = (
+                f"{longest} tokens, data.max_length is {data.max_length}"
+                if not fits
+                else "no token of the assistant's"
+            )
             lost.append(f"{row_name} ({reason})")
             continue
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
@@ -238,13 +295,16 @@ def _check_tokens(conversation: Conversation, target: Target) -> None:
     if conversation.token_ids is None:
         return
     if conversation.tokenizer_hash not in (None, tokenizer_hash(target.tokenizer)):
-        raise RowError("its token ids were written with another tokenizer; regenerate it with this target")
+        raise RowError(
+            "its token ids were written with another tokenizer; regenerate it with this target"
+        )
     if not all(0 <= token < target.vocab_size for token in conversation.token_ids):
         raise RowError(f"a token id lies outside the target's vocabulary of {target.vocab_size}")
 
 
 def _has_label(encoded: Encoded) -> bool:
-    """Whether some drafted token can be learned: a root written by the target, followed by another such token."""
+    """Whether some drafted token can be learned: a root written by the target, followed by another
+    such token."""
     mask = encoded.mask
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))
 
@@ -257,8 +317,13 @@ def _is_held_out(held_out: HeldOut, source: str, raw: Any, row_name: str, seed: 
     if not isinstance(raw, dict):
         return False
     if held_out.time_field not in raw:
-        raise UserError(f"row {row_name} has no field {held_out.time_field!r} to split by time; set data.held_out.time_field")
-    return _moment(raw[held_out.time_field], row_name) >= _moment(held_out.since, "data.held_out.since")
+        raise UserError(
+            f"row {row_name} has no field {held_out.time_field!r} to split by time; set "
+            "data.held_out.time_field"
+        )
+    return _moment(raw[held_out.time_field], row_name) >= _moment(
+        held_out.since, "data.held_out.since"
+    )
 
 
 def _chance(*what: object) -> float:
@@ -283,10 +348,14 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
     number = sum(count[reason] for reason in LOST)
     reasons = ", ".join(f"{count[reason]} {reason}" for reason in LOST if count[reason])
     if number == count["read"]:
-        raise UserError(f"data source {name}: not one of {number} rows can be used ({reasons}); the first is {lost[0]}")
+        raise UserError(
+            f"data source {name}: not one of {number} rows can be used ({reasons}); the first is "
+            f"{lost[0]}"
+        )
     if number > allowed * count["read"]:
         raise UserError(
-            f"data source {name} would lose {number} of {count['read']} rows ({reasons}); the first is {lost[0]}; mend them, or "
+            f"data source {name} would lose {number} of {count['read']} rows ({reasons}); the "
+            f"first is {lost[0]}; mend them, or "
             f"accept it with data.max_lost_share={min(1.0, number / count['read'] + 0.005):.2f}"
         )
     for row in lost[:20]:
@@ -306,7 +375,8 @@ def _distinct(rows: list[_Row], seen: set[bytes], counts: dict[str, Counter[str]
 
 
 def ngrams(text: str) -> set[int]:
-    """Hashes of the 13-grams of words and signs in `text`, lower-cased: the usual unit of contamination."""
+    """Hashes of the 13-grams of words and signs in `text`, lower-cased: the usual unit of
+    contamination."""
     words = WORD.findall(text.lower())
     return {hash(tuple(words[i : i + NGRAM_WORDS])) for i in range(len(words) - NGRAM_WORDS + 1)}
 
@@ -323,4 +393,7 @@ def _clean(train: list[_Row], held_out: list[_Row], counts: dict[str, Counter[st
 
 
 def _describe(counts: dict[str, Counter[str]]) -> str:
-    return "; ".join(f"{name}: " + ", ".join(f"{n} {what}" for what, n in count.items()) for name, count in counts.items())
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{n} {what}" for what, n in count.items())
+        for name, count in counts.items()
+    )

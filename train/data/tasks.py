@@ -38,9 +38,16 @@ class Task:
         conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
         if conversation.messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")
-        if conversation.messages is not None and not any(m["role"] == "user" for m in conversation.messages):
+        if conversation.messages is not None and not any(
+            m["role"] == "user" for m in conversation.messages
+        ):
             raise RowError("there is no user message to answer")
-        task = cls(str(row.get("id", name)), [], deque(questions(conversation.messages or [])), conversation)
+        task = cls(
+            str(row.get("id", name)),
+            [],
+            deque(questions(conversation.messages or [])),
+            conversation,
+        )
         task.advance()
         return task
 
@@ -62,8 +69,11 @@ class Task:
         )
         return prompt_ids(so_far, target.tokenizer, target.name)
 
-    def add_reply(self, prompt: list[int], reply: list[int], message: dict[str, Any], finish_reason: str) -> None:
-        """Record a reply; a prompt that continues the last sequence lengthens it, any other begins a new one."""
+    def add_reply(
+        self, prompt: list[int], reply: list[int], message: dict[str, Any], finish_reason: str
+    ) -> None:
+        """Record a reply; a prompt that continues the last sequence lengthens it, any other begins
+        a new one."""
         last = self.events[-1] if self.events else None
         if last is None or prompt[: len(last["token_ids"])] != last["token_ids"]:
             last = {"token_ids": [], "response_spans": [], "finish_reasons": []}
@@ -94,22 +104,42 @@ class Sink:
     """The output file: one line for each sequence, appended when its conversation is finished."""
 
     def __init__(
-        self, file: TextIO, progress: Progress, provenance: dict[str, Any], written: dict[str, Any] | None = None
+        self,
+        file: TextIO,
+        progress: Progress,
+        provenance: dict[str, Any],
+        written: dict[str, Any] | None = None,
     ) -> None:
-        self._file, self._progress, self._provenance, self._written = file, progress, provenance, written
+        self._file, self._progress, self._provenance, self._written = (
+            file,
+            progress,
+            provenance,
+            written,
+        )
         self.rows = self.tokens = self.cut = 0
 
     def add_provenance(self, more: dict[str, Any]) -> None:
-        """What is known of the target only once it is loaded; rows that stand in the file must agree."""
+        """What is known of the target only once it is loaded; rows that stand in the file must
+        agree."""
         refuse_other(Path(self._file.name), self._written, more)
         self._provenance |= more
 
     def put(self, task: Task) -> None:
         for number, event in enumerate(task.events):
             whole = number == len(task.events) - 1
-            row = {"id": task.id, "part": number, "last_part": whole, **event, "regenerated": self._provenance}
+            row = {
+                "id": task.id,
+                "part": number,
+                "last_part": whole,
+                **event,
+                "regenerated": self._provenance,
+            }
             row["messages"] = task.said if task.conversation.messages is not None else None
-            row["text"] = None if row["messages"] else (task.conversation.text or "") + task.said[-1]["content"]
+            row["text"] = (
+                None
+                if row["messages"]
+                else (task.conversation.text or "") + task.said[-1]["content"]
+            )
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.tokens += sum(end - start for start, end in event["response_spans"])
             self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
@@ -117,7 +147,13 @@ class Sink:
 
     def put_text(self, task: Task) -> None:
         """A conversation whose server gave no token ids."""
-        row = {"id": task.id, "part": 0, "last_part": True, "messages": task.said, "regenerated": self._provenance}
+        row = {
+            "id": task.id,
+            "part": 0,
+            "last_part": True,
+            "messages": task.said,
+            "regenerated": self._provenance,
+        }
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._flush()
 
@@ -129,9 +165,11 @@ class Sink:
 
 
 def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
-    """Ids of the conversations that stand whole in `out`, and how they were written (None if nothing is there).
+    """Ids of the conversations that stand whole in `out`, and how they were written (None if
+    nothing is there).
 
-    What a killed process left half-written behind them is cut off, but only if every whole line was written by this command.
+    What a killed process left half-written behind them is cut off, but only if every whole line was
+    written by this command.
     """
     if not out.exists():
         return set(), None
@@ -170,4 +208,7 @@ def refuse_other(out: Path, written: dict[str, Any] | None, facts: dict[str, Any
     """Rows of two targets or two samplings must not end up in one file."""
     for name, value in facts.items():
         if written is not None and written.get(name) != value:
-            raise UserError(f"{out} was written with {name} {written.get(name)}, now it is {value}; choose another --out")
+            raise UserError(
+                f"{out} was written with {name} {written.get(name)}, now it is {value}; choose "
+                "another --out"
+            )

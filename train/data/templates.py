@@ -1,8 +1,9 @@
 """From a conversation to tokens and the mask of what the assistant wrote, its end token included.
 
-Where the chat template marks the assistant's words (`{% generation %}`), the marks decide. Elsewhere the template is rendered up
-to and through each assistant turn: the text in between is that turn. Templates that rewrite earlier turns (thinking removed)
-cannot carry several turns in one rendering; each such turn becomes a sequence of its own, as the server saw it.
+Where the chat template marks the assistant's words (`{% generation %}`), the marks decide.
+Elsewhere the template is rendered up to and through each assistant turn: the text in between is
+that turn. Templates that rewrite earlier turns (thinking removed) cannot carry several turns in one
+rendering; each such turn becomes a sequence of its own, as the server saw it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def encode(
     target_name: str,
     template_kwargs: dict[str, Any],
 ) -> list[Encoded]:
-    """The conversation as one or more sequences. Raises `RowError` for a row that the template cannot render."""
+    """The conversation as one or more sequences. Raises `RowError` for a row that the template
+    cannot render."""
     if conversation.token_ids is not None:
         return [_from_spans(conversation.token_ids, conversation.response_spans)]
     if conversation.messages is None:
@@ -43,7 +45,9 @@ def encode(
     except RowError:
         raise
     except Exception as error:
-        raise RowError(f"the chat template cannot render it: {str(error).splitlines()[0]}") from error
+        raise RowError(
+            f"the chat template cannot render it: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
@@ -54,7 +58,8 @@ def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
 
 
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
-    """All of a text is learned from; of prompt and completion, the completion. Both end with the end token, if there is one."""
+    """All of a text is learned from; of prompt and completion, the completion. Both end with the
+    end token, if there is one."""
     ids = list(tokenizer(conversation.text)["input_ids"])
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if conversation.completion is None:
@@ -63,8 +68,12 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
     return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
 
 
-def _by_marks(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]) -> Encoded:
-    rendered = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs)
+def _by_marks(
+    messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
+) -> Encoded:
+    rendered = tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs
+    )
     ids, mask = list(rendered["input_ids"]), [bool(m) for m in rendered["assistant_masks"]]
     for i in range(1, len(ids)):  # some templates close the mark just before the end token
         if mask[i - 1] and not mask[i] and ids[i] in eos_ids and ids[i - 1] not in eos_ids:
@@ -72,9 +81,13 @@ def _by_marks(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwa
     return Encoded(ids, mask)
 
 
-def _by_prefixes(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]) -> list[Encoded]:
+def _by_prefixes(
+    messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
+) -> list[Encoded]:
     def render(count: int, for_reply: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=for_reply, **kwargs)
+        return tokenizer.apply_chat_template(
+            messages[:count], tokenize=False, add_generation_prompt=for_reply, **kwargs
+        )
 
     sequences: list[tuple[str, list[tuple[int, int]]]] = []
     for i, message in enumerate(messages):
@@ -91,8 +104,11 @@ def _by_prefixes(messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], 
     return [_mask_spans(text, spans, tokenizer, eos_ids) for text, spans in sequences]
 
 
-def _mask_spans(text: str, spans: list[tuple[int, int]], tokenizer: Any, eos_ids: frozenset[int]) -> Encoded:
-    """Tokens of the rendered text; the mask covers each span up to its end token (templates add line breaks after it)."""
+def _mask_spans(
+    text: str, spans: list[tuple[int, int]], tokenizer: Any, eos_ids: frozenset[int]
+) -> Encoded:
+    """Tokens of the rendered text; the mask covers each span up to its end token (templates add
+    line breaks after it)."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids) | eos_ids

@@ -1,6 +1,8 @@
-"""How a DSpark drafter learns: as DFlash does, with the text's own token before each draft, and its confidence beside.
+"""How a DSpark drafter learns: as DFlash does, with the text's own token before each draft, and its
+confidence beside.
 
-Shapes: B packed rows, S positions, R blocks with weight, D drafts of a block, H hidden size, r rank of the transition.
+Shapes: B packed rows, S positions, R blocks with weight, D drafts of a block, H hidden size, r rank
+of the transition.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from .dflash import (
 )
 from .mask_token import mask_token_for
 
-__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter", "make_objective",
+__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter",
+"make_objective",
            "outline", "teacher_forced", "writers"]  # fmt: skip
 
 
@@ -47,11 +50,13 @@ class DSparkLoss(BlockLoss):
     """What the drafter is told."""
 
     loss: Divergence = "lk-hybrid"
-    """Between the drafter's distribution and the target's, the text's tokens (ce), or both: ce-l1 is the paper's, for data by the
-    billion tokens. Of little data it learns next to nothing, since L1 has no gradient where the two hardly overlap."""
+    """Between the drafter's distribution and the target's, the text's tokens (ce), or both: ce-l1
+    is the paper's, for data by the billion tokens. Of little data it learns next to nothing, since
+    L1 has no gradient where the two hardly overlap."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
     confidence_weight: float = 1.0
-    """Weight of the cross-entropy between each draft's confidence and the overlap of its law with the target's."""
+    """Weight of the cross-entropy between each draft's confidence and the overlap of its law with
+    the target's."""
 
     def __post_init__(self) -> None:
         if self.confidence_weight < 0:
@@ -64,7 +69,8 @@ class Run(RunConfig):
     """Train a DSpark drafter for a frozen target."""
 
     example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml --optim.lr 3e-4"
+        "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml "
+        "--optim.lr 3e-4"
     )
 
     heads: DSparkConfig = field(default_factory=DSparkConfig)
@@ -78,10 +84,15 @@ def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
     """See `Outline`."""
-    return outline_of(run, DSparkDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends))
+    return outline_of(
+        run,
+        DSparkDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends),
+    )
 
 
-def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DSparkDrafter:
+def make_drafter(
+    run: Run, target: Target, batches: Batches, before: Artifact | None
+) -> DSparkDrafter:
     """As `dflash.make_drafter`."""
     if before is not None:
         return DSparkDrafter(shape_before(run, target, batches, before, dspark), target.ends)
@@ -99,14 +110,20 @@ def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkOb
 
 
 class DSparkObjective(BlockObjective):
-    """Blocks with a confidence for each draft, which is told how much of its law the target would accept."""
+    """Blocks with a confidence for each draft, which is told how much of its law the target would
+    accept."""
 
     config: DSparkLoss
 
-    def further_loss(self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Binary cross-entropy with a soft label: of less variance than accepted or not (objectives.md section 8)."""
+    def further_loss(
+        self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Binary cross-entropy with a soft label: of less variance than accepted or not
+        (objectives.md section 8)."""
         said = drafter.confidence(state).float()
-        surprise = functional.binary_cross_entropy_with_logits(said, alpha.clamp(0, 1), reduction="none")
+        surprise = functional.binary_cross_entropy_with_logits(
+            said, alpha.clamp(0, 1), reduction="none"
+        )
         return self.config.confidence_weight * surprise, (surprise.detach(),)
 
     def more_metrics(self, weights: Tensor, *tables: Tensor) -> Sums:
@@ -115,7 +132,8 @@ class DSparkObjective(BlockObjective):
 
 @torch.no_grad()
 def teacher_forced(drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
-    """As `dflash.teacher_forced`, with the confidences' logits beside the ranks: `[S, D, 2]`, float."""
+    """As `dflash.teacher_forced`, with the confidences' logits beside the ranks: `[S, D, 2]`,
+    float."""
     found = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
     for rows, outputs, before, coming in forced_blocks(drafter, hidden, ids):
         state = drafter.state(outputs, before)
@@ -125,5 +143,6 @@ def teacher_forced(drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tenso
 
 
 def accepted_by_root(found: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, D, 2]`."""
+    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, D,
+    2]`."""
     return dflash.accepted_by_root(found[..., 0], calibration)

@@ -1,7 +1,9 @@
-"""How Medusa heads learn: every head from the same frozen state, each with its own label shift and its own global count.
+"""How Medusa heads learn: every head from the same frozen state, each with its own label shift and
+its own global count.
 
-Index table (drafter-recipes 0.3): head i (0-based) at row t reads h_t, its label is x[t+2+i], its teacher p[t+1+i], its weight
-R(t+1 .. t+2+i). Shapes: R rows with weight, H hidden size, V vocabulary.
+Index table (drafter-recipes 0.3): head i (0-based) at row t reads h_t, its label is x[t+2+i], its
+teacher p[t+1+i], its weight R(t+1 .. t+2+i). Shapes: R rows with weight, H hidden size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ __all__ = [
 ]
 
 SURENESS = 0.45
-"""Heads begin with the target's output matrix times this. With the matrix as it is they are as sure as the
-target, and wrong: with SmolLM2 the divergences of three heads begin at 9.0, 11.1 and 11.4, times 0.45 at
-5.7, 6.7 and 6.8. The least lies between 0.4 and 0.5, with the quickstart target too (EXPERIMENTS.md)."""
+"""Heads begin with the target's output matrix times this. With the matrix as it is they are as sure
+as the target, and wrong: with SmolLM2 the divergences of three heads begin at 9.0, 11.1 and 11.4,
+times 0.45 at 5.7, 6.7 and 6.8. The least lies between 0.4 and 0.5, with the quickstart target too
+(EXPERIMENTS.md)."""
 REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default
 
 
@@ -52,8 +55,8 @@ class MedusaLoss:
     """What the heads are told."""
 
     loss: Divergence = "kl"
-    """Between a head's law and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid, ce (the text's tokens), top-k-kl,
-    ce-l1."""
+    """Between a head's law and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid, ce (the
+    text's tokens), top-k-kl, ce-l1."""
     head_decay: float = 0.8
     """Weight of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024
@@ -61,7 +64,9 @@ class MedusaLoss:
 
     def __post_init__(self) -> None:
         if not 0 < self.head_decay <= 1 or self.rows_per_chunk < 1:
-            raise UserError("objective.head_decay must lie in (0, 1] and objective.rows_per_chunk be at least 1")
+            raise UserError(
+                "objective.head_decay must lie in (0, 1] and objective.rows_per_chunk be at least 1"
+            )
 
 
 @dataclass
@@ -69,7 +74,8 @@ class Run(RunConfig):
     """Train Medusa heads for a frozen target."""
 
     example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml --optim.lr 3e-4"
+        "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml "
+        "--optim.lr 3e-4"
     )
 
     heads: MedusaConfig = field(default_factory=MedusaConfig)
@@ -84,16 +90,26 @@ def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
 def outline(run: Run, target: ConfigOnly) -> Outline:
     """See `Outline`."""
     heads = MedusaHeads(run.heads, target.config.hidden_size, target.vocab_size, target.ends.head)
-    borrowed = run.heads.num_heads * target.config.hidden_size * target.vocab_size if run.heads.shared_head else 0
+    borrowed = (
+        run.heads.num_heads * target.config.hidden_size * target.vocab_size
+        if run.heads.shared_head
+        else 0
+    )
     return Outline(heads, borrowed_params=borrowed)
 
 
-def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> MedusaHeads:
-    """Untrained heads: each starts as the target's own, so it guesses the next token's token. A warm start keeps its shape."""
+def make_drafter(
+    run: Run, target: Target, batches: Batches, before: Artifact | None
+) -> MedusaHeads:
+    """Untrained heads: each starts as the target's own, so it guesses the next token's token. A
+    warm start keeps its shape."""
     if before is not None:
         shape: MedusaConfig = before.drafter.config
         if run.heads not in (MedusaConfig(), shape):
-            raise UserError(f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; leave heads out")
+            raise UserError(
+                f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; leave "
+                "heads out"
+            )
         return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
     drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
     drafter.start_from(target.head_weight.float() * SURENESS)
@@ -110,23 +126,34 @@ class MedusaObjective:
     taps: tuple[int, ...] = ()
     all_last = False
 
-    def __init__(self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]
+    ) -> None:
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
         self.head_weights = static_decay(num_heads, config.head_decay)
 
     def begin(self, progress: float) -> None: ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {f"head{i}": float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64)) for i in range(self._num_heads)}
+        return {
+            f"head{i}": float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64))
+            for i in range(self._num_heads)
+        }
 
-    def forward(self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
+    def forward(
+        self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]
+    ) -> tuple[Tensor, Sums]:
         batch, last = features.batch, features.last.flatten(0, 1)
-        valid = torch.stack([batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)], dim=-1)
-        rows = valid[:, 0].nonzero()[:, 0]  # on the CPU; the rows of deeper heads are among those of the first
+        valid = torch.stack(
+            [batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)], dim=-1
+        )
+        # on the CPU; the rows of deeper heads are among those of the first
+        rows = valid[:, 0].nonzero()[:, 0]
         valid = valid[rows]
         device_valid = valid.to(last.device, non_blocking=True)
         factors = device_valid * last.new_tensor(
-            [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)], dtype=torch.float32
+            [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)],
+            dtype=torch.float32,
         )
         dtype = next(drafter.parameters()).dtype
         loss, losses, right, alpha = sum_in_chunks(
@@ -139,16 +166,26 @@ class MedusaObjective:
         return loss, depth_metrics(losses, right, alpha, device_valid)
 
     def _table(
-        self, drafter: MedusaHeads, last: Tensor, ids: Tensor, hidden: Tensor, rows: Tensor, factors: Tensor
+        self,
+        drafter: MedusaHeads,
+        last: Tensor,
+        ids: Tensor,
+        hidden: Tensor,
+        rows: Tensor,
+        factors: Tensor,
     ) -> tuple[Tensor, ...]:
         """The loss, and `[R, M]` each: losses, whether the best token is the target's, overlap.
 
-        `last` is `[positions, H]` on the device; `ids` `[positions]` and `rows` `[R]` are on the CPU, so that finding the
-        distinct teachers waits for nothing. A position teaches up to M heads; its law is made once.
+        `last` is `[positions, H]` on the device; `ids` `[positions]` and `rows` `[R]` are on the
+        CPU, so that finding the distinct teachers waits for nothing. A position teaches up to M
+        heads; its law is made once.
         """
-        ahead = (rows[:, None] + torch.arange(1, self._num_heads + 1)).clamp(max=ids.shape[0] - 1)  # teacher i at t + 1 + i
+        # teacher i at t + 1 + i
+        ahead = (rows[:, None] + torch.arange(1, self._num_heads + 1)).clamp(max=ids.shape[0] - 1)
         labels = ids[(ahead + 1).clamp(max=ids.shape[0] - 1)].to(last.device, non_blocking=True)
-        positions, teacher = (t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True))
+        positions, teacher = (
+            t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True)
+        )
         with torch.no_grad():
             log_laws = log_law(self._target_head(last[positions]))
         tables = []
@@ -163,7 +200,8 @@ class MedusaObjective:
 
 
 def writers(run: Run, target: Target, drafter: MedusaHeads) -> list[tuple[str, Rollouts, Writer]]:
-    """Nothing is written while heads are trained: they draft from the target's states alone, whatever was drafted before."""
+    """Nothing is written while heads are trained: they draft from the target's states alone,
+    whatever was drafted before."""
     return []
 
 

@@ -1,9 +1,10 @@
-"""The training-time test (EAGLE-3, arXiv 2503.01840): an EAGLE drafter run over a whole text as decoding would run it from
-every root.
+"""The training-time test (EAGLE-3, arXiv 2503.01840): an EAGLE drafter run over a whole text as
+decoding would run it from every root.
 
-Step 0 reads the target's features; step k reads the drafter's own states of step k - 1 and the text's next token. Row t of step k
-attends to what a chain of k drafts from root t + 1 has in its cache: the rows up to t of step 0 in its own document, and, of the
-steps 1 .. k, only row t itself. So attention is one causal block and k diagonals, never an S x (K S) matrix.
+Step 0 reads the target's features; step k reads the drafter's own states of step k - 1 and the
+text's next token. Row t of step k attends to what a chain of k drafts from root t + 1 has in its
+cache: the rows up to t of step 0 in its own document, and, of the steps 1 .. k, only row t itself.
+So attention is one causal block and k diagonals, never an S x (K S) matrix.
 
 Shapes: B packed rows, S positions, K steps, G heads, D head size, H hidden size.
 """
@@ -27,10 +28,12 @@ Pair = tuple[Tensor, Tensor]
 
 
 class UnrolledAttention:
-    """Attention over the causal block of step 0 and the diagonals of the steps after it, for one batch of packed rows.
+    """Attention over the causal block of step 0 and the diagonals of the steps after it, for one
+    batch of packed rows.
 
-    sdpa (auto): in query chunks through torch's own attention. flex: FlexAttention with a block mask, which needs no mask of S
-    x S numbers; compiled on a GPU, no gradients on a CPU. plain: every score at once, which the others are tested against.
+    sdpa (auto): in query chunks through torch's own attention. flex: FlexAttention with a block
+    mask, which needs no mask of S x S numbers; compiled on a GPU, no gradients on a CPU. plain:
+    every score at once, which the others are tested against.
     """
 
     def __init__(self, batch: Batch, device: torch.device, backend: Backend = "auto") -> None:
@@ -48,7 +51,9 @@ class UnrolledAttention:
     def _plain(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
         scale = queries.shape[-1] ** -0.5
         later = [(_for_heads(k, queries), _for_heads(v, queries)) for k, v in later]
-        scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~self._visible(0, queries.shape[2])[:, None], -torch.inf)
+        scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(
+            ~self._visible(0, queries.shape[2])[:, None], -torch.inf
+        )
         own = [(queries * k).sum(-1, keepdim=True) * scale for k, _ in later]
         law = torch.cat([scores, *own], dim=-1).softmax(-1)
         found = law[..., : scores.shape[-1]] @ values
@@ -57,7 +62,8 @@ class UnrolledAttention:
         return found
 
     def _visible(self, start: int, end: int, first: int = 0) -> Tensor:
-        """`[B, end - start, end - first]` bool: which step-0 rows `first` .. the rows `start` .. see."""
+        """`[B, end - start, end - first]` bool: which step-0 rows `first` .. the rows `start` ..
+        see."""
         documents = self._batch.documents
         rows, keys = torch.arange(start, end), torch.arange(first, end)
         same = documents[:, start:end, None] == documents[:, None, first:end]
@@ -84,10 +90,12 @@ class UnrolledAttention:
         return found if own is None else found[..., :size] + found[..., size : size + 1] * own
 
     def _query_chunks(self, length: int) -> list[_Chunk]:
-        """Short chunks save the half above the diagonal, and what lies before a chunk's oldest document."""
+        """Short chunks save the half above the diagonal, and what lies before a chunk's oldest
+        document."""
         if self._chunks is None:
             width = max(64, min(length // 8, 1024))
-            oldest = torch.arange(length) - self._batch.positions  # where each row's document begins
+            # where each row's document begins
+            oldest = torch.arange(length) - self._batch.positions
             self._chunks = []
             for start in range(0, length, width):
                 end, first = min(start + width, length), int(oldest[:, start].min())
@@ -118,13 +126,21 @@ class UnrolledAttention:
         if self._block_mask is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            documents = functional.pad(self._batch.documents, (0, width - length), value=PADDING).to(self._device)
+            documents = functional.pad(
+                self._batch.documents, (0, width - length), value=PADDING
+            ).to(self._device)
 
             def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 return (key <= row) & (documents[b, row] == documents[b, key])
 
-            make = torch.compile(create_block_mask) if self._device.type == "cuda" else create_block_mask
-            self._block_mask = make(visible, len(documents), None, width, width, device=str(self._device))
+            make = (
+                torch.compile(create_block_mask)
+                if self._device.type == "cuda"
+                else create_block_mask
+            )
+            self._block_mask = make(
+                visible, len(documents), None, width, width, device=str(self._device)
+            )
         return self._block_mask
 
 
@@ -132,7 +148,8 @@ _COMPILED: dict[str, Any] = {}
 
 
 def bucket(length: int) -> int:
-    """The next of 128, 192, 256, 384, 512, ..: every width is compiled once, and a batch is as wide as its longest row."""
+    """The next of 128, 192, 256, 384, 512, ..: every width is compiled once, and a batch is as wide
+    as its longest row."""
     power = max(128, 1 << (length - 1).bit_length())
     return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
 
@@ -157,28 +174,40 @@ def _for_heads(states: Tensor, queries: Tensor) -> Tensor:
 
 
 def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
-    """Attention of each row over its own keys of steps 1 .. k: `[B, G, S, D]`, and the log of its softmax's denominator.
+    """Attention of each row over its own keys of steps 1 .. k: `[B, G, S, D]`, and the log of its
+    softmax's denominator.
 
-    Products and sums along D: batched matrix products of k x D by D x 1 take three times as long on a CPU.
+    Products and sums along D: batched matrix products of k x D by D x 1 take three times as long on
+    a CPU.
     """
-    grouped = _wide(queries).unflatten(1, (later[0][0].shape[1], -1))  # [B, Gkv, queries of a key, S, D]
-    scores = torch.stack([(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later], dim=-1) * queries.shape[-1] ** -0.5
+    # [B, Gkv, queries of a key, S, D]
+    grouped = _wide(queries).unflatten(1, (later[0][0].shape[1], -1))
+    scores = (
+        torch.stack([(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later], dim=-1)
+        * queries.shape[-1] ** -0.5
+    )
     law = scores.softmax(-1).to(queries.dtype)
     own = sum(law[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
     assert isinstance(own, Tensor)
     return own.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
 
-def _with_sink(queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key that stands for a row's diagonals: its score is the log of their mass, and what it is given comes out in a
-    column of its own. So any attention that knows nothing of diagonals weighs them, and its gradients are right."""
+def _with_sink(
+    queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more key that stands for a row's diagonals: its score is the log of their mass, and what
+    it is given comes out in a column of its own. So any attention that knows nothing of diagonals
+    weighs them, and its gradients are right."""
     size = queries.shape[-1]
     exact = queries.dtype in (torch.float32, torch.float64)
     score = mass * size**0.5
     high = score.to(queries.dtype)
-    columns = [high] if exact else [high, (score - high).to(queries.dtype)]  # bf16 alone would round the score
+    # bf16 alone would round the score
+    columns = [high] if exact else [high, (score - high).to(queries.dtype)]
     wide = 1 if exact else 8  # kernels for low precision want multiples of 8
-    grown = functional.pad(torch.cat([queries, torch.stack(columns, dim=-1)], dim=-1), (0, wide - len(columns)))
+    grown = functional.pad(
+        torch.cat([queries, torch.stack(columns, dim=-1)], dim=-1), (0, wide - len(columns))
+    )
     keys, values = (functional.pad(states, (0, wide, 1, 0)) for states in (keys, values))
     keys[:, :, 0, size : size + len(columns)] = 1
     values[:, :, 0, size] = 1
@@ -221,10 +250,12 @@ def unroll(
     backend: Backend = "auto",
     memory: Memory | None = None,
 ) -> list[Tensor]:
-    """The layers' output at each step, K tensors `[B, S, H]`: row t of step k is about the token t + 2 + k.
+    """The layers' output at each step, K tensors `[B, S, H]`: row t of step k is about the token t
+    + 2 + k.
 
-    `taps` and `last` `[B, S, Ht]` are the target's features. Rows whose tokens leave their document hold nothing of meaning.
-    `memory`: whether only the states between the steps are kept for the backward pass.
+    `taps` and `last` `[B, S, Ht]` are the target's features. Rows whose tokens leave their document
+    hold nothing of meaning. `memory`: whether only the states between the steps are kept for the
+    backward pass.
     """
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
@@ -235,13 +266,17 @@ def unroll(
     past: list[tuple[Tensor, ...]] = []  # of each step: keys and values of every layer, in turn
     outputs = []
 
-    def step(part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+    def step(
+        part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
+    ) -> tuple[Tensor, ...]:
         new: list[Tensor] = []
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
             new.extend((keys, values))
-            earlier = [before[i + 2 * layer : i + 2 * layer + 2] for i in range(0, len(before), 2 * layers)]
+            earlier = [
+                before[i + 2 * layer : i + 2 * layer + 2] for i in range(0, len(before), 2 * layers)
+            ]
             found = attention(queries, [*((k, v) for k, v in earlier), (keys, values)])
             return found.transpose(1, 2).flatten(2)
 
@@ -249,7 +284,12 @@ def unroll(
 
     run = recomputing(step, memory.offload) if memory and memory.recompute else step
     for k in range(steps):
-        arguments = (_ahead(parts, 1 + k), state, *drafter.rotary(positions + k), *(t for pairs in past for t in pairs))
+        arguments = (
+            _ahead(parts, 1 + k),
+            state,
+            *drafter.rotary(positions + k),
+            *(t for pairs in past for t in pairs),
+        )
         made = run(*arguments)
         past.append(made[1:])
         outputs.append(made[0])

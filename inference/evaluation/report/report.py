@@ -1,4 +1,5 @@
-"""`draftsmith report`: reports of `draftsmith evaluate` and training runs as one page that needs nothing but itself."""
+"""`draftsmith report`: reports of `draftsmith evaluate` and training runs as one page that needs
+nothing but itself."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Found:
 
 def run(options: Options) -> None:
     if not options.runs:
-        raise UserError("name at least one run: a JSON of draftsmith evaluate, or a training run's folder")
+        raise UserError(
+            "name at least one run: a JSON of draftsmith evaluate, or a training run's folder"
+        )
     check_output(options.out, "--out")
     found = gather(options.runs)
     text = html(found) if options.format == "html" else markdown(found).encode("utf-8", "replace")
@@ -62,7 +65,10 @@ def gather(paths: Sequence[str]) -> Found:
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
-            known = any(folder.resolve() in one.parents or folder.resolve() == one for one in (*reports, *runs))
+            known = any(
+                folder.resolve() in one.parents or folder.resolve() == one
+                for one in (*reports, *runs)
+            )
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)
@@ -71,14 +77,24 @@ def gather(paths: Sequence[str]) -> Found:
                     reports[file.resolve()] = (str(file), load_report(str(file)))
             if len(reports) + len(runs) == before and not known:
                 raise UserError(
-                    f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name a training run's folder, or "
+                    f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name "
+                    "a training run's folder, or "
                     "write a JSON with draftsmith evaluate --json"
                 )
         else:
-            raise UserError(f"{text} does not exist; name a JSON of draftsmith evaluate or a training run's folder")
+            raise UserError(
+                f"{text} does not exist; name a JSON of draftsmith evaluate or a training run's "
+                "folder"
+            )
     names = [folder.name for folder in runs]
-    labels = [folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}" for folder in runs]
-    return Found(list(reports.values()), [Training(label, rows) for label, rows in zip(labels, runs.values(), strict=True)])
+    labels = [
+        folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}"
+        for folder in runs
+    ]
+    return Found(
+        list(reports.values()),
+        [Training(label, rows) for label, rows in zip(labels, runs.values(), strict=True)],
+    )
 
 
 def is_report(file: Path) -> bool:
@@ -91,11 +107,14 @@ def is_report(file: Path) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows that a training run has logged; a last line that a killed run has left half-written is passed over."""
+    """The rows that a training run has logged; a last line that a killed run has left half-written
+    is passed over."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} ({error}); name the folder of a training run") from error
+        raise UserError(
+            f"cannot read {path} ({error}); name the folder of a training run"
+        ) from error
     rows = []
     for place, line in enumerate(lines, 1):
         try:
@@ -104,7 +123,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if place < len(lines):
-                raise UserError(f"{path} is no log of a training run: line {place} holds no step; mend or remove it") from error
+                raise UserError(
+                    f"{path} is no log of a training run: line {place} holds no step; mend or "
+                    "remove it"
+                ) from error
     if not rows:
         raise UserError(f"{path} holds no step yet; wait until the run has logged one")
     return rows
@@ -114,7 +136,9 @@ def html(found: Found) -> bytes:
     """The page."""
     reports = [report for _, report in found.reports]
     colours = sections.colours_of(reports, BASELINES)
-    targets = list(dict.fromkeys(str((report.get("target") or {}).get("name", "target")) for report in reports))
+    targets = list(
+        dict.fromkeys(str((report.get("target") or {}).get("name", "target")) for report in reports)
+    )
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
     body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
     links: list[tuple[str, str]] = []
@@ -130,12 +154,21 @@ def html(found: Found) -> bytes:
             body.append(f'<{level} id="{mark}">{name}</{level}>\n{text}')
     if (table := trainings(found.trainings)) is not None:
         links.append(("training", "Training"))
-        body.append(f'<h2 id="training">Training</h2>\n{table.html()}{sections.training(found.trainings)}')
-    words = {name: meaning for report in reports for name, meaning in report.get("definitions", {}).items()}
+        body.append(
+            f'<h2 id="training">Training</h2>\n{table.html()}{sections.training(found.trainings)}'
+        )
+    words = {
+        name: meaning
+        for report in reports
+        for name, meaning in report.get("definitions", {}).items()
+    }
     if words:
         links.append(("definitions", "Definitions"))
-        rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in words.items())
-        body.append(f'<h2 id="definitions">Definitions</h2>\n{folded("What each number means", f"<dl class=words>{rows}</dl>")}')
+        rows = "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in words.items()
+        )
+        meanings = folded("What each number means", f"<dl class=words>{rows}</dl>")
+        body.append(f'<h2 id="definitions">Definitions</h2>\n{meanings}')
     anchors = "".join(f'<a href="#{mark}">{escape(name)}</a>' for mark, name in links)
     body.insert(1, f"<nav aria-label=contents>{anchors}</nav>")
     return page(f"{title} - draftsmith report", "\n".join(body))
@@ -161,9 +194,16 @@ def markdown(found: Found) -> str:
     for path, report in found.reports:
         name = (report.get("target") or {}).get("name", "target")
         blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
-        blocks += [summary(setting, report.get("drafter_bytes", {})).markdown() for setting in report["settings"]]
+        blocks += [
+            summary(setting, report.get("drafter_bytes", {})).markdown()
+            for setting in report["settings"]
+        ]
         blocks += [table.markdown()] if (table := served(report)) is not None else []
-        blocks += [table.markdown() for setting in firsts(report) if (table := categories(setting)) is not None]
+        blocks += [
+            table.markdown()
+            for setting in firsts(report)
+            if (table := categories(setting)) is not None
+        ]
     if (table := trainings(found.trainings)) is not None:
         blocks.append(table.markdown())
     return "\n".join(blocks)

@@ -1,4 +1,5 @@
-"""What a report's page shows, section by section; each is empty where the report has no numbers for it."""
+"""What a report's page shows, section by section; each is empty where the report has no numbers for
+it."""
 
 from __future__ import annotations
 
@@ -35,15 +36,24 @@ Colours = Mapping[str, int]
 
 
 def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str, int]:
-    """A look (colour and marker) for each drafter, the same on the whole page: plain decoding neutral, baselines last."""
-    names = dict.fromkeys(name for report in reports for setting in report["settings"] for name in drafting(setting))
-    ordered = [name for name in names if name not in baselines] + [name for name in names if name in baselines]
+    """A look (colour and marker) for each drafter, the same on the whole page: plain decoding
+    neutral, baselines last."""
+    names = dict.fromkeys(
+        name for report in reports for setting in report["settings"] for name in drafting(setting)
+    )
+    ordered = [name for name in names if name not in baselines] + [
+        name for name in names if name in baselines
+    ]
     return {"plain": 0} | {name: 1 + i % LOOKS for i, name in enumerate(ordered)}
 
 
 def facts(report: Report, path: str) -> str:
     """What the numbers were measured on."""
-    prompts, options, versions = report["prompt_set"], report.get("options", {}), report.get("versions", {})
+    prompts, options, versions = (
+        report["prompt_set"],
+        report.get("options", {}),
+        report.get("versions", {}),
+    )
     kinds = [kind for kind in prompts.get("categories", {}) if kind]
     memory = report.get("peak_memory_bytes")
     rows = {
@@ -52,20 +62,30 @@ def facts(report: Report, path: str) -> str:
         "measured": str(report.get("started_at", "")).replace("T", " ").replace("+00:00", " UTC"),
         "machine": ", ".join(
             f"{word}{value}"
-            for word, value in (("", report.get("device")), ("", report.get("dtype")), ("threads: ", report.get("threads")))
+            for word, value in (
+                ("", report.get("device")),
+                ("", report.get("dtype")),
+                ("threads: ", report.get("threads")),
+            )
             if value is not None
         ),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
-        "prompts": f"{prompts['prompts']} of {prompts.get('path', 'an unnamed set')}, SHA-256 {prompts['sha256'][:12]}"
+        "prompts": f"{prompts['prompts']} of {prompts.get('path', 'an unnamed set')}, SHA-256 "
+        f"{prompts['sha256'][:12]}"
         + (f", {len(kinds)} categories: {', '.join(kinds)}" if len(kinds) > 1 else ""),
-        "replies": f"at most {options['max_new_tokens']} tokens, timed runs of each: {options.get('repeats', 1)}"
+        "replies": f"at most {options['max_new_tokens']} tokens, timed runs of each: "
+        f"{options.get('repeats', 1)}"
         if "max_new_tokens" in options
         else None,
         "partial": f"only {report['partial']} so far" if report.get("partial") else None,
         **{f"without {name}": why for name, why in report.get("left_out", {}).items()},
     }
-    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value)
+    body = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
+        for name, value in rows.items()
+        if value
+    )
     if report.get("command"):
         words = " ".join(f"<span>{escape(word)}</span>" for word in report["command"].split(" "))
         body += f"<dt>command</dt><dd><code>{words}</code></dd>"
@@ -73,16 +93,23 @@ def facts(report: Report, path: str) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Whether decoding was lossless, and the fastest drafter of each temperature's first setting, in a line each."""
+    """Whether decoding was lossless, and the fastest drafter of each temperature's first setting,
+    in a line each."""
     if not report["settings"]:
         return ""
-    lossy = [f"T = {s['temperature']:g}, batch {s['batch']}" for s in report["settings"] if not s["lossless"]]
+    lossy = [
+        f"T = {s['temperature']:g}, batch {s['batch']}"
+        for s in report["settings"]
+        if not s["lossless"]
+    ]
     lines = []
     if lossy:
         where = "; ".join(lossy)
         lines.append(
-            f'<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the target\'s law ({where}). Replies '
-            "differ from the target's own in distribution, and speed-ups are not those of lossless decoding.</p>"
+            '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
+            f"target's law ({where}). Replies "
+            "differ from the target's own in distribution, and speed-ups are not those of "
+            "lossless decoding.</p>"
         )
     else:
         lines.append('<p class="lossless">✓ lossless: every rule used keeps the target\'s law</p>')
@@ -90,13 +117,16 @@ def verdict(report: Report) -> str:
         name = fastest(setting)
         head = law(setting)
         if name is None:
-            lines.append(f'<p class="verdict">{head}: no drafter is faster than plain decoding.</p>')
+            lines.append(
+                f'<p class="verdict">{head}: no drafter is faster than plain decoding.</p>'
+            )
             continue
         s = setting["drafters"][name]
         between = interval(s.get("speedup_ci95"))
         doubt = f" (95% {between})" if finite_pair(s.get("speedup_ci95")) else ""
         lines.append(
-            f'<p class="verdict">{head}: <strong>{escape(name)}</strong> is fastest, <strong>{factor(s["speedup"])}</strong> '
+            f'<p class="verdict">{head}: <strong>{escape(name)}</strong> is fastest, '
+            f"<strong>{factor(s['speedup'])}</strong> "
             f"plain decoding{doubt}, at {number(s['tau_incl_bonus'])} tokens a round.</p>"
         )
     return "\n".join(lines)
@@ -113,13 +143,21 @@ def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
 
 def summaries(report: Report, colours: Colours) -> str:
     """A table for each setting, and what must be known to read it."""
-    found = [summary(setting, report.get("drafter_bytes", {})).html(colours) for setting in report["settings"]]
-    notes = ["tau: tokens a round, the target's own included. Bold: the highest speed-up. Intervals are over prompts."]
+    found = [
+        summary(setting, report.get("drafter_bytes", {})).html(colours)
+        for setting in report["settings"]
+    ]
+    notes = [
+        "tau: tokens a round, the target's own included. Bold: the highest speed-up. Intervals "
+        "are over prompts."
+    ]
     if shares := loop_shares(report):
         notes.append(shares)
     for setting in report["settings"]:
         for name, s in setting["drafters"].items():
-            gaps = [r["top2_gap"] for r in s.get("per_request", []) if r.get("top2_gap") is not None]
+            gaps = [
+                r["top2_gap"] for r in s.get("per_request", []) if r.get("top2_gap") is not None
+            ]
             if gaps:
                 differ = "where a reply first differs, the target's two best logits are at most"
                 notes.append(f"{law(setting)}, {name}: {differ} {max(gaps):.2g} apart.")
@@ -133,18 +171,42 @@ def acceptance(report: Report, colours: Colours) -> str:
         lines, ends = [], []
         for name, s in drafting(setting).items():
             colour = colours[name]
-            numbered = lambda values: [(float(i), v) for i, v in enumerate(values or [], 1) if v is not None]  # noqa: E731
+
+            def numbered(values):
+                return [(float(i), v) for i, v in enumerate(values or [], 1) if v is not None]
+
             lines.append(Series(name, numbered(s.get("cond_accept")), colour))
             if s.get("cond_offered") and s["cond_offered"] != s.get("cond_accept"):
-                lines.append(Series(f"{name}, where offered", numbered(s["cond_offered"]), colour, dashed=True, label=""))
+                lines.append(
+                    Series(
+                        f"{name}, where offered",
+                        numbered(s["cond_offered"]),
+                        colour,
+                        dashed=True,
+                        label="",
+                    )
+                )
             ends.append(Series(name, numbered(s.get("survival")), colour))
         deepest = max((len(line.points) for line in (*lines, *ends)), default=0)
         step = max(1, -(-deepest // 16))
-        x = Axis("position in the draft", 1, deepest, [(float(i), str(i)) for i in range(1, deepest + 1, step)])
+        x = Axis(
+            "position in the draft",
+            1,
+            deepest,
+            [(float(i), str(i)) for i in range(1, deepest + 1, step)],
+        )
         note = "accepted, given that those before it were"
-        note += "; dashed: among the rounds that had a draft there" if any(line.dashed for line in lines) else ""
+        note += (
+            "; dashed: among the rounds that had a draft there"
+            if any(line.dashed for line in lines)
+            else ""
+        )
         return [
-            figure(f"Acceptance by position, {law(setting)}", line_chart(lines, x, Axis("acceptance", 0, 1)), note),
+            figure(
+                f"Acceptance by position, {law(setting)}",
+                line_chart(lines, x, Axis("acceptance", 0, 1)),
+                note,
+            ),
             figure(
                 f"Survival, {law(setting)}",
                 line_chart(ends, x, Axis("share of rounds", 0, 1)),
@@ -166,14 +228,20 @@ def by_category(report: Report, colours: Colours) -> str:
             bars = []
             for name, s in drafting(setting).items():
                 if c := s.get("by_category", {}).get("" if category == UNNAMED else category):
-                    bars.append(Bar(name, c["tau_incl_bonus"], colours[name], finite_pair(c["tau_ci95"])))
+                    bars.append(
+                        Bar(name, c["tau_incl_bonus"], colours[name], finite_pair(c["tau_ci95"]))
+                    )
             groups.append((category, bars))
         high = max(max(bar.value, *(bar.interval or ())) for _, bars in groups for bar in bars)
         each = max(1, BARS // len(drafting(setting)))
         cut = [groups[i : i + each] for i in range(0, len(groups), each)]
         note = "dotted: plain decoding; whiskers: 95% over prompts"
         return [
-            figure(f"Tau by category, {law(setting)}{place}", bar_chart(some, "tau (tokens a round)", 1.0, high), note)
+            figure(
+                f"Tau by category, {law(setting)}{place}",
+                bar_chart(some, "tau (tokens a round)", 1.0, high),
+                note,
+            )
             for some, place in zip(cut, numbered(len(cut)), strict=True)
         ]
 
@@ -186,15 +254,21 @@ def numbered(count: int) -> list[str]:
 
 
 def speed(report: Report, colours: Colours) -> str:
-    """Speed-up against the batch size of each temperature, measured and predicted; bars where there is one batch size."""
+    """Speed-up against the batch size of each temperature, measured and predicted; bars where there
+    is one batch size."""
     figures = []
     for first in firsts(report):
-        same = [s for s in report["settings"] if (s["temperature"], s["lossless"]) == (first["temperature"], first["lossless"])]
+        same = [
+            s
+            for s in report["settings"]
+            if (s["temperature"], s["lossless"]) == (first["temperature"], first["lossless"])
+        ]
         same.sort(key=lambda setting: setting["batch"])
         title = f"Speed-up, T = {first['temperature']:g}" + ("" if first["lossless"] else ", LOSSY")
         if len(same) > 1:
             note = (
-                "points: measured, with 95% intervals; dashed: foretold from the smallest batch and plain decoding's steps; "
+                "points: measured, with 95% intervals; dashed: foretold from the smallest batch "
+                "and plain decoding's steps; "
                 "dotted: plain decoding"
             )
             figures.append(figure(title, _over_batches(same, colours), note))
@@ -204,7 +278,9 @@ def speed(report: Report, colours: Colours) -> str:
             for name, s in drafting(first).items()
             if s.get("speedup") is not None
         ]
-        chart = bar_chart([("", bars)], f"speed-up over plain decoding, batch {first['batch']}", 1.0)
+        chart = bar_chart(
+            [("", bars)], f"speed-up over plain decoding, batch {first['batch']}", 1.0
+        )
         figures.append(figure(title, chart, "dotted: plain decoding"))
     return side_by_side(figures)
 
@@ -213,14 +289,29 @@ def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
     lines = []
     for name, aside in zip(names, nudged(len(names), 0.12), strict=True):
-        there = [(log2(setting["batch"]), setting["drafters"][name]) for setting in settings if name in setting["drafters"]]
+        there = [
+            (log2(setting["batch"]), setting["drafters"][name])
+            for setting in settings
+            if name in setting["drafters"]
+        ]
         measured = [(x + aside, s["speedup"]) for x, s in there if s.get("speedup") is not None]
-        pairs = [finite_pair(s.get("speedup_ci95")) for _, s in there if s.get("speedup") is not None]
-        guessed = [(x + aside, s["modelled_speedup"]) for x, s in there if s.get("modelled_speedup") is not None]
+        pairs = [
+            finite_pair(s.get("speedup_ci95")) for _, s in there if s.get("speedup") is not None
+        ]
+        guessed = [
+            (x + aside, s["modelled_speedup"])
+            for x, s in there
+            if s.get("modelled_speedup") is not None
+        ]
         lines.append(Series(f"{name}, predicted", guessed, colours[name], dashed=True, label=""))
         lines.append(Series(name, measured, colours[name], pairs, joined=False))
     sizes = [(log2(setting["batch"]), str(setting["batch"])) for setting in settings]
-    return line_chart(lines, Axis("batch size (requests)", ticks=sizes), Axis("speed-up over plain decoding", low=0), 1.0)
+    return line_chart(
+        lines,
+        Axis("batch size (requests)", ticks=sizes),
+        Axis("speed-up over plain decoding", low=0),
+        1.0,
+    )
 
 
 def times(report: Report) -> str:
@@ -230,9 +321,12 @@ def times(report: Report) -> str:
         rows = []
         for name, s in setting["drafters"].items():
             parts = [(s.get("split_s") or {}).get(part, 0.0) for part in PARTS]
-            if s.get("rounds") and sum(parts[:-1]) > 0:  # of other people's loops no parts are known
+            # of other people's loops no parts are known
+            if s.get("rounds") and sum(parts[:-1]) > 0:
                 rows.append(Shares(name, parts, f"{sum(parts) / s['rounds'] * 1000:.2f} ms"))
-        note = "share of a round; behind it its length" + ("" if setting["batch"] == 1 else ", shared among the batch's requests")
+        note = "share of a round; behind it its length" + (
+            "" if setting["batch"] == 1 else ", shared among the batch's requests"
+        )
         return [figure(f"Time of a round, {law(setting)}", share_chart(rows, PARTS), note)]
 
     return others_folded(report, draw)
@@ -251,17 +345,29 @@ def training(runs: Sequence[Training]) -> str:
             Series("measured", measured, 1, pairs, joined=False),
             Series("estimated", run.curve("tau_estimated"), 2, dashed=True),
         ]
-        note = "dashed: estimated by replay on known texts; points: measured by decoding, with 95% intervals"
-        figures.append(figure(f"{run.name}: held-out tau", line_chart(lines, x, Axis("tau (tokens a round)", low=1)), note))
+        note = (
+            "dashed: estimated by replay on known texts; points: measured by decoding, with 95% "
+            "intervals"
+        )
+        figures.append(
+            figure(
+                f"{run.name}: held-out tau",
+                line_chart(lines, x, Axis("tau (tokens a round)", low=1)),
+                note,
+            )
+        )
     return side_by_side(figures)
 
 
 LEGEND = (
-    '<ul class="legend"><li><i class="d1">1</i> <i class="d2">2</i> <i class="d3">3</i> <i class="d4">4</i> <i class="d5">5</i> '
-    f'<i class="d{DEEPEST}">{DEEPEST}+</i> accepted draft of that depth</li><li><i class="own">token</i> '
+    '<ul class="legend"><li><i class="d1">1</i> <i class="d2">2</i> <i class="d3">3</i> <i '
+    'class="d4">4</i> <i class="d5">5</i> '
+    f'<i class="d{DEEPEST}">{DEEPEST}+</i> accepted draft of that depth</li><li><i '
+    'class="own">token</i> '
     "the target's own, at the end of a round</li>"
     '<li><i class="first">token</i> the prefill\'s</li></ul>'
-    '<p class="note">Point at a token, tap it, or go along with the arrow keys: how it came, the target\'s probability of it, '
+    '<p class="note">Point at a token, tap it, or go along with the arrow keys: how it came, the '
+    "target's probability of it, "
     "and its three best (at temperature 1 where decoding is greedy).</p>\n"
 )
 
@@ -272,10 +378,21 @@ def replies(report: Report, colours: Colours) -> str:
     for setting in firsts(report):
         views = []
         for name in sorted(drafting(setting), key=lambda name: colours[name]):
-            samples = [sample for sample in setting["drafters"][name].get("samples", []) if sample["tokens"]]
+            samples = [
+                sample
+                for sample in setting["drafters"][name].get("samples", [])
+                if sample["tokens"]
+            ]
             opened = not found and not views
-            inside = [folded(_about(sample), reply(sample), opened and not i) for i, sample in enumerate(samples)]
-            views += [folded(f"{name}: {len(samples)} replies", "".join(inside), opened)] if samples else []
+            inside = [
+                folded(_about(sample), reply(sample), opened and not i)
+                for i, sample in enumerate(samples)
+            ]
+            views += (
+                [folded(f"{name}: {len(samples)} replies", "".join(inside), opened)]
+                if samples
+                else []
+            )
         found += [f"<h4>{escape(law(setting))}</h4>", *views] if views else []
     return LEGEND + "".join(found) if found else ""
 
@@ -289,15 +406,32 @@ def _about(sample: Mapping[str, Any]) -> str:
 def reply(sample: Mapping[str, Any]) -> str:
     """One reply; every text in it is escaped, and what cannot be seen is made visible."""
     spans = []
-    for token, came, p, best in zip(sample["tokens"], sample["came"], sample["p"], sample["best"], strict=True):
+    for token, came, p, best in zip(
+        sample["tokens"], sample["came"], sample["p"], sample["best"], strict=True
+    ):
         kind = f"d{min(came, DEEPEST)}" if came > 0 else "first" if came < 0 else "own"
-        how = f"accepted draft, depth {came}" if came > 0 else "from the prefill" if came < 0 else "the target's own"
-        ranks = [f"{place}. {quoted(word)}  {chance:.3f}" for place, (word, chance) in enumerate(best, 1)]
-        about = escape("\n".join([how, f"{quoted(token)}  p = {number(p, '.3f')}", *ranks])).replace("\n", "&#10;")
+        how = (
+            f"accepted draft, depth {came}"
+            if came > 0
+            else "from the prefill"
+            if came < 0
+            else "the target's own"
+        )
+        ranks = [
+            f"{place}. {quoted(word)}  {chance:.3f}" for place, (word, chance) in enumerate(best, 1)
+        ]
+        about = escape(
+            "\n".join([how, f"{quoted(token)}  p = {number(p, '.3f')}", *ranks])
+        ).replace("\n", "&#10;")
         spans.append(f'<i class="{kind}" title="{about}">{visible(token)}</i>')
-    prompt = folded("Prompt", f'<div class="prompt">{visible(sample.get("prompt", ""), False)}</div>')
+    prompt = folded(
+        "Prompt", f'<div class="prompt">{visible(sample.get("prompt", ""), False)}</div>'
+    )
     label = escape(f"reply to {sample['id']}")
-    return f'{prompt}<div class="reply" tabindex="0" role="group" aria-label="{label}">{"".join(spans)}</div>'
+    return (
+        f'{prompt}<div class="reply" tabindex="0" role="group" '
+        f'aria-label="{label}">{"".join(spans)}</div>'
+    )
 
 
 def quoted(text: str) -> str:
@@ -306,13 +440,17 @@ def quoted(text: str) -> str:
 
 
 def visible(text: str, marked: bool = True) -> str:
-    """Escaped for a page that keeps white space; with a sign at every line break if `marked`, and for an empty token."""
+    """Escaped for a page that keeps white space; with a sign at every line break if `marked`, and
+    for an empty token."""
     if not text:
         return '<span class="nl">∅</span>' if marked else ""
     safe = escape(text.replace("\r\n", "\n").translate(_CONTROLS))
     return safe.replace("\n", '<span class="nl">↵</span>\n') if marked else safe
 
 
-# Control characters as their pictures; those that turn the direction of the text around are dropped.
+# Control characters as their pictures; those that turn the direction of the text around are
+# dropped.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_CONTROLS |= {code: 0xFFFD for code in range(0x202A, 0x206A) if unicodedata.category(chr(code)) == "Cf"}
+_CONTROLS |= {
+    code: 0xFFFD for code in range(0x202A, 0x206A) if unicodedata.category(chr(code)) == "Cf"
+}

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 Report = dict[str, Any]
-NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"  # typographic signs, escaped because they look like others
+# typographic signs, escaped because they look like others
+NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"
 UNNAMED = "(none)"  # the category of prompts that have none
 
 
@@ -21,8 +22,13 @@ class Training:
     rows: Sequence[Mapping[str, Any]]
 
     def curve(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every row that has a finite one; a step that was logged again after a restart counts once."""
-        found = {row["step"]: row[key] for row in self.rows if isinstance(row.get(key), int | float) and math.isfinite(row[key])}
+        """(step, value) of every row that has a finite one; a step that was logged again after a
+        restart counts once."""
+        found = {
+            row["step"]: row[key]
+            for row in self.rows
+            if isinstance(row.get(key), int | float) and math.isfinite(row[key])
+        }
         return sorted(found.items())
 
 
@@ -37,9 +43,22 @@ class Table:
     """The row that is set in bold."""
 
     def markdown(self) -> str:
-        line = lambda cells: "| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in cells) + " |"  # noqa: E731
+        def line(cells):
+            return "| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
         rule = "| --- |" + " ---: |" * (len(self.columns) - 1)
-        return "\n".join([f"**{_one_line(self.title)}**", "", line(self.columns), rule, *map(line, self.rows)]) + "\n"
+        return (
+            "\n".join(
+                [
+                    f"**{_one_line(self.title)}**",
+                    "",
+                    line(self.columns),
+                    rule,
+                    *map(line, self.rows),
+                ]
+            )
+            + "\n"
+        )
 
     def html(self, colours: Mapping[str, int] | None = None) -> str:
         """`colours`: of the rows' names, so that a table is the legend of the charts below it."""
@@ -51,8 +70,13 @@ class Table:
             best = ' class="best"' if number == self.best else ""
             body.append(f'<tr{best}><th scope="row">{key}{escape(name)}</th>{values}</tr>')
         caption = f"<caption>{escape(self.title)}</caption>"
-        table = f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-        return f'<div class="wide" tabindex="0" role="region" aria-label="{escape(self.title)}">{table}</div>'
+        table = (
+            f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+        )
+        return (
+            '<div class="wide" tabindex="0" role="region" '
+            f'aria-label="{escape(self.title)}">{table}</div>'
+        )
 
 
 def number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
@@ -75,7 +99,11 @@ def factor(value: Any) -> str:
 
 def finite_pair(pair: Sequence[float] | None) -> tuple[float, float] | None:
     """An interval of two numbers, or None."""
-    if pair is None or len(pair) != 2 or not all(isinstance(edge, int | float) and math.isfinite(edge) for edge in pair):
+    if (
+        pair is None
+        or len(pair) != 2
+        or not all(isinstance(edge, int | float) and math.isfinite(edge) for edge in pair)
+    ):
         return None
     return pair[0], pair[1]
 
@@ -105,10 +133,18 @@ def firsts(report: Report) -> list[Report]:
 
 
 def loop_shares(report: Report) -> str:
-    """How many replies of plain decoding go round in circles, for each temperature; empty where it was not counted."""
-    shares = {law(setting): setting["drafters"]["plain"].get("loop_share") for setting in firsts(report)}
+    """How many replies of plain decoding go round in circles, for each temperature; empty where it
+    was not counted."""
+    shares = {
+        law(setting): setting["drafters"]["plain"].get("loop_share") for setting in firsts(report)
+    }
     known = [f"{share:.0%} ({name})" for name, share in shares.items() if share is not None]
-    return f"Loop share (replies that repeat an 8-gram): {', '.join(known)}; loops flatter every drafter." if known else ""
+    return (
+        f"Loop share (replies that repeat an 8-gram): {', '.join(known)}; loops flatter every "
+        "drafter."
+        if known
+        else ""
+    )
 
 
 def drafting(setting: Report) -> dict[str, Report]:
@@ -119,12 +155,15 @@ def drafting(setting: Report) -> dict[str, Report]:
 def fastest(setting: Report) -> str | None:
     """The drafter of the highest speed-up, if one is faster than plain decoding."""
     gains = {name: s.get("speedup") for name, s in drafting(setting).items()}
-    known = {name: gain for name, gain in gains.items() if isinstance(gain, int | float) and gain > 1}
+    known = {
+        name: gain for name, gain in gains.items() if isinstance(gain, int | float) and gain > 1
+    }
     return max(known, key=lambda name: known[name]) if known else None
 
 
 COLUMNS = (
-    "drafter", "tau", "tau 95%", "tau untrunc.", "accept rate", "drafts/round", "tokens/s", "speed-up", "its 95%", "TTFT p50 ms",
+    "drafter", "tau", "tau 95%", "tau untrunc.", "accept rate", "drafts/round", "tokens/s",
+    "speed-up", "its 95%", "TTFT p50 ms",
     "ms/token p50", "p95", "drafter size", "identical",
 )  # fmt: skip
 
@@ -153,17 +192,21 @@ def summary(setting: Report, sizes: Mapping[str, int]) -> Table:
             NOTHING if same is None or name == "plain" else f"{same} of {s['requests']}",
         ])  # fmt: skip
     best = fastest(setting)
-    return Table(law(setting), COLUMNS, rows, None if best is None else list(setting["drafters"]).index(best))
+    return Table(
+        law(setting), COLUMNS, rows, None if best is None else list(setting["drafters"]).index(best)
+    )
 
 
 SERVER_COLUMNS = (
-    "setting", "tau", "kept", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms", "its p95", "ms/token p50",
+    "setting", "tau", "kept", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms",
+    "its p95", "ms/token p50",
     "its p95", "identical",
 )  # fmt: skip
 
 
 def served(report: Report) -> Table | None:
-    """What a live server did on the same prompts, a row for each temperature and concurrency; None if none was asked."""
+    """What a live server did on the same prompts, a row for each temperature and concurrency; None
+    if none was asked."""
     if (server := report.get("server")) is None:
         return None
     rows = []
@@ -178,7 +221,8 @@ def served(report: Report) -> Table | None:
             *map(number, depths),
             number(s["accept_rate"]),
             number(s["tokens_s"], ".0f"),
-            *(number(times.get(at), ".1f", 1000) for times in (first, each) for at in ("p50", "p95")),
+            *(number(times.get(at), ".1f", 1000) for times in (first, each) for at in ("p50",
+            "p95")),
             NOTHING if same is None else f"{same} of {s['compared']}",
         ])  # fmt: skip
     return Table(f"{server['engine']} {server['version']} at {server['url']}", SERVER_COLUMNS, rows)
@@ -186,14 +230,19 @@ def served(report: Report) -> Table | None:
 
 def categories(setting: Report) -> Table | None:
     """Tau by category of the prompts, with intervals; None where there is one category only."""
-    found = {name: s["by_category"] for name, s in drafting(setting).items() if s.get("by_category")}
+    found = {
+        name: s["by_category"] for name, s in drafting(setting).items() if s.get("by_category")
+    }
     names = sorted({category for by in found.values() for category in by})
     if len(names) < 2:
         return None
     rows = []
     for category in names:
         there = [by.get(category) for by in found.values()]
-        cells = [NOTHING if c is None else _with_interval(c["tau_incl_bonus"], c["tau_ci95"]) for c in there]
+        cells = [
+            NOTHING if c is None else _with_interval(c["tau_incl_bonus"], c["tau_ci95"])
+            for c in there
+        ]
         rows.append([category or UNNAMED, *cells])
     return Table(f"Tau by category, {law(setting)}", ["category", *found], rows)
 
@@ -202,7 +251,11 @@ def trainings(runs: Sequence[Training]) -> Table | None:
     """The end of each training run, and its best measured tau."""
     rows = []
     for run in runs:
-        loss, estimated, measured = run.curve("loss"), dict(run.curve("tau_estimated")), run.curve("tau_measured")
+        loss, estimated, measured = (
+            run.curve("loss"),
+            dict(run.curve("tau_estimated")),
+            run.curve("tau_measured"),
+        )
         best = max(measured, key=lambda point: point[1], default=None)
         last = max(row["step"] for row in run.rows)
         at = best[0] if best else max(estimated, key=lambda step: estimated[step], default=None)

@@ -1,4 +1,5 @@
-"""The answers of vLLM and SGLang, each as a type with the fields that are read. Other fields are ignored."""
+"""The answers of vLLM and SGLang, each as a type with the fields that are read. Other fields are
+ignored."""
 
 from __future__ import annotations
 

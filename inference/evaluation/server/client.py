@@ -1,7 +1,9 @@
-"""A running vLLM or SGLang: requests of token ids, so many in flight at once, their chunks timed as they come.
+"""A running vLLM or SGLang: requests of token ids, so many in flight at once, their chunks timed as
+they come.
 
-No request is tried again: a second try would hide what the first one cost. Requests carry no seed, since engines draw seeded
-noise row by row, which costs speed; replies at a temperature differ from run to run.
+No request is tried again: a second try would hide what the first one cost. Requests carry no seed,
+since engines draw seeded noise row by row, which costs speed; replies at a temperature differ from
+run to run.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Reply:
     @property
     def tpot_s(self) -> float | None:
         """Time per later token; `None` for a reply of one token."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        return (
+            (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
+        )
 
 
 @dataclass
@@ -92,32 +96,46 @@ Follow = Callable[[Prompt, list[int]], Prompt | None]
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client without a limit of its own on connections. Raises `UserError` for what is no address."""
+    """A client without a limit of its own on connections. Raises `UserError` for what is no
+    address."""
     root = url.rstrip("/").removesuffix("/v1")
     check_url(url, "--server")
-    # Engines close a connection that was idle for 5 s; one that is taken up at that moment would look like a server that died.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
-    return httpx.AsyncClient(base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits)
+    # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
+    # look like a server that died.
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+    )
+    return httpx.AsyncClient(
+        base_url=root, timeout=httpx.Timeout(SILENCE_S, connect=10.0), limits=limits
+    )
 
 
 async def connect(client: httpx.AsyncClient, target: str, model: str | None = None) -> Server:
-    """Ask a server what it is. `model`: the name of the model there, if it serves several. Raises `UserError`."""
+    """Ask a server what it is. `model`: the name of the model there, if it serves several. Raises
+    `UserError`."""
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
     try:
         models = {entry.id: entry for entry in convert(listed, ModelList).data}
     except DocumentError as error:
         found = "" if listed is None else f" that can be read ({error})"
-        raise UserError(f"{url} has no /v1/models{found}; give --server the root of a vLLM or SGLang") from error
+        raise UserError(
+            f"{url} has no /v1/models{found}; give --server the root of a vLLM or SGLang"
+        ) from error
     name = _model(models, target, model, url)
     about = {"model": name, "context": models[name].max_model_len, "url": url}
     info = await _get(client, "/server_info") or await _get(client, "/get_server_info")
     if isinstance(info, dict) and ("internal_states" in info or "speculative_algorithm" in info):
-        speculates = bool(info.get("speculative_algorithm")) if "speculative_algorithm" in info else None
-        return Server(engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about)
+        speculates = (
+            bool(info.get("speculative_algorithm")) if "speculative_algorithm" in info else None
+        )
+        return Server(
+            engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about
+        )
     if (await counters_of(client)).generated is None:
         raise UserError(
-            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM without --disable-log-stats, "
+            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM "
+            "without --disable-log-stats, "
             "and name the engine itself, not a gateway before it"
         )
     version = await _get(client, "/version")
@@ -135,20 +153,29 @@ def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: 
         return target
     bases = [name for name, entry in models.items() if entry.parent is None]
     if len(bases) != 1:
-        raise UserError(f"{url} serves {', '.join(models) or 'no model'}; name one with --server-model")
+        raise UserError(
+            f"{url} serves {', '.join(models) or 'no model'}; name one with --server-model"
+        )
     return bases[0]
 
 
 async def check_tokenizer(client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
-    """Demand that the server reads a text as `tokenizer` does, where it has /tokenize. Raises `UserError`."""
+    """Demand that the server reads a text as `tokenizer` does, where it has /tokenize. Raises
+    `UserError`."""
     try:
         async with asyncio.timeout(ANSWER_S):
-            answer = await client.post("/tokenize", json={"model": server.model, "prompt": PROBE, "add_special_tokens": False})
+            answer = await client.post(
+                "/tokenize",
+                json={"model": server.model, "prompt": PROBE, "add_special_tokens": False},
+            )
         theirs = answer.json()["tokens"] if answer.status_code == 200 else None
     except (httpx.HTTPError, TimeoutError, ValueError, RecursionError, KeyError, TypeError):
         return
     if theirs is not None and theirs != tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
-        raise UserError(f"{server.url} serves {server.model} with another tokenizer than --target's; name that model as --target")
+        raise UserError(
+            f"{server.url} serves {server.model} with another tokenizer than --target's; name "
+            "that model as --target"
+        )
 
 
 async def counters_of(client: httpx.AsyncClient) -> Counters:
@@ -156,14 +183,16 @@ async def counters_of(client: httpx.AsyncClient) -> Counters:
     response = await _request(client, "/metrics")
     if response.status_code != 200:
         raise UserError(
-            f"{client.base_url} has no /metrics (status {response.status_code}); give --server a vLLM or an SGLang itself, "
+            f"{client.base_url} has no /metrics (status {response.status_code}); give --server a "
+            "vLLM or an SGLang itself, "
             "not a gateway before it"
         )
     return read_counters(response.text)
 
 
 async def settled(client: httpx.AsyncClient, before: Counters, tokens: int) -> Counters:
-    """vLLM's counters once they hold `tokens` more than `before` and nothing runs, or after `SETTLE_S` seconds."""
+    """vLLM's counters once they hold `tokens` more than `before` and nothing runs, or after
+    `SETTLE_S` seconds."""
     until = time.perf_counter() + SETTLE_S
     while True:
         now = await counters_of(client)
@@ -177,7 +206,10 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
     """The JSON there; `None` if there is none."""
     response = await _request(client, path)
     if response.status_code in (401, 403):
-        raise UserError(f"{client.base_url} wants an API key, which this command does not send; start it without one")
+        raise UserError(
+            f"{client.base_url} wants an API key, which this command does not send; start it "
+            "without one"
+        )
     try:
         return response.json() if response.status_code == 200 else None
     except (ValueError, RecursionError):
@@ -190,7 +222,8 @@ async def _request(client: httpx.AsyncClient, path: str) -> httpx.Response:
             return await client.get(path, timeout=ANSWER_S)
     except (httpx.HTTPError, TimeoutError) as error:
         raise UserError(
-            f"server {client.base_url} does not answer ({str(error) or type(error).__name__}); start it, or check --server"
+            f"server {client.base_url} does not answer ({str(error) or type(error).__name__}); "
+            "start it, or check --server"
         ) from error
 
 
@@ -204,10 +237,11 @@ async def load(
     follow: Follow,
     done: Callable[[], Any] = lambda: None,
 ) -> Load:
-    """Send prompts, `concurrency` of them in flight as long as there are so many; the next one as soon as one is answered.
+    """Send prompts, `concurrency` of them in flight as long as there are so many; the next one as
+    soon as one is answered.
 
-    The later turns of a conversation follow on the reply, in its place. `done` is called for each prompt. Raises `UserError`
-    as soon as one request fails.
+    The later turns of a conversation follow on the reply, in its place. `done` is called for each
+    prompt. Raises `UserError` as soon as one request fails.
     """
     replies: list[list[Reply]] = [[] for _ in prompts]
     waiting = iter(range(len(prompts)))
@@ -220,7 +254,9 @@ async def load(
             while prompt is not None:
                 flying += 1
                 peak = max(peak, flying)
-                reply = await ask(client, server, prompt, len(replies[place]), sampling, max_new_tokens)
+                reply = await ask(
+                    client, server, prompt, len(replies[place]), sampling, max_new_tokens
+                )
                 flying -= 1
                 replies[place].append(reply)
                 prompt = follow(prompt, reply.ids) if reply.ids is not None else None
@@ -238,38 +274,63 @@ async def load(
         first: BaseException = mistakes
         while isinstance(first, ExceptionGroup):
             first = first.exceptions[0]
-        raise UserError(str(first)) from None  # all that are in flight fail for the same reason: say it once
+        # all that are in flight fail for the same reason: say it once
+        raise UserError(str(first)) from None
     every = [reply for turns in replies for reply in turns]
     seconds = max(reply.arrivals[-1] for reply in every) - start
     return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
 
 
 async def ask(
-    client: httpx.AsyncClient, server: Server, prompt: Prompt, turn: int, sampling: Sampling, max_new_tokens: int
+    client: httpx.AsyncClient,
+    server: Server,
+    prompt: Prompt,
+    turn: int,
+    sampling: Sampling,
+    max_new_tokens: int,
 ) -> Reply:
     """One request, read to its end. Raises `UserError` where it fails or breaks off."""
-    room = max_new_tokens if server.context is None else min(max_new_tokens, server.context - len(prompt.token_ids))
+    room = (
+        max_new_tokens
+        if server.context is None
+        else min(max_new_tokens, server.context - len(prompt.token_ids))
+    )
     path, body = (_vllm if server.engine == "vllm" else _sglang)(server, prompt, sampling, room)
     reply = Reply(prompt, turn, time.perf_counter())
     try:
-        async with asyncio.timeout(WHOLE_REPLY_S), client.stream("POST", path, json=body) as response:
+        async with (
+            asyncio.timeout(WHOLE_REPLY_S),
+            client.stream("POST", path, json=body) as response,
+        ):
             if response.status_code != 200:
-                raise _refusal(server, prompt, response.status_code, (await response.aread()).decode(errors="replace"))
+                raise _refusal(
+                    server,
+                    prompt,
+                    response.status_code,
+                    (await response.aread()).decode(errors="replace"),
+                )
             read = _read_vllm if server.engine == "vllm" else _read_sglang
             async for event in _events(response, server):
                 read(reply, event, time.perf_counter())
     except TimeoutError as error:
         raise UserError(
-            f"server {server.url} has not finished its reply to prompt {prompt.id} after {WHOLE_REPLY_S:g} s; look at its log"
+            f"server {server.url} has not finished its reply to prompt {prompt.id} after "
+            f"{WHOLE_REPLY_S:g} s; look at its log"
         ) from error
     except DocumentError as error:
-        raise UserError(f"server {server.url} answers in an unknown form ({error}); is it the engine itself?") from error
+        raise UserError(
+            f"server {server.url} answers in an unknown form ({error}); is it the engine itself?"
+        ) from error
     except httpx.HTTPError as error:
         why = str(error) or type(error).__name__
-        raise UserError(f"server {server.url} broke off while it wrote ({why}); look at its log, then measure again") from error
+        raise UserError(
+            f"server {server.url} broke off while it wrote ({why}); look at its log, then measure "
+            "again"
+        ) from error
     if reply.finish in ("", "abort", "error") or not reply.arrivals:
         raise UserError(
-            f"server {server.url} ended a reply to prompt {prompt.id} unfinished; look at its log, then measure again"
+            f"server {server.url} ended a reply to prompt {prompt.id} unfinished; look at its "
+            "log, then measure again"
         )
     return reply
 
@@ -284,9 +345,13 @@ def _refusal(server: Server, prompt: Prompt, status: int, body: str) -> UserErro
         said = body
     said = " ".join(str(said).split())[:200]
     if status in (429, 503):
-        return UserError(f"{server.url} refuses so many requests at once (status {status}: {said}); give a lower --concurrency")
+        return UserError(
+            f"{server.url} refuses so many requests at once (status {status}: {said}); give a "
+            "lower --concurrency"
+        )
     return UserError(
-        f"{server.url} refuses prompt {prompt.id} of {len(prompt.token_ids)} tokens (status {status}: {said}); check its limits"
+        f"{server.url} refuses prompt {prompt.id} of {len(prompt.token_ids)} tokens (status "
+        f"{status}: {said}); check its limits"
     )
 
 
@@ -302,14 +367,20 @@ async def _events(response: httpx.Response, server: Server) -> AsyncIterator[dic
             event = json.loads(text, parse_constant=no_constant)
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"server {server.url} sends a chunk that is not JSON ({text[:80]!r}); is it the engine itself?"
+                f"server {server.url} sends a chunk that is not JSON ({text[:80]!r}); is it the "
+                "engine itself?"
             ) from error
         if not isinstance(event, dict) or "error" in event:
-            raise UserError(f"server {server.url} failed within a reply ({text[:200]}); look at its log, then measure again")
+            raise UserError(
+                f"server {server.url} failed within a reply ({text[:200]}); look at its log, then "
+                "measure again"
+            )
         yield event
 
 
-def _vllm(server: Server, prompt: Prompt, sampling: Sampling, room: int) -> tuple[str, dict[str, Any]]:
+def _vllm(
+    server: Server, prompt: Prompt, sampling: Sampling, room: int
+) -> tuple[str, dict[str, Any]]:
     # What is left out is taken from the target's generation_config there: so everything is said.
     return "/v1/completions", {
         "model": server.model,
@@ -340,7 +411,9 @@ def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
             reply.arrivals.append(now)
 
 
-def _sglang(server: Server, prompt: Prompt, sampling: Sampling, room: int) -> tuple[str, dict[str, Any]]:
+def _sglang(
+    server: Server, prompt: Prompt, sampling: Sampling, room: int
+) -> tuple[str, dict[str, Any]]:
     law = {
         "max_new_tokens": room,
         "temperature": sampling.temperature,
@@ -362,8 +435,11 @@ def _read_sglang(reply: Reply, event: dict[str, Any], now: float) -> None:
         reply.arrivals.append(now)
         reply.tokens = total
     if (ids := chunk.output_ids) is not None:
-        # Ids of the whole reply so far, or (a server option) of this chunk: the count of tokens tells which.
+        # Ids of the whole reply so far, or (a server option) of this chunk: the count of tokens
+        # tells which.
         both = [ids, [*(reply.ids or []), *ids]]
         reply.ids = next((found for found in both if len(found) == total), None)
     reason = meta.finish_reason
-    reply.finish = (reason.type if isinstance(reason, SglangFinish) else reason or "") or reply.finish
+    reply.finish = (
+        reason.type if isinstance(reason, SglangFinish) else reason or ""
+    ) or reply.finish

@@ -1,6 +1,8 @@
-"""`draftsmith evaluate --server URL`: the acceptance and speed that a running server shows on our prompts, in our table.
+"""`draftsmith evaluate --server URL`: the acceptance and speed that a running server shows on our
+prompts, in our table.
 
-The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured here as well.
+The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
+here as well.
 """
 
 from __future__ import annotations
@@ -34,13 +36,18 @@ SHOWN = 3
 WARM_UP = 8  # tokens
 BUSY = 0.7  # of a run of a second or more; shorter ones are mostly the client's start
 MEANINGS = {
-    "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had no draft",
-    "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token excluded: comparable with local "
-    "tau. vLLM does not count steps; where a slow reader got several in one chunk it is at most this",
+    "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had "
+    "no draft",
+    "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token "
+    "excluded: comparable with local "
+    "tau. vLLM does not count steps; where a slow reader got several in one chunk it is at most "
+    "this",
     "survival": "share of the drafts of which at least d tokens were accepted",
     "accept_rate": "accepted / drafted tokens, roots excluded",
-    "tokens_s": "all tokens / time from the first request to the last chunk, prefills, queue and the run's ends included",
-    "ttft_quantiles_s": "from sending a request to its first chunk, its wait in the server's queue included",
+    "tokens_s": "all tokens / time from the first request to the last chunk, prefills, queue and "
+    "the run's ends included",
+    "ttft_quantiles_s": "from sending a request to its first chunk, its wait in the server's "
+    "queue included",
     "tpot_quantiles_s": "time per later token, of each request",
     "chunk_gap_quantiles_s": "between chunks of one reply; quantiles over all gaps",
     "equal_to_plain": "greedy replies equal to plain decoding here, token for token, of `compared`",
@@ -61,7 +68,8 @@ class Measured:
 
 @dataclass
 class Reader:
-    """What renders prompts as the target wants them: its tokenizer and settings, without its weights."""
+    """What renders prompts as the target wants them: its tokenizer and settings, without its
+    weights."""
 
     name: str
     tokenizer: Any
@@ -81,18 +89,40 @@ def load_reader(config: TargetConfig) -> Reader:
             settings = GenerationConfig.from_model_config(own)
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
-    return Reader(config.path, tokenizer, frozenset([ends] if isinstance(ends, int) else ends or []), penalty)
+    return Reader(
+        config.path, tokenizer, frozenset([ends] if isinstance(ends, int) else ends or []), penalty
+    )
 
 
 def measure(options: Any, laws: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
-    """Measure `options.server` at each law and concurrency. `options` are those of `evaluate`. Raises `UserError`."""
+    """Measure `options.server` at each law and concurrency. `options` are those of `evaluate`.
+    Raises `UserError`."""
     reader = load_reader(options.target)
-    prompts = read_prompts(options.prompts, reader.tokenizer, reader.name, options.limit, options.split, options.bad_rows)
-    return asyncio.run(_measure(options, reader, prompts, [law.resolved(reader.repetition_penalty) for law in laws], concurrency))
+    prompts = read_prompts(
+        options.prompts,
+        reader.tokenizer,
+        reader.name,
+        options.limit,
+        options.split,
+        options.bad_rows,
+    )
+    return asyncio.run(
+        _measure(
+            options,
+            reader,
+            prompts,
+            [law.resolved(reader.repetition_penalty) for law in laws],
+            concurrency,
+        )
+    )
 
 
 async def _measure(
-    options: Any, reader: Reader, prompts: list[Prompt], laws: Sequence[Sampling], concurrency: Sequence[int]
+    options: Any,
+    reader: Reader,
+    prompts: list[Prompt],
+    laws: Sequence[Sampling],
+    concurrency: Sequence[int],
 ) -> Measured:
     async with client_of(options.server) as client:
         server = await connect(client, reader.name, options.server_model)
@@ -101,10 +131,17 @@ async def _measure(
         runs, settings = [], []
         for law in laws:
             for at_once in concurrency:
-                run, speculation = await _one(client, server, reader, prompts, law, at_once, options)
+                run, speculation = await _one(
+                    client, server, reader, prompts, law, at_once, options
+                )
                 runs.append(run)
                 settings.append(figures(law, at_once, run, speculation))
-    about = {"url": server.url, "engine": server.engine, "version": server.version, "model": server.model}
+    about = {
+        "url": server.url,
+        "engine": server.engine,
+        "version": server.version,
+        "model": server.model,
+    }
     report = {**about, "context": server.context, "definitions": MEANINGS, "settings": settings}
     return Measured(report, prompts, reader.tokenizer, runs)
 
@@ -114,7 +151,8 @@ def check_lengths(prompts: Sequence[Prompt], server: Server) -> None:
     for prompt in prompts:
         if server.context is not None and len(prompt.token_ids) >= server.context:
             raise UserError(
-                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, the server's context {server.context}; leave it out, "
+                f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, the server's context "
+                f"{server.context}; leave it out, "
                 "or start the server with a longer context"
             )
 
@@ -128,7 +166,8 @@ async def _one(
     at_once: int,
     options: Any,
 ) -> tuple[Load, Speculation]:
-    """One setting: warm up, then as many passes over the prompts as keep `at_once` requests in flight for two rounds of them."""
+    """One setting: warm up, then as many passes over the prompts as keep `at_once` requests in
+    flight for two rounds of them."""
     room = (server.context or 2**40) - options.max_new_tokens
 
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
@@ -136,14 +175,24 @@ async def _one(
 
     counted = server.engine == "vllm"
     before = await counters_of(client) if counted else None
-    warm = await load(client, server, prompts[:1], 1, law, min(WARM_UP, options.max_new_tokens), lambda prompt, reply: None)
+    warm = await load(
+        client,
+        server,
+        prompts[:1],
+        1,
+        law,
+        min(WARM_UP, options.max_new_tokens),
+        lambda prompt, reply: None,
+    )
     if before is not None:
         before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [prompt for _ in range(passes) for prompt in prompts]
     label = f"server, T = {law.temperature:g}, {at_once} at once"
     with Progress(total=len(requests), desc=label) as bar:
-        run = await load(client, server, requests, at_once, law, options.max_new_tokens, follow, bar.update)
+        run = await load(
+            client, server, requests, at_once, law, options.max_new_tokens, follow, bar.update
+        )
     tokens = sum(reply.tokens for reply in run.replies)
     if before is None:
         return run, of_sglang([reply.meta for reply in run.replies], tokens, server.speculates)
@@ -164,13 +213,19 @@ def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[
         "tau_definition": DEFINITIONS[found.counted],
         "tau_kept": found.tau_kept,
         "survival": found.survival,
-        "accept_rate": found.accepted / found.drafted if found.drafted and found.accepted is not None else None,
-        "mean_n_draft": found.drafted / found.drafts if found.drafts and found.drafted is not None else None,
+        "accept_rate": found.accepted / found.drafted
+        if found.drafted and found.accepted is not None
+        else None,
+        "mean_n_draft": found.drafted / found.drafts
+        if found.drafts and found.drafted is not None
+        else None,
         "tokens_s": tokens / run.seconds,
         "seconds": run.seconds,
         "ttft_quantiles_s": quantiles([reply.ttft_s for reply in replies]),
         "tpot_quantiles_s": quantiles([reply.tpot_s for reply in replies]),
-        "chunk_gap_quantiles_s": quantiles([b - a for reply in replies for a, b in pairwise(reply.arrivals)]),
+        "chunk_gap_quantiles_s": quantiles(
+            [b - a for reply in replies for a, b in pairwise(reply.arrivals)]
+        ),
         "requests": len(replies),
         "tokens": tokens,
         "chunks": sum(len(reply.arrivals) for reply in replies),
@@ -200,16 +255,23 @@ def _slow_client(run: Load) -> list[str]:
     """A line where reading took the time that was to be measured."""
     if run.busy < BUSY or run.seconds < 1:
         return []
-    return [f"this client was busy {run.busy:.0%} of the time: the server may be faster than its figures here"]
+    return [
+        f"this client was busy {run.busy:.0%} of the time: the server may be faster than its "
+        "figures here"
+    ]
 
 
 def compare_replies(measured: Measured, target: Target, results: Results, law: Sampling) -> None:
-    """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the report's greedy settings.
+    """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the
+    report's greedy settings.
 
-    `results` are of the same prompts under the same greedy `law`. Later turns of which the text before differs are left out.
+    `results` are of the same prompts under the same greedy `law`. Later turns of which the text
+    before differs are left out.
     """
     law = law.resolved(target.repetition_penalty)
-    plain = {(turn.prompt.place, turn.number): turn.generation for turn in next(iter(results.values()))}
+    plain = {
+        (turn.prompt.place, turn.number): turn.generation for turn in next(iter(results.values()))
+    }
     for setting, run in zip(measured.report["settings"], measured.loads, strict=True):
         if setting["temperature"] != 0:
             continue
@@ -223,9 +285,20 @@ def compare_replies(measured: Measured, target: Target, results: Results, law: S
             equal += reply.ids == ours.token_ids
             key = (reply.prompt.place, reply.turn, tuple(reply.ids))
             if reply.ids != ours.token_ids and key not in differing:
-                index, gap = divergence(target, ours, Generation(reply.prompt.token_ids, reply.ids), law)
-                differing[key] = {"id": reply.prompt.id, "turn": reply.turn, "index": index, "top2_gap": gap}
-        setting |= {"equal_to_plain": equal, "compared": compared, "divergences": list(differing.values())}
+                index, gap = divergence(
+                    target, ours, Generation(reply.prompt.token_ids, reply.ids), law
+                )
+                differing[key] = {
+                    "id": reply.prompt.id,
+                    "turn": reply.turn,
+                    "index": index,
+                    "top2_gap": gap,
+                }
+        setting |= {
+            "equal_to_plain": equal,
+            "compared": compared,
+            "divergences": list(differing.values()),
+        }
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -240,11 +313,14 @@ def show(report: dict[str, Any], console: Console) -> None:
             for warning in row["warnings"]:
                 console.print(f"warning, {where}: {warning}")
             if row["in_flight_peak"] < row["concurrency"]:
-                console.print(f"warning, {where}: only {row['in_flight_peak']} requests were in flight")
+                console.print(
+                    f"warning, {where}: only {row['in_flight_peak']} requests were in flight"
+                )
             gaps = [d["top2_gap"] for d in row.get("divergences", []) if d["top2_gap"] is not None]
             if gaps:
                 console.print(
-                    f"{where}: where a reply first differs, the target's two best logits are at most {max(gaps):.2g} apart."
+                    f"{where}: where a reply first differs, the target's two best logits are at "
+                    f"most {max(gaps):.2g} apart."
                 )
     if any(setting["speculates"] is False for setting in server["settings"]):
         console.print("The server does not speculate: it writes one token a step.")
@@ -252,9 +328,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     for definition in definitions:
         console.print(f"The server's tau: {definition}.")
     if definitions:
-        console.print("kept: tokens a step, steps without a draft and ends of replies as they are: what local tau counts.")
+        console.print(
+            "kept: tokens a step, steps without a draft and ends of replies as they are: what "
+            "local tau counts."
+        )
     console.print(
-        "tok/s of a server: all its replies together, prefills included; a local drafter's: one at a time, without them."
+        "tok/s of a server: all its replies together, prefills included; a local drafter's: one "
+        "at a time, without them."
     )
 
 
@@ -262,26 +342,54 @@ def _table(title: str | None) -> Table:
     return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
-def _acceptance(report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float) -> Table:
+def _acceptance(
+    report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float
+) -> Table:
     """The columns of the local tables, the server's rows under the local drafters'."""
     server = report["server"]
-    title = f"{server['engine']} {server['version']} at {server['url']}\n{server['model']}, T = {temperature:g}"
+    title = (
+        f"{server['engine']} {server['version']} at {server['url']}\n{server['model']}, T = "
+        f"{temperature:g}"
+    )
     table = _table(title)
     table.add_column("drafter", overflow="fold", min_width=8)
-    for column in ("batch", "con-\ncurrency", "tau", "kept", f"accepted\n1-{SHOWN}", "acc/\ndrafted", "tok/s", "identical"):
+    for column in (
+        "batch",
+        "con-\ncurrency",
+        "tau",
+        "kept",
+        f"accepted\n1-{SHOWN}",
+        "acc/\ndrafted",
+        "tok/s",
+        "identical",
+    ):
         table.add_column(column, justify="right", no_wrap=True)
-    number = lambda value: "-" if value is None else f"{value:.2f}"  # noqa: E731
-    depths = lambda survival: " ".join(f"{x:.2f}".removeprefix("0") for x in survival[:SHOWN]) or "-"  # noqa: E731
-    equal = lambda same, of: "-" if same is None or not of else "yes" if same == of else f"{same} of {of}"  # noqa: E731
+
+    def number(value):
+        return "-" if value is None else f"{value:.2f}"
+
+    def depths(survival):
+        return " ".join(f"{x:.2f}".removeprefix("0") for x in survival[:SHOWN]) or "-"
+
+    def equal(same, of):
+        return "-" if same is None or not of else "yes" if same == of else f"{same} of {of}"
+
     for setting in report["settings"]:
         if setting["temperature"] == temperature:
             for name, s in setting["drafters"].items():
-                tau, rate = number(s["tau_incl_bonus"]), number(s["accept_rate"] if s["mean_n_draft"] else None)
+                tau, rate = (
+                    number(s["tau_incl_bonus"]),
+                    number(s["accept_rate"] if s["mean_n_draft"] else None),
+                )
                 same = equal(s["equal_to_ar"], s["requests"])
                 row = (tau, tau, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
                 table.add_row(name, str(setting["batch"]), "-", *row)
     for s in rows:
-        tau, kept, rate = number(s["tau_incl_bonus"]), number(s["tau_kept"]), number(s["accept_rate"])
+        tau, kept, rate = (
+            number(s["tau_incl_bonus"]),
+            number(s["tau_kept"]),
+            number(s["accept_rate"]),
+        )
         same = equal(s.get("equal_to_plain"), s.get("compared"))
         row = (tau, kept, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
         table.add_row("server", "-", str(s["concurrency"]), *row)
@@ -298,12 +406,20 @@ def _times(rows: Sequence[dict[str, Any]]) -> Table:
     }
     table.add_column("con-\ncurrency", justify="right")
     for name, (_, count) in parts.items():
-        table.add_column(f"{name}, ms\np50 / p95" + " / p99" * (count > 2), justify="right", no_wrap=True)
+        table.add_column(
+            f"{name}, ms\np50 / p95" + " / p99" * (count > 2), justify="right", no_wrap=True
+        )
     table.add_column("requests", justify="right")
     for s in rows:
         cells = []
         for key, count in parts.values():
             values = list((s[key] or {}).values())[:count]
-            cells.append(" / ".join(f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}" for value in values) or "-")
+            cells.append(
+                " / ".join(
+                    f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}"
+                    for value in values
+                )
+                or "-"
+            )
         table.add_row(str(s["concurrency"]), *cells, str(s["requests"]))
     return table

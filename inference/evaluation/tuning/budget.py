@@ -1,6 +1,8 @@
-"""The time that `draftsmith tune` may take: prompts, reply lengths, timings and finalists are reduced to fit, in that order.
+"""The time that `draftsmith tune` may take: prompts, reply lengths, timings and finalists are
+reduced to fit, in that order.
 
-Everything is estimated from what was just measured on this machine, so that a run may end a little before or after its time.
+Everything is estimated from what was just measured on this machine, so that a run may end a little
+before or after its time.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ FEWEST_PROMPTS = 3
 SHORTEST_REPLY = 16
 TRIAL_ROOTS = 6  # of each text, from which the time of walking over all of them is estimated
 LEAST_WAYS = 3  # plain decoding, the default and one prediction are always measured
-VERIFICATION, TEXTS, WALKS, DRAFTING = 0.2, 0.1, 0.25, 0.2  # shares of the time; measuring finalists has the rest
+# shares of the time; measuring finalists has the rest
+VERIFICATION, TEXTS, WALKS, DRAFTING = 0.2, 0.1, 0.25, 0.2
 MEASURING = 1 - VERIFICATION - TEXTS - WALKS - DRAFTING
 
 
@@ -38,9 +41,11 @@ class Budget:
 def texts_that_fit(
     prompts: int, tokens: int, batches: Sequence[int], seconds: float, step: Callable[[int], float]
 ) -> tuple[int, int]:
-    """Prompts and tokens of a reply for which plain replies and the fewest measurements fit into their shares of `seconds`.
+    """Prompts and tokens of a reply for which plain replies and the fewest measurements fit into
+    their shares of `seconds`.
 
-    `step(n)`: seconds of a plain step of n rows. Prompts are halved first, down to a full batch, then replies.
+    `step(n)`: seconds of a plain step of n rows. Prompts are halved first, down to a full batch,
+    then replies.
     """
 
     def fits(n: int, t: int) -> bool:
@@ -57,23 +62,32 @@ def texts_that_fit(
 
 
 def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
-    """Roots of a text to walk over in `seconds`, where walking over `TRIAL_ROOTS` took `trial_seconds`."""
+    """Roots of a text to walk over in `seconds`, where walking over `TRIAL_ROOTS` took
+    `trial_seconds`."""
     if trial_seconds * roots <= TRIAL_ROOTS * seconds:
         return roots
     return min(roots, max(TRIAL_ROOTS, int(TRIAL_ROOTS * seconds / trial_seconds)))
 
 
-def samples_that_fit(samples: int, fewest: int, fixed_s: float, each_s: float, seconds: float) -> int:
-    """Rounds behind a timing where `fixed_s` goes by in any case and every sample takes `each_s`."""
+def samples_that_fit(
+    samples: int, fewest: int, fixed_s: float, each_s: float, seconds: float
+) -> int:
+    """Rounds behind a timing where `fixed_s` goes by in any case and every sample takes
+    `each_s`."""
     if fixed_s + samples * each_s <= seconds:
         return samples
     return max(fewest, int((seconds - fixed_s) / each_s))
 
 
-def finalists_that_fit(finalists: int, repeats: int, runs: Sequence[float], seconds: float) -> tuple[int, int]:
-    """Finalists and repeats whose runs fit. `runs`: seconds of one run of plain decoding, of the default, and of each finalist,
-    the most promising first. Repeats go first."""
-    cost = lambda: repeats * sum(runs[: 2 + finalists])  # noqa: E731
+def finalists_that_fit(
+    finalists: int, repeats: int, runs: Sequence[float], seconds: float
+) -> tuple[int, int]:
+    """Finalists and repeats whose runs fit. `runs`: seconds of one run of plain decoding, of the
+    default, and of each finalist, the most promising first. Repeats go first."""
+
+    def cost():
+        return repeats * sum(runs[: 2 + finalists])
+
     while cost() > seconds and repeats > 1:
         repeats -= 1
     while cost() > seconds and finalists > 1:

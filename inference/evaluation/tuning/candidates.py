@@ -1,8 +1,8 @@
 """Every tree that a drafter could draft, and what each would accept at every root of known texts.
 
-Kinds: chains of K; fixed shapes, the best of their size by measured acceptance of each depth and rank (`growth.grow`, which finds
-what Sequoia's dynamic programme does); trees that follow the drafter's confidence, cut to a number of nodes, at a fitted score
-temperature.
+Kinds: chains of K; fixed shapes, the best of their size by measured acceptance of each depth and
+rank (`growth.grow`, which finds what Sequoia's dynamic programme does); trees that follow the
+drafter's confidence, cut to a number of nodes, at a fitted score temperature.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Counts = list[list[int]]
 """For each text, a number at each of its roots."""
 Pool = list[list[list[list[int]]]]
-"""For each text, root and number of levels: the nodes that a tree needs to hold the path that comes, to each depth."""
+"""For each text, root and number of levels: the nodes that a tree needs to hold the path that
+comes, to each depth."""
 
 
 @dataclass
@@ -62,14 +63,21 @@ class Candidate:
             setting |= {"length": max(map(len, shape)), "nodes": len(shape)}
         if self.kind == "chain":
             setting.pop("width", None)
-        return " ".join([self.kind, *(f"{key}={value}" for key, value in setting.items() if key != "tree")])
+        return " ".join(
+            [self.kind, *(f"{key}={value}" for key, value in setting.items() if key != "tree")]
+        )
 
 
 def candidates(
-    target: Target, spec: str, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+    target: Target,
+    spec: str,
+    texts: Sequence[Text],
+    sampling: Sampling,
+    tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """All that `spec`'s drafter can do, the default first, and what was measured on the way: acceptance of each depth and rank,
-    accepted drafts at each score temperature. `tick` is called with a name before each walk over the texts.
+    """All that `spec`'s drafter can do, the default first, and what was measured on the way:
+    acceptance of each depth and rank, accepted drafts at each score temperature. `tick` is called
+    with a name before each walk over the texts.
 
     Raises `UserError` for drafters that cannot be walked along a text.
     """
@@ -83,7 +91,8 @@ def candidates(
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raises `UserError` for drafters that cannot be walked along a text, and for chains that end by themselves."""
+    """Raises `UserError` for drafters that cannot be walked along a text, and for chains that end
+    by themselves."""
     if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
         if proposer.plan.threshold:
             raise UserError("tune chooses a chain's length itself; leave out threshold")
@@ -91,12 +100,17 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
     if isinstance(proposer, MedusaProposer | LookupProposer):
         return
     raise UserError(
-        f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune trained drafters or lookups"
+        f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune "
+        "trained drafters or lookups"
     )
 
 
 def _planned(
-    target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+    target: Target,
+    proposer: Any,
+    texts: Sequence[Text],
+    sampling: Sampling,
+    tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
     own: TreePlan = proposer.plan
 
@@ -108,40 +122,80 @@ def _planned(
         return ready
 
     tick("acceptance by depth and rank")
-    lengths = sorted({min(k, proposer.longest) for k in ({*LENGTHS, own.length} if own.width == 1 else LENGTHS)})
+    lengths = sorted(
+        {min(k, proposer.longest) for k in ({*LENGTHS, own.length} if own.width == 1 else LENGTHS)}
+    )
     ranks = _ranks(target, proposer, texts, sampling, KnownPath(max(lengths[-1], own.length)))
     table = rank_table(ranks)
-    found = [Candidate("chain", {"length": k, "width": 1}, make(length=k), runs(ranks, k), k, (1,) * (k - 1)) for k in lengths]
+    found = [
+        Candidate(
+            "chain", {"length": k, "width": 1}, make(length=k), runs(ranks, k), k, (1,) * (k - 1)
+        )
+        for k in lengths
+    ]
     for count in BUDGETS:
         shape = grow(table[:LEVELS], count)
         if len(shape) == count and max(node[-1] for node in shape):
             made = make(shape=shape)
-            found.append(Candidate("fixed", {"shape": shape}, made, along(ranks, shape), count, tuple(_inner(shape))))
+            found.append(
+                Candidate(
+                    "fixed",
+                    {"shape": shape},
+                    made,
+                    along(ranks, shape),
+                    count,
+                    tuple(_inner(shape)),
+                )
+            )
     levels = min(max(LEVELS, own.length if own.width > 1 else 0), proposer.longest)
     walked = _Pools(target, proposer, texts, sampling, levels, tick)
     heat, taken = fitted_heat(lambda h: walked.of(WIDTHS[1], h))
-    wanted = {(width, heat) for width in WIDTHS} | ({(own.width, own.heat)} if own.width > 1 else set())
+    wanted = {(width, heat) for width in WIDTHS} | (
+        {(own.width, own.heat)} if own.width > 1 else set()
+    )
     for width, h in sorted(wanted):
         pool = walked.of(width, h)
         for levels in range(1, walked.levels + 1):
             for nodes in sorted({*BUDGETS, own.nodes}):
                 if levels <= nodes <= width + (levels - 1) * width**2:
-                    setting = {"length": levels, "width": width, "nodes": nodes, **({"heat": h} if h != 1 else {})}
+                    setting = {
+                        "length": levels,
+                        "width": width,
+                        "nodes": nodes,
+                        **({"heat": h} if h != 1 else {}),
+                    }
                     accepted = cut(pool, levels, nodes)
-                    found.append(Candidate("dynamic", setting, make(**setting), accepted, nodes, (width,) * (levels - 1)))
+                    found.append(
+                        Candidate(
+                            "dynamic",
+                            setting,
+                            make(**setting),
+                            accepted,
+                            nodes,
+                            (width,) * (levels - 1),
+                        )
+                    )
     default: dict[str, Any] = {"length": own.length, "width": own.width}
     if own.width > 1:
         default |= {"nodes": own.nodes, **({"heat": own.heat} if own.heat != 1 else {})}
-    return first_of(found, default), {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
+    return first_of(found, default), {
+        "rank_acceptance": table,
+        "accepted_by_heat": taken,
+        "heat": heat,
+    }
 
 
 def fitted_heat(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
-    """The score temperature at which a middling tree accepts most drafts, and what it accepts at each.
+    """The score temperature at which a middling tree accepts most drafts, and what it accepts at
+    each.
 
-    One temperature serves all sizes: in verification-and-trees 8.8 the best one hardly moves with the number of nodes.
+    One temperature serves all sizes: in verification-and-trees 8.8 the best one hardly moves with
+    the number of nodes.
     """
     taken = {heat: sum(map(sum, cut(pool_at(heat), *MIDDLING))) for heat in HEATS}
-    return max(taken, key=lambda heat: (taken[heat], -abs(heat - 1))), {str(heat): count for heat, count in taken.items()}
+    return max(taken, key=lambda heat: (taken[heat], -abs(heat - 1))), {
+        str(heat): count for heat, count in taken.items()
+    }
 
 
 class _Pools:
@@ -165,7 +219,9 @@ class _Pools:
         if (width, heat) not in self._found:
             self._tick(f"trees {width} wide, score temperature {heat:g}")
             target, proposer, texts, sampling = self._about
-            plan = TreePlan(self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat)
+            plan = TreePlan(
+                self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat
+            )
             plan.whole = True
             proposer.replan(plan)
             self._found[width, heat] = _needs(target, proposer, texts, sampling)
@@ -173,7 +229,11 @@ class _Pools:
 
 
 def _heads(
-    target: Target, proposer: MedusaProposer, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+    target: Target,
+    proposer: MedusaProposer,
+    texts: Sequence[Text],
+    sampling: Sampling,
+    tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
     count = proposer.heads
     tick("acceptance by depth and rank")
@@ -185,7 +245,10 @@ def _heads(
         for row, values in zip(rows, place.tolist(), strict=True):
             ranks[row].append(values)
     table = rank_table(ranks, conditional=False)
-    found = [_static("chain", proposer, ranks, [(0,) * d for d in range(1, k + 1)]) for k in range(1, count + 1)]
+    found = [
+        _static("chain", proposer, ranks, [(0,) * d for d in range(1, k + 1)])
+        for k in range(1, count + 1)
+    ]
     shapes = {len(shape): shape for n in BUDGETS if (shape := grow(table, n))}
     found += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
     pools: dict[float, Pool] = {}
@@ -201,22 +264,40 @@ def _heads(
 
     def best_first(nodes: int, heat: float) -> Candidate:
         setting = {"tree": "best-first", "nodes": nodes, "heat": heat}
-        ready = lambda: proposer.with_tree(nodes, heat)  # noqa: E731
+
+        def ready():
+            return proposer.with_tree(nodes, heat)
+
         return Candidate("dynamic", setting, ready, cut(pool_at(heat), count, nodes), nodes, ())
 
     found += [best_first(nodes, heat) for nodes in BUDGETS]
     ranked = proposer.ranks
-    own = _static("fixed", proposer, ranks, ranked) if ranked else best_first(proposer.max_drafted, proposer.heat)
+    own = (
+        _static("fixed", proposer, ranks, ranked)
+        if ranked
+        else best_first(proposer.max_drafted, proposer.heat)
+    )
     return [own, *found], {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
 
 
-def _static(kind: str, proposer: MedusaProposer, ranks: Sequence[Sequence[Sequence[int]]], shape: Sequence[Ranks]) -> Candidate:
+def _static(
+    kind: str,
+    proposer: MedusaProposer,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    shape: Sequence[Ranks],
+) -> Candidate:
     setting = {"shape": list(shape)} if kind == "fixed" else {"tree": "chain", "nodes": len(shape)}
-    return Candidate(kind, setting, lambda: proposer.with_tree(shape), along(ranks, shape), len(shape), ())
+    return Candidate(
+        kind, setting, lambda: proposer.with_tree(shape), along(ranks, shape), len(shape), ()
+    )
 
 
 def _lookups(
-    target: Target, spec: str, texts: Sequence[Text], sampling: Sampling, tick: Callable[[str], None]
+    target: Target,
+    spec: str,
+    texts: Sequence[Text],
+    sampling: Sampling,
+    tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
     tick("guesses")
     own: Any = load_proposer(spec, target, print)
@@ -224,14 +305,21 @@ def _lookups(
     longest = lengths[-1]
     ranks: list[list[list[int]]] = [[] for _ in texts]
     there: list[list[int]] = [[] for _ in texts]
-    for rows, tree, coming in walk(target, load_proposer(spec, target, print, {"length": longest}), texts, sampling):
+    for rows, tree, coming in walk(
+        target, load_proposer(spec, target, print, {"length": longest}), texts, sampling
+    ):
         wrong = (tree.tokens[:, 1:] != coming).long()
-        for row, values, tokens in zip(rows, wrong.tolist(), tree.tokens[:, 1:].tolist(), strict=True):
+        for row, values, tokens in zip(
+            rows, wrong.tolist(), tree.tokens[:, 1:].tolist(), strict=True
+        ):
             ranks[row].append(values)
             there[row].append(sum(token >= 0 for token in tokens))
     found = []
     for k in lengths:
-        make = lambda k=k: load_proposer(spec, target, print, {"length": k})  # noqa: E731
+
+        def make(k=k):
+            return load_proposer(spec, target, print, {"length": k})
+
         drafted = [[min(count, k) for count in counts] for counts in there]
         found.append(Candidate("chain", {"length": k}, make, runs(ranks, k), k, (), drafted))
     return first_of(found, {"length": own.max_drafted}), {}
@@ -239,11 +327,15 @@ def _lookups(
 
 def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]:
     """`found` with the one of this setting first."""
-    assert any(candidate.setting == setting for candidate in found), "the drafter's own tree is one of the candidates"
+    assert any(candidate.setting == setting for candidate in found), (
+        "the drafter's own tree is one of the candidates"
+    )
     return sorted(found, key=lambda candidate: candidate.setting != setting)
 
 
-def _ranks(target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, path: KnownPath) -> list[list[list[int]]]:
+def _ranks(
+    target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, path: KnownPath
+) -> list[list[list[int]]]:
     """For each text and root, the ranks of the tokens that come, each given those before it."""
     proposer.replan(path)
     found: list[list[list[int]]] = [[] for _ in texts]
@@ -265,16 +357,24 @@ def _needs(target: Target, proposer: Proposer, texts: Sequence[Text], sampling: 
 
 def cut(pool: Pool, levels: int, nodes: int) -> Counts:
     """What the best `nodes` of the candidates of at most `levels` levels accept."""
-    return [[sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text] for text in pool]
+    return [
+        [sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text]
+        for text in pool
+    ]
 
 
 def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
-    """What a chain of best tokens accepts: the leading zeros of each root's ranks, `length` at most."""
-    return [[sum(1 for _ in takewhile(lambda r: r == 0, root[:length])) for root in text] for text in ranks]
+    """What a chain of best tokens accepts: the leading zeros of each root's ranks, `length` at
+    most."""
+    return [
+        [sum(1 for _ in takewhile(lambda r: r == 0, root[:length])) for root in text]
+        for text in ranks
+    ]
 
 
 def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
-    """What a fixed shape accepts: the longest beginning of each root's ranks that is a node of it."""
+    """What a fixed shape accepts: the longest beginning of each root's ranks that is a node of
+    it."""
     nodes = set(shape)
 
     def depth(root: Sequence[int]) -> int:
@@ -283,15 +383,20 @@ def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> C
     return [[depth(root) for root in text] for text in ranks]
 
 
-def rank_table(ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = True) -> list[list[float]]:
-    """How often the rank-r draft of each depth is right; with `conditional`, where all before it were among the candidates.
+def rank_table(
+    ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = True
+) -> list[list[float]]:
+    """How often the rank-r draft of each depth is right; with `conditional`, where all before it
+    were among the candidates.
 
     Never rising in rank, since a tree offers better siblings first.
     """
     roots = [root for text in ranks for root in text]
     table = []
     for depth in range(len(roots[0]) if roots else 0):
-        reached = [root for root in roots if not conditional or all(rank < BEST for rank in root[:depth])]
+        reached = [
+            root for root in roots if not conditional or all(rank < BEST for rank in root[:depth])
+        ]
         counts = [sum(root[depth] == rank for root in reached) for rank in range(RANKS)]
         shares = [count / max(len(reached), 1) for count in counts]
         table.append([max(shares[rank:]) for rank in range(RANKS)])
@@ -301,4 +406,6 @@ def rank_table(ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = Tru
 def _inner(shape: Sequence[Ranks]) -> list[int]:
     """Nodes at each level that have children."""
     parents = {node[:-1] for node in shape if len(node) > 1}
-    return [sum(len(parent) == level for parent in parents) for level in range(1, max(map(len, shape)))]
+    return [
+        sum(len(parent) == level for parent in parents) for level in range(1, max(map(len, shape)))
+    ]

@@ -1,6 +1,8 @@
-"""What rounds cost on this machine: verification by batch, nodes and context; everything else by what is drafted.
+"""What rounds cost on this machine: verification by batch, nodes and context; everything else by
+what is drafted.
 
-Measured in the decode loop itself, where a round really runs: caches are as cold, and the host as busy, as they will be.
+Measured in the decode loop itself, where a round really runs: caches are as cold, and the host as
+busy, as they will be.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefi
 
 
 class Filler:
-    """Drafts that are never right and cost nothing to make, of another size each round: what verifying them takes."""
+    """Drafts that are never right and cost nothing to make, of another size each round: what
+    verifying them takes."""
 
     name = "filler"
 
@@ -61,12 +64,14 @@ class Filler:
 
 @dataclass
 class VerifyCosts:
-    """Median seconds of a verification: `table[batch][context][nodes]`, drafted nodes without the root."""
+    """Median seconds of a verification: `table[batch][context][nodes]`, drafted nodes without the
+    root."""
 
     table: dict[int, dict[float, dict[int, float]]]
 
     def seconds(self, batch: int, nodes: int, context: float) -> float:
-        """Linear between what was measured, in nodes and in context; at the ends, as there. `batch` must have been measured."""
+        """Linear between what was measured, in nodes and in context; at the ends, as there. `batch`
+        must have been measured."""
         by_context = self.table[batch]
         return between({c: between(sizes, nodes) for c, sizes in by_context.items()}, context)
 
@@ -91,16 +96,19 @@ def verification(
     samples: int = SAMPLES,
     seconds: float = math.inf,
 ) -> VerifyCosts:
-    """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes take turns, round by round.
-    `samples`: rounds behind every median, fewer where positions are few. `seconds`: the time for all; then there are fewer
-    samples, and long contexts whose prompts alone would take their part of it are left out.
+    """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes
+    take turns, round by round. `samples`: rounds behind every median, fewer where positions are
+    few. `seconds`: the time for all; then there are fewer samples, and long contexts whose prompts
+    alone would take their part of it are left out.
 
-    Contexts are rounded to what fits; each row of the table names the context that its rounds had on average.
+    Contexts are rounded to what fits; each row of the table names the context that its rounds had
+    on average.
     """
     samples = min(samples, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
     if samples < FEWEST:
         raise UserError(
-            f"{target.name} has {target.max_positions} positions, too few to time verification of {max(NODES)} drafts"
+            f"{target.name} has {target.max_positions} positions, too few to time verification of "
+            f"{max(NODES)} drafts"
         )
     rounds = samples * len(NODES) + SETTLE
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
@@ -112,7 +120,10 @@ def verification(
         table[batch] = {}
         for length in lengths:
             if table[batch] and length * batch * _token_seconds(table) > part:
-                tick(f"verification, batch {batch}, context {length + rounds // 2} is left out: it takes too long")
+                tick(
+                    f"verification, batch {batch}, context {length + rounds // 2} is left out: it "
+                    "takes too long"
+                )
                 continue
             tick(f"verification, batch {batch}, context {length + rounds // 2}")
             prompt = [text[i % len(text)] for i in range(length)]
@@ -122,12 +133,15 @@ def verification(
             for number, record in enumerate(found):
                 if number >= SETTLE + len(NODES) and record.t_verify_s:
                     sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
-            table[batch][length + len(found) / 2] = {size: statistics.median(times) for size, times in sizes.items()}
+            table[batch][length + len(found) / 2] = {
+                size: statistics.median(times) for size, times in sizes.items()
+            }
     return VerifyCosts(table)
 
 
 def _token_seconds(table: dict[int, dict[float, dict[int, float]]]) -> float:
-    """About the seconds that a token of a prompt takes: those of a node of the largest tree at the first context timed."""
+    """About the seconds that a token of a prompt takes: those of a node of the largest tree at the
+    first context timed."""
     sizes = next(iter(next(iter(table.values())).values()))
     return sizes[max(NODES)] / (max(NODES) + 1)
 
@@ -140,8 +154,8 @@ def run(
     sampling: Sampling,
     until: tuple[float, int] = (math.inf, 0),
 ) -> list[Round]:
-    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do, and (but for so many) after
-    the moment `until`, of `time.monotonic`.
+    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do,
+    and (but for so many) after the moment `until`, of `time.monotonic`.
 
     A record's `drafted` is the most of any row.
     """
@@ -169,21 +183,33 @@ class DraftCosts:
     weights: dict[int, list[float]]
     """Of `features`, by least squares over probes."""
     verify_ratio: dict[int, float]
-    """A verification in this drafter's rounds over `VerifyCosts`': its taps, and a cache that the drafter has emptied."""
+    """A verification in this drafter's rounds over `VerifyCosts`': its taps, and a cache that the
+    drafter has emptied."""
     error: float
     """Median relative error of the fit over the probes."""
 
     def overhead(self, batch: int, candidate: Candidate) -> float:
         """Seconds of a round without its verification."""
-        return max(sum(w * x for w, x in zip(self.weights[batch], features(candidate), strict=True)), 0.0)
+        return max(
+            sum(w * x for w, x in zip(self.weights[batch], features(candidate), strict=True)), 0.0
+        )
 
 
 def features(candidate: Candidate) -> list[float]:
-    """What the time of a draft is linear in: levels, nodes that the drafter continues, nodes to judge; for trees of either kind
-    also what their bookkeeping adds, once and for each level."""
+    """What the time of a draft is linear in: levels, nodes that the drafter continues, nodes to
+    judge; for trees of either kind also what their bookkeeping adds, once and for each level."""
     levels = len(candidate.draft)
     dynamic, fixed = candidate.kind == "dynamic", candidate.kind == "fixed"
-    return [1.0, levels, sum(candidate.draft), candidate.nodes, dynamic, dynamic * levels, fixed, fixed * levels]
+    return [
+        1.0,
+        levels,
+        sum(candidate.draft),
+        candidate.nodes,
+        dynamic,
+        dynamic * levels,
+        fixed,
+        fixed * levels,
+    ]
 
 
 PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
@@ -199,23 +225,29 @@ def drafting(
     tick: Callable[[str], None],
     samples: int = SAMPLES,
 ) -> tuple[DraftCosts, DraftCosts]:
-    """Time rounds of some candidates and of plain decoding, all taking turns, and fit what all other candidates would take.
+    """Time rounds of some candidates and of plain decoding, all taking turns, and fit what all
+    other candidates would take.
 
-    The costs of the drafter's rounds, and of plain ones at the same moments: what the one takes in units of the other outlasts a
-    machine that slows down.
+    The costs of the drafter's rounds, and of plain ones at the same moments: what the one takes in
+    units of the other outlasts a machine that slows down.
     """
     drafter, plain = DraftCosts({}, {}, 0.0), DraftCosts({}, {}, 0.0)
     errors: list[float] = []
     for batch in batches:
         tick(f"drafting, batch {batch}")
         longest = SETTLE + samples // SWEEPS + 1
-        room = target.max_positions - longest * (1 + max(len(probe.draft) + 1 for probe in probes)) - max(NODES)
+        room = (
+            target.max_positions
+            - longest * (1 + max(len(probe.draft) + 1 for probe in probes))
+            - max(NODES)
+        )
         together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
         context = statistics.mean(map(len, together)) + samples
         records = _sweeps(target, probes, together, sampling, samples)
         rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
         slower = [  # than in the table
-            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found] for found in records
+            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found]
+            for found in records
         ]
         plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
         plain.verify_ratio[batch] = statistics.median(slower[0])
@@ -227,21 +259,35 @@ def drafting(
 
 
 def _sweeps(
-    target: Target, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], sampling: Sampling, samples: int
+    target: Target,
+    probes: Sequence[Candidate],
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    samples: int,
 ) -> list[list[Round]]:
-    """Rounds of plain decoding and of each probe, taking turns; every sweep's times are scaled to make plain rounds alike."""
+    """Rounds of plain decoding and of each probe, taking turns; every sweep's times are scaled to
+    make plain rounds alike."""
     records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
     paces = []
     for _ in range(SWEEPS):
         rounds = SETTLE + samples // SWEEPS
-        found = [run(target, p.make(), prompts, rounds, sampling)[SETTLE:] for p in (PLAIN, *probes)]
-        found = [[r for r in own if r.t_verify_s] for own in found]  # a device may not have told of the last rounds
+        found = [
+            run(target, p.make(), prompts, rounds, sampling)[SETTLE:] for p in (PLAIN, *probes)
+        ]
+        # a device may not have told of the last rounds
+        found = [[r for r in own if r.t_verify_s] for own in found]
         if not all(found):
-            raise UserError(f"{target.name} has {target.max_positions} positions, too few to time rounds of {max(NODES)} drafts")
+            raise UserError(
+                f"{target.name} has {target.max_positions} positions, too few to time rounds of "
+                f"{max(NODES)} drafts"
+            )
         paces.append(statistics.median(r.t_round_s for r in found[0]))
         for own, new in zip(records, found, strict=True):
             for record in new:
-                record.t_verify_s, record.t_round_s = record.t_verify_s / paces[-1], record.t_round_s / paces[-1]
+                record.t_verify_s, record.t_round_s = (
+                    record.t_verify_s / paces[-1],
+                    record.t_round_s / paces[-1],
+                )
             own += new
     usual = statistics.median(paces)
     for record in chain.from_iterable(records):
@@ -250,7 +296,8 @@ def _sweeps(
 
 
 def _fit(rows: list[list[float]], seconds: list[float]) -> tuple[list[float], list[float]]:
-    """Weights of least relative error, and the errors; a slight pull to 0 settles what the rows leave open."""
+    """Weights of least relative error, and the errors; a slight pull to 0 settles what the rows
+    leave open."""
     x = torch.tensor(rows, dtype=torch.float64)
     y = torch.tensor(seconds, dtype=torch.float64)
     relative = x / y[:, None]

@@ -1,8 +1,10 @@
-"""What a drafter would get right at every root of known texts: acceptance for all trees at once, without verifying any.
+"""What a drafter would get right at every root of known texts: acceptance for all trees at once,
+without verifying any.
 
-The texts are the target's own, so the next tokens are known; the features of a whole text come from one forward. What a drafter
-drafts at a root depends on the text before it only, never on where rounds began, so one walk over all roots tells what any number
-of tree sizes would accept, and `replay` picks the roots that decoding with each of them visits.
+The texts are the target's own, so the next tokens are known; the features of a whole text come from
+one forward. What a drafter drafts at a root depends on the text before it only, never on where
+rounds began, so one walk over all roots tells what any number of tree sizes would accept, and
+`replay` picks the roots that decoding with each of them visits.
 
 Shapes: B texts walked together, N tree nodes with the root, D levels, H hidden size.
 """
@@ -60,21 +62,36 @@ class Text:
 def walk(
     target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
-    """Yield, root by root: the texts still running, the tree drafted at each root, and the tokens `[B, D]` that really come.
+    """Yield, root by root: the texts still running, the tree drafted at each root, and the tokens
+    `[B, D]` that really come.
 
-    The proposer is fed as the decode loop feeds it when nothing is accepted. It may read features and its own cache; those that
-    work in the target's cache (early exit) or read its choices (lookahead) cannot be walked.
+    The proposer is fed as the decode loop feeds it when nothing is accepted. It may read features
+    and its own cache; those that work in the target's cache (early exit) or read its choices
+    (lookahead) cannot be walked.
     """
     device = target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     longest = int(lengths.max())
-    ids = torch.tensor([text.ids + [0] * (longest - len(text.ids)) for text in texts], device=device)
+    ids = torch.tensor(
+        [text.ids + [0] * (longest - len(text.ids)) for text in texts], device=device
+    )
     hidden = target.forward(ids, taps=proposer.taps)
     rows = [row for row, text in enumerate(texts) if text.roots]
     at = torch.tensor([texts[row].start for row in rows], device=device)
-    cut = lambda states: states[rows, : int(at.max())]  # noqa: E731
+
+    def cut(states):
+        return states[rows, : int(at.max())]
+
     before = Hidden(cut(hidden.last), tuple(map(cut, hidden.taps)))
-    proposer.prefill(Prompts([texts[row].ids[: texts[row].start + 1] for row in rows], cut(ids), at, before, TreeCache(0, 0)))
+    proposer.prefill(
+        Prompts(
+            [texts[row].ids[: texts[row].start + 1] for row in rows],
+            cut(ids),
+            at,
+            before,
+            TreeCache(0, 0),
+        )
+    )
     keys = row_keys(sampling.seed, [texts[row].request for row in rows], device)
     draws = Draws(sampling, keys, _known_text(ids[rows], at, longest), at)
     try:
@@ -103,7 +120,8 @@ def walk(
 
 
 def _known_text(ids: Tensor, at: Tensor, longest: int) -> Tensor:
-    """What `Draws` wants of the texts before their roots `at`: at and after those, a token that the row holds anyway."""
+    """What `Draws` wants of the texts before their roots `at`: at and after those, a token that the
+    row holds anyway."""
     places = torch.arange(longest, device=ids.device)
     return torch.where(places < at[:, None], ids, ids[:, :1])
 
@@ -111,27 +129,42 @@ def _known_text(ids: Tensor, at: Tensor, longest: int) -> Tensor:
 def _coming(ids: Tensor, lengths: Tensor, at: Tensor, levels: int) -> Tensor:
     """The `levels` tokens after each root; past a text's end, what no draft equals."""
     places = at[:, None] + torch.arange(1, levels + 1, device=ids.device)
-    return torch.where(places < lengths[:, None], ids.gather(1, places.clamp(max=ids.shape[1] - 1)), UNKNOWN)
+    return torch.where(
+        places < lengths[:, None], ids.gather(1, places.clamp(max=ids.shape[1] - 1)), UNKNOWN
+    )
 
 
 def _commit_root(
-    proposer: Proposer, texts: Sequence[Text], rows: list[int], root: Tensor, at: Tensor, hidden: Hidden, index: Tensor
+    proposer: Proposer,
+    texts: Sequence[Text],
+    rows: list[int],
+    root: Tensor,
+    at: Tensor,
+    hidden: Hidden,
+    index: Tensor,
 ) -> None:
-    """Tell the proposer that nothing was accepted, and that the target's own token is the text's; `at`: the next roots."""
+    """Tell the proposer that nothing was accepted, and that the target's own token is the text's;
+    `at`: the next roots."""
     there = at - 1
-    here = lambda states: states[index, there][:, None]  # noqa: E731
+
+    def here(states):
+        return states[index, there][:, None]
+
     following = [[texts[row].ids[place]] for row, place in zip(rows, at.tolist(), strict=True)]
     nothing = torch.zeros(len(rows), 1, dtype=torch.long, device=root.device)
     own = Hidden(here(hidden.last), tuple(map(here, hidden.taps)))
-    proposer.commit(Accepted(following, [[0]] * len(rows), nothing, root[:, None], torch.ones_like(at), own))
+    proposer.commit(
+        Accepted(following, [[0]] * len(rows), nothing, root[:, None], torch.ones_like(at), own)
+    )
 
 
 def nodes_needed(tree: DraftTree, coming: Tensor) -> list[Tensor]:
-    """For each number of levels l = 1 .. D, how many nodes `[B, l]` a tree of l levels needs to hold the path that comes, to each
-    depth; `NEVER` where no candidate is right.
+    """For each number of levels l = 1 .. D, how many nodes `[B, l]` a tree of l levels needs to
+    hold the path that comes, to each depth; `NEVER` where no candidate is right.
 
-    `tree` holds the whole pool of candidates with its `scores`: the tree of l levels and n nodes is the best n of those at most l
-    deep, of equals the earlier (`growth.grow_dynamic`). Along a path scores fall, so the needed number rises.
+    `tree` holds the whole pool of candidates with its `scores`: the tree of l levels and n nodes is
+    the best n of those at most l deep, of equals the earlier (`growth.grow_dynamic`). Along a path
+    scores fall, so the needed number rises.
     """
     assert tree.scores is not None, "only trees chosen by scores can be cut"
     tables = tree.tables
@@ -144,7 +177,8 @@ def nodes_needed(tree: DraftTree, coming: Tensor) -> list[Tensor]:
     for _ in range(levels):  # right with all its ancestors
         right = right & right.gather(1, parents)
     order = torch.arange(tree.nodes, device=tree.tokens.device)
-    path = [torch.where(right & (depths == d), order, 0).amax(1) for d in range(1, levels + 1)]  # 0: none
+    # 0: none
+    path = [torch.where(right & (depths == d), order, 0).amax(1) for d in range(1, levels + 1)]
     found = []
     for limit in range(1, levels + 1):
         among = there & (depths <= limit) & (depths > 0)
@@ -158,19 +192,30 @@ def nodes_needed(tree: DraftTree, coming: Tensor) -> list[Tensor]:
 
 
 class KnownPath:
-    """In place of a proposer's `TreePlan`: goes along the text that comes, and notes each true token's rank among the drafts.
+    """In place of a proposer's `TreePlan`: goes along the text that comes, and notes each true
+    token's rank among the drafts.
 
-    One node a level, whatever the tree: what fixed shapes and chains of any length accept follows from the ranks.
+    One node a level, whatever the tree: what fixed shapes and chains of any length accept follows
+    from the ranks.
     """
 
     def __init__(self, length: int) -> None:
-        self.length, self.width, self.nodes, self.walked, self.threshold = length, 1, length, length, 0.0
+        self.length, self.width, self.nodes, self.walked, self.threshold = (
+            length,
+            1,
+            length,
+            length,
+            0.0,
+        )
         self.ranks: Tensor
-        """[B, length]: place of the true token among the `BEST` likeliest; `BEST` where it is not among them."""
+        """[B, length]: place of the true token among the `BEST` likeliest; `BEST` where it is not
+        among them."""
         self.coming: Tensor
         """[B, length], to be set before each `draft`."""
 
-    def draft(self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue) -> tuple[DraftTree, Tensor]:
+    def draft(
+        self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
+    ) -> tuple[DraftTree, Tensor]:
         """As `TreePlan.draft`."""
         logits, found = first[:, None], []
         path = root[:, None]

@@ -1,4 +1,5 @@
-"""Other people's layouts, written here as they write them: read to the same numbers, or refused or asked about by name."""
+"""Other people's layouts, written here as they write them: read to the same numbers, or refused or
+asked about by name."""
 
 from __future__ import annotations
 
@@ -24,16 +25,22 @@ from tests.heads.exchange.test_exports import TAPS, TARGET, eagle, heads, side
 Tensors = dict[str, Tensor]
 NONE = Answers()
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float16",
-    "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "transformers_version": "4.28.1", "use_cache": True,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "transformers_version": "4.28.1",
+    "use_cache": True,
     "vocab_size": TARGET.vocab_size,
 }  # fmt: skip
 EMBEDDING = TARGET.model.get_input_embeddings().weight.detach().clone()
 
 
-def store(folder: Path, config: dict[str, Any], tensors: Tensors, file: str = "pytorch_model.bin") -> Path:
+def store(
+    folder: Path, config: dict[str, Any], tensors: Tensors, file: str = "pytorch_model.bin"
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -44,7 +51,8 @@ def store(folder: Path, config: dict[str, Any], tensors: Tensors, file: str = "p
 
 
 def eagle1(**shape: Any) -> tuple[EagleDrafter, Tensors]:
-    """SafeAILab's: an embedding of its own in fp32, and a bias of fc where the config does not deny it."""
+    """SafeAILab's: an embedding of its own in fp32, and a bias of fc where the config does not deny
+    it."""
     drafter = eagle("eagle1", **shape).drafter
     return drafter, dict(drafter.serving_state()) | {"embed_tokens.weight": EMBEDDING}
 
@@ -93,20 +101,40 @@ def test_eagle3_of_safeailab(tmp_path: Path) -> None:
     config = LLAMA | {"draft_vocab_size": 60, "num_hidden_layers": 40}
     found = read(store(tmp_path / "e", config, tensors))
     same(found, drafter)
-    assert found.drafter.taps == (2, 4, 5) and ["layers" in note or "taps" in note for note in found.notes] == [True, True]
+    assert found.drafter.taps == (2, 4, 5) and [
+        "layers" in note or "taps" in note for note in found.notes
+    ] == [True, True]
 
 
 def specforge(**more: Any) -> dict[str, Any]:
     inner = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     return (
-        LLAMA | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": TARGET.vocab_size, "eagle_config": inner} | more
+        LLAMA
+        | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": TARGET.vocab_size,
+            "eagle_config": inner,
+        }
+        | more
     )
 
 
-def test_specforge_counts_layers_from_0_and_stores_maps_of_the_whole_vocabulary(tmp_path: Path) -> None:
+def test_specforge_counts_layers_from_0_and_stores_maps_of_the_whole_vocabulary(
+    tmp_path: Path,
+) -> None:
     drafter, tensors = eagle3()
-    whole = torch.zeros(TARGET.vocab_size, dtype=torch.int64), torch.ones(TARGET.vocab_size, dtype=torch.bool)
-    found = read(store(tmp_path / "e", specforge(), tensors | {"d2t": whole[0], "t2d": whole[1]}, "model.safetensors"))
+    whole = (
+        torch.zeros(TARGET.vocab_size, dtype=torch.int64),
+        torch.ones(TARGET.vocab_size, dtype=torch.bool),
+    )
+    found = read(
+        store(
+            tmp_path / "e",
+            specforge(),
+            tensors | {"d2t": whole[0], "t2d": whole[1]},
+            "model.safetensors",
+        )
+    )
     same(found, drafter)
     assert found.drafter.taps == (2, 4, 5)
 
@@ -117,49 +145,86 @@ def test_older_names_and_a_trainers_wrapper(tmp_path: Path) -> None:
     names = {"fc_norm.0.weight": "aux_norm_low.weight", "fc_norm.1.weight": "aux_norm_mid.weight"}
     names |= {"fc_norm.2.weight": "aux_norm_high.weight"}
     renamed = {f"model.{names.get(name, name)}": tensor for name, tensor in tensors.items()}
-    config = specforge(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_norm": True}, norm_output=True)
+    config = specforge(
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_norm": True},
+        norm_output=True,
+    )
     same(read(store(tmp_path / "e", config, renamed), Answers(norm_output=True)), drafter)
 
 
 def speculators_config(drafter: EagleDrafter, **more: Any) -> dict[str, Any]:
-    """As version 0.9 of the library writes it: a null, the rope in one spelling, its own code by name."""
-    layer = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "architectures")}
-    layer |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "head_dim": 8, "pad_token_id": None}
-    methods = [{"accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}]
+    """As version 0.9 of the library writes it: a null, the rope in one spelling, its own code by
+    name."""
+    layer = {
+        key: value for key, value in LLAMA.items() if key not in ("rope_theta", "architectures")
+    }
+    layer |= {
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "head_dim": 8,
+        "pad_token_id": None,
+    }
+    methods = [
+        {
+            "accept_tolerance": 0.0,
+            "proposal_type": "greedy",
+            "speculative_tokens": 3,
+            "verifier_accept_k": 1,
+        }
+    ]
     return {
         "architectures": ["Eagle3DraftModel"], "auto_map": {"": "config.Eagle3SpeculatorConfig"},
-        "draft_vocab_size": drafter.shape.draft_vocab_size, "dtype": "float32", "eagle_aux_hidden_state_layer_ids": TAPS,
-        "embed_requires_grad": False, "fc_norm": False, "norm_before_fc": drafter.shape.norm_fused_taps,
-        "norm_before_residual": drafter.shape.norm_before_residual, "norm_output": drafter.shape.norm_output,
-        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": methods,
-                               "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "x"}},
-        "speculators_model_type": "eagle3", "speculators_version": "0.9.0", "target_hidden_size": None,
+        "draft_vocab_size": drafter.shape.draft_vocab_size, "dtype": "float32",
+        "eagle_aux_hidden_state_layer_ids": TAPS,
+        "embed_requires_grad": False, "fc_norm": False,
+        "norm_before_fc": drafter.shape.norm_fused_taps,
+        "norm_before_residual": drafter.shape.norm_before_residual,
+        "norm_output": drafter.shape.norm_output,
+        "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy",
+        "proposal_methods": methods,
+                               "verifier": {"architectures": ["LlamaForCausalLM"],
+                               "name_or_path": "x"}},
+        "speculators_model_type": "eagle3", "speculators_version": "0.9.0",
+        "target_hidden_size": None,
         "tie_word_embeddings": False, "transformer_layer_config": layer, **more,
     }  # fmt: skip
 
 
 def test_speculators(tmp_path: Path) -> None:
-    """Its frozen copy of the target's embedding is dropped; flags are its own and need no asking."""
+    """Its frozen copy of the target's embedding is dropped; flags are its own and need no
+    asking."""
     drafter, tensors = eagle3(norm_before_residual=True, norm_output=True, norm_fused_taps=True)
-    stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()} | {
-        "embed_tokens.weight": EMBEDDING
-    }
+    stored = {
+        name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()
+    } | {"embed_tokens.weight": EMBEDDING}
     found = read(store(tmp_path / "e", speculators_config(drafter), stored, "model.safetensors"))
     same(found, drafter)
     assert found.layout == "speculators" and found.notes == []
 
 
 def test_medusa_of_both_versions(tmp_path: Path) -> None:
-    """v0.1: a config that says two heads of four (as the published one does). v1.0: inside a whole model, in shards."""
+    """v0.1: a config that says two heads of four (as the published one does). v1.0: inside a whole
+    model, in shards."""
     drafter = heads().drafter
     tensors = dict(drafter.serving_state())
-    config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1}
+    config = {
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+        "medusa_num_heads": 2,
+        "medusa_num_layers": 1,
+    }
     found = read(store(tmp_path / "v0", config, tensors, "medusa_lm_head.pt"))
     same(found, drafter)
     assert found.layout == "medusa v0.1" and "says 2 heads, the file holds 4" in found.notes[0]
     whole = {f"medusa_head.{name}": tensor for name, tensor in tensors.items()}
-    folder = store(tmp_path / "v1", LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1}, whole, "model-00002.safetensors")
-    save_file({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()}, folder / "model-00001.safetensors")
+    folder = store(
+        tmp_path / "v1",
+        LLAMA | {"medusa_num_heads": 4, "medusa_num_layers": 1},
+        whole,
+        "model-00002.safetensors",
+    )
+    save_file(
+        {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": EMBEDDING.clone()},
+        folder / "model-00001.safetensors",
+    )
     found = read(folder)
     same(found, drafter)
     assert found.layout == "medusa v1.0" and "give that very model as target" in found.notes[0]
@@ -169,7 +234,9 @@ def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:
     """`version: "2"` of the legacy trainer, under the same file name."""
     drafter = heads(shared_head=True).drafter
     config = {"medusa_num_heads": 4, "medusa_num_layers": 1, "version": "2"}
-    found = read(store(tmp_path / "m", config, dict(drafter.serving_state()), "medusa_lm_head.safetensors"))
+    found = read(
+        store(tmp_path / "m", config, dict(drafter.serving_state()), "medusa_lm_head.safetensors")
+    )
     same(found, drafter)
     hidden = torch.randn(2, 32)
     assert torch.equal(found.drafter(hidden), drafter(hidden))
@@ -177,9 +244,19 @@ def test_medusa_with_the_targets_own_head(tmp_path: Path) -> None:
 
 def test_half_precision_stays_what_it_is(tmp_path: Path) -> None:
     _, tensors = eagle3()
-    half = {name: tensor.half() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    half = {
+        name: tensor.half() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
     assert read(store(tmp_path / "e", specforge(), half)).dtype == torch.float16
-    assert read(store(tmp_path / "f", specforge(), half | {"norm.weight": tensors["norm.weight"].float()})).dtype == torch.float32
+    assert (
+        read(
+            store(
+                tmp_path / "f", specforge(), half | {"norm.weight": tensors["norm.weight"].float()}
+            )
+        ).dtype
+        == torch.float32
+    )
 
 
 def without(name: str) -> Callable[[dict[str, Any], Tensors], Any]:
@@ -194,33 +271,59 @@ REFUSED: list[tuple[Callable[[dict[str, Any], Tensors], Any], str]] = [
     (without("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
     (without("lm_head.weight"), "lm_head.weight is missing"),
     (without("d2t"), "d2t is missing, so nobody knows which 60"),
-    (lambda c, t: t.update({"norms.weight": t.pop("norm.weight")}), "norm.weight is missing; norms.weight is not part"),
-    (lambda c, t: t.update({"midlayer.self_attn.q_proj.bias": torch.ones(32)}), "k_proj.bias is missing"),
+    (
+        lambda c, t: t.update({"norms.weight": t.pop("norm.weight")}),
+        "norm.weight is missing; norms.weight is not part",
+    ),
+    (
+        lambda c, t: t.update({"midlayer.self_attn.q_proj.bias": torch.ones(32)}),
+        "k_proj.bias is missing",
+    ),
     (lambda c, t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), "names tokens twice"),
     (lambda c, t: t["d2t"].__setitem__(-1, 10_000), "outside the target's vocabulary"),
     (lambda c, t: t["t2d"].logical_not_(), "d2t and t2d. name different tokens"),
     (without("hidden_size"), "lacks hidden_size"),
     (lambda c, t: c.update(vocab_size=7), "vocab_size is 7, the target's"),
-    (lambda c, t: c.update(rope_parameters={"rope_theta": 5.0}), "rope_theta 10000.0 and, in rope_parameters, 5.0"),
+    (
+        lambda c, t: c.update(rope_parameters={"rope_theta": 5.0}),
+        "rope_theta 10000.0 and, in rope_parameters, 5.0",
+    ),
     (lambda c, t: c.update(fc_norm=True, norm_before_fc=True), "fc_norm and norm_before_fc"),
     (lambda c, t: c.update(norm_before_fc=True), "input_norm.weight is missing"),
     (lambda c, t: c.update(norm_output=True), "--norm-output if drafts recycle.*--no-norm-output"),
-    (lambda c, t: c.update({TAPS_KEY: [2, 4, 6]}), r"taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 4\]"),
-    (lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}), r"--taps '\[2, 4, 7\]' or"),
+    (
+        lambda c, t: c.update({TAPS_KEY: [2, 4, 6]}),
+        r"taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 4\]",
+    ),
+    (
+        lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}),
+        r"--taps '\[2, 4, 7\]' or",
+    ),
     (lambda c, t: c.update(eagle_config={"use_aux_hidden_state": False}), "fed by the last state"),
-    (lambda c, t: c.update({TAPS_KEY: [2, 5]}, eagle_config={}), "fuses 3 taps of width 32, the config names 2"),
+    (
+        lambda c, t: c.update({TAPS_KEY: [2, 5]}, eagle_config={}),
+        "fuses 3 taps of width 32, the config names 2",
+    ),
     (lambda c, t: c.update({TAPS_KEY: [2, 4, 8]}, eagle_config={}), "between 0 and 7"),
     (lambda c, t: t.update({"embed_tokens.weight": EMBEDDING * 1.1}), "--target-embedding"),
     (lambda c, t: c.update(eagle_config=[1]), "garbles a field"),
     (lambda c, t: c.update(num_attention_heads="four"), "garbles a field"),
-    (lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"), "no Medusa, EAGLE, DFlash, DSpark or"),
-]  # fmt: skip
+    (
+        lambda c, t: t.clear() or t.update(x=torch.ones(1)) or c.pop("draft_vocab_size"),
+        "no Medusa, EAGLE, DFlash, DSpark or",
+    ),
+]
 
 
 @pytest.mark.parametrize(("change", "says"), REFUSED, ids=[says for _, says in REFUSED])
-def test_what_is_wrong_or_open_is_named(change: Callable[[dict[str, Any], Tensors], Any], says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_or_open_is_named(
+    change: Callable[[dict[str, Any], Tensors], Any], says: str, tmp_path: Path
+) -> None:
     _, tensors = eagle3("eagle3 draft vocabulary")
-    config, tensors = specforge(draft_vocab_size=60), {name: tensor.clone() for name, tensor in tensors.items()}
+    config, tensors = (
+        specforge(draft_vocab_size=60),
+        {name: tensor.clone() for name, tensor in tensors.items()},
+    )
     change(config, tensors)
     with pytest.raises(UserError, match=says):
         read(store(tmp_path / "e", config, tensors))
@@ -228,15 +331,23 @@ def test_what_is_wrong_or_open_is_named(change: Callable[[dict[str, Any], Tensor
 
 def test_answers_close_what_was_open(tmp_path: Path) -> None:
     drafter, tensors = eagle3(norm_output=True)
-    folder = store(tmp_path / "e", specforge(norm_output=True, eagle_config={}, fc_norm=False), tensors)
+    folder = store(
+        tmp_path / "e", specforge(norm_output=True, eagle_config={}, fc_norm=False), tensors
+    )
     for answer in (True, False):
         found = read(folder, Answers(taps=TAPS, norm_output=answer)).drafter
         assert found.shape == replace(drafter.shape, norm_output=answer, max_positions=256)
-    config = {key: value for key, value in speculators_config(drafter).items() if key != "norm_before_residual"}
+    config = {
+        key: value
+        for key, value in speculators_config(drafter).items()
+        if key != "norm_before_residual"
+    }
     stored = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     with pytest.raises(UserError, match="default is false and vLLM's true.*--norm-before-residual"):
         read(store(tmp_path / "s", config, stored))
-    assert read(tmp_path / "s", Answers(norm_before_residual=True)).drafter.shape.norm_before_residual
+    assert read(
+        tmp_path / "s", Answers(norm_before_residual=True)
+    ).drafter.shape.norm_before_residual
     folder = store(tmp_path / "m", specforge(), tensors | {"embed_tokens.weight": EMBEDDING * 2})
     assert "left out" in read(folder, Answers(target_embedding=True)).notes[0]
 
@@ -285,7 +396,8 @@ def test_a_name_in_two_files_is_no_accident(tmp_path: Path) -> None:
 
 
 def test_what_trainers_leave_beside_a_head_is_not_read(tmp_path: Path) -> None:
-    """Arguments and optimisers are pickles with more than tensors; of several files an index says which are the weights."""
+    """Arguments and optimisers are pickles with more than tensors; of several files an index says
+    which are the weights."""
     drafter, tensors = eagle1(fc_bias=True)
     folder = store(tmp_path / "e", LLAMA, tensors)
     torch.save({"arguments": Evil(tmp_path / "ran")}, folder / "training_args.bin")
@@ -294,7 +406,10 @@ def test_what_trainers_leave_beside_a_head_is_not_read(tmp_path: Path) -> None:
     names = sorted(tensors)
     (folder / "pytorch_model.bin").unlink()
     for part in (0, 1):
-        torch.save({name: tensors[name].clone() for name in names[part::2]}, folder / f"pytorch_model-{part}.bin")
+        torch.save(
+            {name: tensors[name].clone() for name in names[part::2]},
+            folder / f"pytorch_model-{part}.bin",
+        )
     torch.save({"fc.weight": torch.ones(1)}, folder / "consolidated.bin")
     weight_map = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(names)}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -311,7 +426,13 @@ def test_a_refusal_is_said_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^\S+ does not fit its config: fc.weight is missing$"):
         read(store(tmp_path / "e", specforge(), tensors))
     with pytest.raises(UserError, match="fc.weight is torch.float8_e4m3fn, which is not read here"):
-        read(store(tmp_path / "f", specforge(), tensors | {"fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)}))
+        read(
+            store(
+                tmp_path / "f",
+                specforge(),
+                tensors | {"fc.weight": torch.ones(2, 2).to(torch.float8_e4m3fn)},
+            )
+        )
 
 
 def test_medusa_biases_that_the_config_denies(tmp_path: Path) -> None:

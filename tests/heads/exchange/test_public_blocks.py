@@ -1,4 +1,5 @@
-"""Block drafters in other people's layouts, and in ours for engines: read to the same numbers, or refused by name."""
+"""Block drafters in other people's layouts, and in ours for engines: read to the same numbers, or
+refused by name."""
 
 from __future__ import annotations
 
@@ -22,11 +23,15 @@ from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, sto
 
 HEAD = TARGET.head_weight.detach().clone()
 BACKBONE: dict[str, Any] = {
-    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16", "head_dim": 8,
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16",
+    "head_dim": 8,
     "hidden_act": "silu", "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 64,
-    "layer_types": ["full_attention"] * 2, "max_position_embeddings": 256, "max_window_layers": 2, "model_type": "qwen3",
-    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "num_target_layers": 8, "rms_norm_eps": 1e-6,
-    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+    "layer_types": ["full_attention"] * 2, "max_position_embeddings": 256, "max_window_layers": 2,
+    "model_type": "qwen3",
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2,
+    "num_target_layers": 8, "rms_norm_eps": 1e-6,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True,
     "transformers_version": "4.57.1", "use_sliding_window": False, "vocab_size": TARGET.vocab_size,
 }  # fmt: skip
 MASK = TARGET.vocab_size - 1
@@ -36,7 +41,11 @@ LAYERS = [tap - 1 for tap in TAPS]
 def z_lab(**more: Any) -> dict[str, Any]:
     """Two keys inside, the block's size at the top."""
     inner = {"mask_token_id": MASK, "target_layer_ids": LAYERS}
-    own = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 5}
+    own = {
+        "architectures": ["DFlashDraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 5,
+    }
     return {**BACKBONE, **own, "dflash_config": inner, **more}
 
 
@@ -44,7 +53,8 @@ def deepspec(**more: Any) -> dict[str, Any]:
     """All keys at the top, an embedding and a head beside the tensors."""
     own = {
         "architectures": ["Qwen3DSparkModel"], "block_size": 4, "confidence_head_with_markov": True,
-        "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 6, "mask_token_id": MASK,
+        "enable_confidence_head": True, "markov_head_type": "vanilla", "markov_rank": 6,
+        "mask_token_id": MASK,
         "num_anchors": 512, "target_layer_ids": LAYERS,
     }  # fmt: skip
     return {**BACKBONE, **own, **more}
@@ -52,21 +62,44 @@ def deepspec(**more: Any) -> dict[str, Any]:
 
 def specforge(**more: Any) -> dict[str, Any]:
     """All keys inside, under a name for the kind."""
-    keys = ("confidence_head_with_markov", "markov_head_type", "markov_rank", "mask_token_id", "target_layer_ids")
-    inner = {"projector_type": "dspark", "shift_label": True, **{key: deepspec()[key] for key in keys}, **more}
-    return {**BACKBONE, "architectures": ["DSparkDraftModel"], "block_size": 4, "dflash_config": inner}
+    keys = (
+        "confidence_head_with_markov",
+        "markov_head_type",
+        "markov_rank",
+        "mask_token_id",
+        "target_layer_ids",
+    )
+    inner = {
+        "projector_type": "dspark",
+        "shift_label": True,
+        **{key: deepspec()[key] for key in keys},
+        **more,
+    }
+    return {
+        **BACKBONE,
+        "architectures": ["DSparkDraftModel"],
+        "block_size": 4,
+        "dflash_config": inner,
+    }
 
 
 def library(kind: str, **more: Any) -> dict[str, Any]:
     """The speculators library's, with its defaults and a null."""
     config = deepspec() if kind == "dspark" else z_lab()
-    outer = {key: config[key] for key in ("block_size", "markov_rank", "markov_head_type") if key in config}
+    outer = {
+        key: config[key]
+        for key in ("block_size", "markov_rank", "markov_head_type")
+        if key in config
+    }
     if kind == "dspark":
         outer |= {"confidence_head_with_markov": True, "enable_confidence_head": True}
     return {
-        "architectures": ["DFlashDraftModel"], "aux_hidden_state_layer_ids": TAPS, "draft_vocab_size": TARGET.vocab_size,
-        "mask_token_id": MASK, "max_anchors": 3072, "sample_from_anchor": kind == "dspark", "speculators_model_type": kind,
-        "speculators_version": "0.9.0", "target_hidden_size": None, "transformer_layer_config": BACKBONE, **outer, **more,
+        "architectures": ["DFlashDraftModel"], "aux_hidden_state_layer_ids": TAPS,
+        "draft_vocab_size": TARGET.vocab_size,
+        "mask_token_id": MASK, "max_anchors": 3072, "sample_from_anchor": kind == "dspark",
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0", "target_hidden_size": None,
+        "transformer_layer_config": BACKBONE, **outer, **more,
     }  # fmt: skip
 
 
@@ -86,8 +119,18 @@ READ: dict[str, tuple[str, dict[str, Any], Tensors, str]] = {
     ),
     "deepspec": ("dspark", deepspec(), ENDS, "dspark"),
     "specforge": ("dspark", specforge(), {}, "dspark"),
-    "speculators dflash": ("dflash", library("dflash"), {"embed_tokens.weight": EMBEDDING}, "speculators dflash"),
-    "speculators dspark": ("dspark", library("dspark", target_hidden_size=32), ENDS, "speculators dspark"),
+    "speculators dflash": (
+        "dflash",
+        library("dflash"),
+        {"embed_tokens.weight": EMBEDDING},
+        "speculators dflash",
+    ),
+    "speculators dspark": (
+        "dspark",
+        library("dspark", target_hidden_size=32),
+        ENDS,
+        "speculators dspark",
+    ),
     "maps of all tokens": (
         "dflash",
         library("dflash", sliding_window_non_causal=True),
@@ -110,7 +153,10 @@ def test_what_is_taken_for_granted(tmp_path: Path) -> None:
     drafter, tensors = stored("dflash")
     config = {key: value for key, value in z_lab().items() if key != "block_size"}
     found = read(store(tmp_path / "d", config, tensors))
-    assert found.drafter.shape == replace(drafter.shape, block_size=16) and "16 is taken" in found.notes[0]
+    assert (
+        found.drafter.shape == replace(drafter.shape, block_size=16)
+        and "16 is taken" in found.notes[0]
+    )
     found = read(store(tmp_path / "s", library("dflash", sliding_window_non_causal=False), tensors))
     same(found, drafter)
     assert "vLLM takes them as causal" in found.notes[0]
@@ -132,50 +178,142 @@ def without(name: str) -> Callable[[dict[str, Any], Tensors], Any]:
     )
 
 
-REFUSED: list[tuple[Callable[..., dict[str, Any]], str, Callable[[dict[str, Any], Tensors], Any], str]] = [
+REFUSED: list[
+    tuple[Callable[..., dict[str, Any]], str, Callable[[dict[str, Any], Tensors], Any], str]
+] = [
     (z_lab, "dflash", without("fc.weight"), "fc.weight is missing"),
     (z_lab, "dflash", without("hidden_norm.weight"), "hidden_norm.weight is missing"),
-    (z_lab, "dflash", without("layers.1.self_attn.k_norm.weight"), "layers.1.self_attn.k_norm.weight is missing"),
-    (z_lab, "dflash", lambda c, t: t.update(mask_hidden=torch.ones(32)), "mask_hidden is not part of this drafter"),
-    (z_lab, "dflash", lambda c, t: t.update({"layers.0.self_attn.o_proj.bias": torch.ones(32)}), "o_proj.bias is not part"),
-    (z_lab, "dflash", without("target_layer_ids"), "lacks target_layer_ids; say which .* with --taps"),
+    (
+        z_lab,
+        "dflash",
+        without("layers.1.self_attn.k_norm.weight"),
+        "layers.1.self_attn.k_norm.weight is missing",
+    ),
+    (
+        z_lab,
+        "dflash",
+        lambda c, t: t.update(mask_hidden=torch.ones(32)),
+        "mask_hidden is not part of this drafter",
+    ),
+    (
+        z_lab,
+        "dflash",
+        lambda c, t: t.update({"layers.0.self_attn.o_proj.bias": torch.ones(32)}),
+        "o_proj.bias is not part",
+    ),
+    (
+        z_lab,
+        "dflash",
+        without("target_layer_ids"),
+        "lacks target_layer_ids; say which .* with --taps",
+    ),
     (z_lab, "dflash", without("mask_token_id"), "lacks mask_token_id"),
-    (z_lab, "dflash", without("rope_theta"), "lacks rope_theta, for which engines take different ones"),
+    (
+        z_lab,
+        "dflash",
+        without("rope_theta"),
+        "lacks rope_theta, for which engines take different ones",
+    ),
     (z_lab, "dflash", without("num_key_value_heads"), "lacks num_key_value_heads"),
-    (z_lab, "dflash", inside(target_layer_ids=[1, 3, 7]), r"taps \[2, 4, 8\] must be ascending, distinct and between 1 and 7"),
-    (z_lab, "dflash", inside(target_layer_ids=[1, 3]), "fuses 3 taps of width 32, the config names"),
-    (z_lab, "dflash", at_top(target_layer_ids=TAPS), r"target_layer_ids \[2, 4, 5\] and, in dflash_config, \[1, 3, 4\]"),
+    (
+        z_lab,
+        "dflash",
+        inside(target_layer_ids=[1, 3, 7]),
+        r"taps \[2, 4, 8\] must be ascending, distinct and between 1 and 7",
+    ),
+    (
+        z_lab,
+        "dflash",
+        inside(target_layer_ids=[1, 3]),
+        "fuses 3 taps of width 32, the config names",
+    ),
+    (
+        z_lab,
+        "dflash",
+        at_top(target_layer_ids=TAPS),
+        r"target_layer_ids \[2, 4, 5\] and, in dflash_config, \[1, 3, 4\]",
+    ),
     (z_lab, "dflash", at_top(eagle_aux_hidden_state_layer_ids=LAYERS), "which are not one more"),
     (z_lab, "dflash", at_top(block_size=1), "block_size is 1, not a whole number of at least 2"),
     (z_lab, "dflash", inside(mask_token_id=MASK + 1), "which is none of the target's"),
     (z_lab, "dflash", at_top(vocab_size=7), "vocab_size is 7, the target's"),
     (z_lab, "dflash", at_top(num_target_layers=9), "num_target_layers is 9, the target's 8"),
-    (z_lab, "dflash", at_top(layer_types=["sliding_attention", "full_attention"]), "sliding attention"),
+    (
+        z_lab,
+        "dflash",
+        at_top(layer_types=["sliding_attention", "full_attention"]),
+        "sliding attention",
+    ),
     (z_lab, "dflash", inside(use_swa=True), "sliding attention"),
     (z_lab, "dflash", inside(causal=True), "its blocks are causal"),
     (z_lab, "dflash", at_top(is_causal=True), "its blocks are causal"),
-    (z_lab, "dflash", inside(input_embedding_scale=5.6), "says input_embedding_scale 5.6, and our drafters have none but 1"),
+    (
+        z_lab,
+        "dflash",
+        inside(input_embedding_scale=5.6),
+        "says input_embedding_scale 5.6, and our drafters have none but 1",
+    ),
     (z_lab, "dflash", at_top(output_multiplier=0.5), "says output_multiplier 0.5"),
     (z_lab, "dflash", at_top(is_neox_style=False), "turn neighbours"),
     (z_lab, "dflash", inside(attention_sink_bias=True), "attention has sinks"),
-    (z_lab, "dflash", inside(sample_from_anchor=True), "its anchor drafts too .sample_from_anchor., which no engine serves"),
+    (
+        z_lab,
+        "dflash",
+        inside(sample_from_anchor=True),
+        "its anchor drafts too .sample_from_anchor., which no engine serves",
+    ),
     (z_lab, "dflash", inside(shift_label=True), "its anchor drafts too"),
-    (deepspec, "dflash", at_top(markov_rank=0), "a DFlash whose anchor drafts too .DSpark without markov_rank."),
-    (z_lab, "dflash", at_top(architectures=["DFlash2DraftModel"]), "is DFlash2DraftModel, which is not supported"),
-    (z_lab, "dflash", at_top(draft_vocab_size=60), "drafts a part of the target's vocabulary .d2t."),
-    (z_lab, "dflash", lambda c, t: t.update(d2t=torch.arange(60)), "drafts a part of the target's vocabulary"),
+    (
+        deepspec,
+        "dflash",
+        at_top(markov_rank=0),
+        "a DFlash whose anchor drafts too .DSpark without markov_rank.",
+    ),
+    (
+        z_lab,
+        "dflash",
+        at_top(architectures=["DFlash2DraftModel"]),
+        "is DFlash2DraftModel, which is not supported",
+    ),
+    (
+        z_lab,
+        "dflash",
+        at_top(draft_vocab_size=60),
+        "drafts a part of the target's vocabulary .d2t.",
+    ),
+    (
+        z_lab,
+        "dflash",
+        lambda c, t: t.update(d2t=torch.arange(60)),
+        "drafts a part of the target's vocabulary",
+    ),
     (z_lab, "dflash", at_top(dflash_config=[1]), "garbles a field"),
     (deepspec, "dspark", without("markov_rank"), "lacks markov_rank"),
     (deepspec, "dspark", at_top(markov_rank=7), "markov_head.markov_w1.weight has shape"),
     (deepspec, "dspark", without("markov_head.markov_w2.weight"), "markov_w2.weight is missing"),
-    (deepspec, "dspark", at_top(markov_head_type="gated"), "its transition bias is of type 'gated'"),
+    (
+        deepspec,
+        "dspark",
+        at_top(markov_head_type="gated"),
+        "its transition bias is of type 'gated'",
+    ),
     (deepspec, "dspark", at_top(markov_head_type="rnn"), "its transition bias is of type 'rnn'"),
     (deepspec, "dspark", at_top(sample_from_anchor=False), "its anchor does not draft"),
     (specforge, "dspark", inside(shift_label=False), "its anchor does not draft"),
     (deepspec, "dspark", at_top(enable_confidence_head=False), "it has no confidence head"),
-    (deepspec, "dspark", at_top(confidence_head_with_markov=False), "told without the token before"),
+    (
+        deepspec,
+        "dspark",
+        at_top(confidence_head_with_markov=False),
+        "told without the token before",
+    ),
     (deepspec, "dspark", at_top(final_logit_softcapping=30.0), "its logits are capped"),
-    (deepspec, "dspark", lambda c, t: t.update({"lm_head.weight": HEAD * 1.1}), "lm_head.weight is up to .* from the target's"),
+    (
+        deepspec,
+        "dspark",
+        lambda c, t: t.update({"lm_head.weight": HEAD * 1.1}),
+        "lm_head.weight is up to .* from the target's",
+    ),
     (
         deepspec,
         "dspark",
@@ -185,9 +323,17 @@ REFUSED: list[tuple[Callable[..., dict[str, Any]], str, Callable[[dict[str, Any]
 ]
 
 
-@pytest.mark.parametrize(("config", "kind", "change", "says"), REFUSED, ids=[f"{row[0].__name__}: {row[3]}" for row in REFUSED])
+@pytest.mark.parametrize(
+    ("config", "kind", "change", "says"),
+    REFUSED,
+    ids=[f"{row[0].__name__}: {row[3]}" for row in REFUSED],
+)
 def test_what_is_wrong_or_not_ours_is_named(
-    config: Callable[..., dict[str, Any]], kind: str, change: Callable[[dict[str, Any], Tensors], Any], says: str, tmp_path: Path
+    config: Callable[..., dict[str, Any]],
+    kind: str,
+    change: Callable[[dict[str, Any], Tensors], Any],
+    says: str,
+    tmp_path: Path,
 ) -> None:
     _, tensors = stored(kind)
     changed = json.loads(json.dumps(config()))
@@ -205,10 +351,16 @@ def test_what_is_wrong_or_not_ours_is_named(
         ("dflash", {"draft_vocab_size": 60}, "drafts a part"),
         ("dflash", {"aux_hidden_state_layer_ids": None}, "garbles a field"),
         ("dspark", {"markov_head_type": "rnn"}, "type 'rnn'"),
-        ("dflash", {"transformer_layer_config": {**BACKBONE, "layer_types": ["sliding_attention"] * 2}}, "sliding attention"),
+        (
+            "dflash",
+            {"transformer_layer_config": {**BACKBONE, "layer_types": ["sliding_attention"] * 2}},
+            "sliding attention",
+        ),
     ],
 )
-def test_what_the_library_writes_and_we_do_not_read(kind: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_the_library_writes_and_we_do_not_read(
+    kind: str, change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=says):
         read(store(tmp_path / "d", library(kind, **change), stored(kind)[1], "model.safetensors"))
 
@@ -230,35 +382,64 @@ def test_taps_and_embedding_by_a_persons_word(tmp_path: Path) -> None:
 
 
 def test_configs_of_exports_by_eye(tmp_path: Path) -> None:
-    """Where each engine looks: taps as layers from 0 (in speculators' format as states), no key at which another one stops."""
+    """Where each engine looks: taps as layers from 0 (in speculators' format as states), no key at
+    which another one stops."""
     written = {}
     for kind in ("dflash", "dspark"):
         for engine in ("vllm", "speculators"):
             export(block(kind), order(engine, tmp_path / f"{kind}-{engine}"))  # type: ignore[arg-type]
-            written[kind, engine] = json.loads((tmp_path / f"{kind}-{engine}" / "config.json").read_text())
+            written[kind, engine] = json.loads(
+                (tmp_path / f"{kind}-{engine}" / "config.json").read_text()
+            )
     inner = {"mask_token_id": MASK, "target_layer_ids": [1, 3, 4]}
     flash, spark = written["dflash", "vllm"], written["dspark", "vllm"]
-    assert flash["dflash_config"] == inner | {"block_size": 5, "causal": False} and flash["block_size"] == 5
-    assert not {"markov_rank", "enable_confidence_head", "sample_from_anchor"} & flash.keys(), "TensorRT-LLM takes it for DSpark"
-    assert spark["dflash_config"] == inner and spark.items() >= {**inner, "markov_rank": 6, "sample_from_anchor": True}.items()
+    assert (
+        flash["dflash_config"] == inner | {"block_size": 5, "causal": False}
+        and flash["block_size"] == 5
+    )
+    assert not {"markov_rank", "enable_confidence_head", "sample_from_anchor"} & flash.keys(), (
+        "TensorRT-LLM takes it for DSpark"
+    )
+    assert (
+        spark["dflash_config"] == inner
+        and spark.items() >= {**inner, "markov_rank": 6, "sample_from_anchor": True}.items()
+    )
     for kind, anchored in (("dflash", False), ("dspark", True)):
         config = written[kind, "speculators"]
         assert config["aux_hidden_state_layer_ids"] == TAPS and config["mask_token_id"] == MASK
-        assert (config["sample_from_anchor"], config["sliding_window_non_causal"]) == (anchored, True)
-        assert "dflash_config" not in config and config["transformer_layer_config"]["rope_theta"] == 10000.0
+        assert (config["sample_from_anchor"], config["sliding_window_non_causal"]) == (
+            anchored,
+            True,
+        )
+        assert (
+            "dflash_config" not in config
+            and config["transformer_layer_config"]["rope_theta"] == 10000.0
+        )
 
 
-@pytest.mark.parametrize(("kind", "drafts", "sizes"), [("dflash", 4, (5, 5)), ("dflash", 2, (3, 3)), ("dspark", 4, (4, 5))])
+@pytest.mark.parametrize(
+    ("kind", "drafts", "sizes"),
+    [("dflash", 4, (5, 5)), ("dflash", 2, (3, 3)), ("dspark", 4, (4, 5))],
+)
 def test_sglang_counts_the_anchor(kind: str, drafts: int, sizes: tuple[int, int]) -> None:
     """As a slot of DFlash's block, and as a draft token of both."""
     artifact = block(kind)
-    command = recipe_for("sglang", artifact).serve(order("sglang", Path("x"), drafts=drafts), artifact.drafter)
-    assert f"--speculative-{kind}-block-size {sizes[0]} --speculative-num-draft-tokens {sizes[1]}" in command
+    command = recipe_for("sglang", artifact).serve(
+        order("sglang", Path("x"), drafts=drafts), artifact.drafter
+    )
+    assert (
+        f"--speculative-{kind}-block-size {sizes[0]} --speculative-num-draft-tokens {sizes[1]}"
+        in command
+    )
 
 
-def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(tmp_path: Path) -> None:
+def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(
+    tmp_path: Path,
+) -> None:
     export(block(attention_bias=True), order("sglang", tmp_path / "d"))
-    assert not load_file(tmp_path / "d" / "model.safetensors")["layers.1.self_attn.o_proj.bias"].any()
+    assert not load_file(tmp_path / "d" / "model.safetensors")[
+        "layers.1.self_attn.o_proj.bias"
+    ].any()
     assert recipe_for("vllm", block(attention_bias=True)).also == ("vllm", "sglang")
 
 
@@ -266,7 +447,8 @@ def test_biases_of_the_output_projection_are_written_where_they_would_be_chance(
 def test_a_transition_bias_beside_changed_logits(family: str) -> None:
     """Engines scale or cap the sum, or neither; scaled embeddings are no obstacle."""
     spark, flash = (
-        replace(made, fingerprint=replace(made.fingerprint, model_type=family)) for made in (block("dspark"), block())
+        replace(made, fingerprint=replace(made.fingerprint, model_type=family))
+        for made in (block("dspark"), block())
     )
     with pytest.raises(UserError, match="scales or caps its logits.*train dflash"):
         recipe_for("vllm", spark)
@@ -276,10 +458,14 @@ def test_a_transition_bias_beside_changed_logits(family: str) -> None:
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": TAPS}}),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": LAYERS}}),
-    ("dflash", {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": LAYERS, "causal": True}}),
-    ("dflash", {"block_size": 6}), ("dflash", {"rope_theta": 5e5}), ("dflash", {"rms_norm_eps": 1e-3}),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}), ("dflash", {"num_hidden_layers": 1}), ("dflash", {"head_dim": 16}),
-    ("dspark", {"target_layer_ids": TAPS}), ("dspark", {"target_layer_ids": None}), ("dspark", {"markov_rank": 5}),
+    ("dflash", {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": LAYERS,
+    "causal": True}}),
+    ("dflash", {"block_size": 6}), ("dflash", {"rope_theta": 5e5}), ("dflash",
+    {"rms_norm_eps": 1e-3}),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}), ("dflash", {"num_hidden_layers": 1}),
+    ("dflash", {"head_dim": 16}),
+    ("dspark", {"target_layer_ids": TAPS}), ("dspark", {"target_layer_ids": None}), ("dspark",
+    {"markov_rank": 5}),
     ("dspark", {"sample_from_anchor": False}), ("dspark", {"confidence_head_with_markov": False}),
     ("dspark", {"mask_token_id": 1}),
 ]  # fmt: skip
@@ -289,14 +475,18 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 def test_a_writer_that_garbles_the_config_is_caught(
     kind: str, change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "files_for", lambda *a: ((files := files_for(*a))[0] | change, files[1]))
+    monkeypatch.setattr(
+        exporter, "files_for", lambda *a: ((files := files_for(*a))[0] | change, files[1])
+    )
     with pytest.raises(UserError):
         export(block(kind), order("vllm", tmp_path / "drafter"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", sorted(block("dspark").drafter.serving_state()))
-def test_a_writer_that_drops_or_changes_a_tensor_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_drops_or_changes_a_tensor_is_caught(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Engines would load either without a word."""
     for spoil in (lambda t: t.pop(name), lambda t: t.update({name: t[name].roll(1, 0) + 1})):
 

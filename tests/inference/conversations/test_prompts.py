@@ -18,31 +18,43 @@ SPEC_BENCH = ROOT.parent / "shared" / "data" / "spec_bench_question.jsonl"
 
 
 def test_spec_benchs_questions(quickstart: Target) -> None:
-    """480 questions of 13 categories (MT-Bench's eight, translation, summarisation, QA, math, RAG), 80 with two turns."""
+    """480 questions of 13 categories (MT-Bench's eight, translation, summarisation, QA, math, RAG),
+    80 with two turns."""
     if not SPEC_BENCH.is_file():
         pytest.skip("../shared/data/spec_bench_question.jsonl is not there")
     prompts = read_prompts(SPEC_BENCH, quickstart.tokenizer, quickstart.name)
     counts = Counter(prompt.category for prompt in prompts)
     assert len(prompts) == 480 and len(counts) == 13
-    assert {counts[name] for name in ("translation", "summarization", "qa", "math_reasoning", "rag")} == {80}
+    assert {
+        counts[name] for name in ("translation", "summarization", "qa", "math_reasoning", "rag")
+    } == {80}
     assert sum(len(prompt.later) == 1 for prompt in prompts) == 80
     assert [prompt.place for prompt in prompts] == list(range(480)) and prompts[0].id == "81"
 
 
 def test_mt_benchs_lists_parquet_logs_and_folders(quickstart: Target, tmp_path: Path) -> None:
-    rows = [{"prompt_id": i, "category": "code", "prompt": [f"def a{i}():", "def b():"]} for i in range(2)]
+    rows = [
+        {"prompt_id": i, "category": "code", "prompt": [f"def a{i}():", "def b():"]}
+        for i in range(2)
+    ]
     datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     asked = {"messages": [{"role": "user", "content": "def a0():"}]}
     answered = {"choices": [{"message": {"role": "assistant", "content": "pass"}}]}
-    (tmp_path / "b.jsonl").write_text(json.dumps({"request": asked, "response": answered, "id": "log"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(
+        json.dumps({"request": asked, "response": answered, "id": "log"}) + "\n"
+    )
     prompts = read_prompts(tmp_path, quickstart.tokenizer, quickstart.name)
     assert [prompt.later for prompt in prompts] == [["def b():"], ["def b():"], []]
-    assert prompts[2].id == "log" and prompts[2].token_ids == prompts[0].token_ids, "up to the reply, which is not read"
+    assert prompts[2].id == "log" and prompts[2].token_ids == prompts[0].token_ids, (
+        "up to the reply, which is not read"
+    )
     assert len(read_prompts(tmp_path, quickstart.tokenizer, quickstart.name, limit=1)) == 1
 
 
 @pytest.mark.parametrize("row", [{"prompt": ["a", 3]}, {"turns": []}, {"prompt": []}])
-def test_malformed_turns_are_named(quickstart: Target, tmp_path: Path, row: dict[str, object]) -> None:
+def test_malformed_turns_are_named(
+    quickstart: Target, tmp_path: Path, row: dict[str, object]
+) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(UserError, match="row p.jsonl:1"):
         read_prompts(tmp_path / "p.jsonl", quickstart.tokenizer, quickstart.name)

@@ -1,4 +1,5 @@
-"""Rows of text files: what cannot be read is named with its file and line, and the others are read all the same."""
+"""Rows of text files: what cannot be read is named with its file and line, and the others are read
+all the same."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 KEYS = [
-    "token_ids", "response_spans", "regenerated", "messages", "conversations", "request", "body", "response", "turns", "prompt",
-    "completion", "text", "tools", "chat_template_kwargs", "role", "content", "from", "value", "choices", "message",
+    "token_ids", "response_spans", "regenerated", "messages", "conversations", "request", "body",
+    "response", "turns", "prompt",
+    "completion", "text", "tools", "chat_template_kwargs", "role", "content", "from", "value",
+    "choices", "message",
 ]  # fmt: skip
 SOUND = '{"prompt": "x"}'
 BROKEN = {
@@ -43,7 +46,9 @@ def test_a_broken_line_is_named_and_the_others_are_read(kind: str, tmp_path: Pat
 
 def test_a_byte_order_mark_and_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('\ufeff{"prompt": "\\ud83d\\ude00"}\n', encoding="utf-8")
-    assert list(read_json_rows(tmp_path / "rows.jsonl")) == [("rows.jsonl:1", {"prompt": "\U0001f600"})]
+    assert list(read_json_rows(tmp_path / "rows.jsonl")) == [
+        ("rows.jsonl:1", {"prompt": "\U0001f600"})
+    ]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +69,14 @@ def test_token_exact_rows_are_checked(ids: list[int], spans: list[list[int]], sa
 
 SAID = [{"role": "user", "content": "a"}]
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | st.sampled_from(["", "x", "user", "gpt"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.floats()
+    | st.sampled_from(["", "x", "user", "gpt"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -73,19 +84,37 @@ JSON = st.recursive(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"messages": [{"role": "user"}]}, r"messages\[0\]: a message of role user has no content or tool calls"),
+        (
+            {"messages": [{"role": "user"}]},
+            r"messages\[0\]: a message of role user has no content or tool calls",
+        ),
         ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\].role: Expected str, got int"),
         ({"messages": SAID, "tools": "[]"}, "tools: Expected array"),
         ({"messages": SAID, "chat_template_kwargs": [1]}, "chat_template_kwargs: Expected object"),
-        ({"request": {"messages": SAID, "chat_template_kwargs": [1]}}, "request.chat_template_kwargs: Expected object"),
-        ({"request": {"messages": SAID}, "response": {"choices": 3}}, "response.choices: Expected array"),
-        ({"request": {"messages": SAID}, "response": {"body": {}}}, r"response.body: there is no choices\[0\].message"),
-        ({"conversations": [{"from": "x", "value": "y"}]}, r"conversations\[0\].from: Invalid enum value 'x'"),
+        (
+            {"request": {"messages": SAID, "chat_template_kwargs": [1]}},
+            "request.chat_template_kwargs: Expected object",
+        ),
+        (
+            {"request": {"messages": SAID}, "response": {"choices": 3}},
+            "response.choices: Expected array",
+        ),
+        (
+            {"request": {"messages": SAID}, "response": {"body": {}}},
+            r"response.body: there is no choices\[0\].message",
+        ),
+        (
+            {"conversations": [{"from": "x", "value": "y"}]},
+            r"conversations\[0\].from: Invalid enum value 'x'",
+        ),
         ({"prompt": ["a", *SAID]}, "prompt mixes texts and messages"),
         ({"prompt": "a", "completion": SAID}, "the reply to a text is a text"),
         ({"turns": ["a", 3]}, r"turns\[1\]: Expected str, got int"),
         ({"text": 3}, "text: Expected str, got int"),
-        ({"token_ids": [1], "response_spans": [[0, 1]], "regenerated": [1]}, "regenerated: Expected object"),
+        (
+            {"token_ids": [1], "response_spans": [[0, 1]], "regenerated": [1]},
+            "regenerated: Expected object",
+        ),
     ],
 )
 def test_the_value_that_is_wrong_is_named(row: dict[str, Any], says: str) -> None:

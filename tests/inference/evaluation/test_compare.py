@@ -13,14 +13,27 @@ from draftsmith.inference.evaluation.compare import Options, compared, run
 CODE, CHAT = [3, 4, 2], [2, 1, 2]
 
 
-def report(code: list[int], chat: list[int], name: str = "head", temperature: float = 0.0, sha: str = "x") -> dict[str, Any]:
+def report(
+    code: list[int], chat: list[int], name: str = "head", temperature: float = 0.0, sha: str = "x"
+) -> dict[str, Any]:
     """As `draftsmith evaluate` writes it: ten prompts of each category."""
     requests = [
-        {"id": f"{category}{i}", "turn": 0, "category": category, "rounds": [[5, k - 1, k] for k in kept]}
+        {
+            "id": f"{category}{i}",
+            "turn": 0,
+            "category": category,
+            "rounds": [[5, k - 1, k] for k in kept],
+        }
         for category, kept in (("code", code), ("chat", chat))
         for i in range(10)
     ]
-    figures = {"requests": 20, "tau_incl_bonus": 2.0, "tau_ci95": None, "tokens_s": 1.0, "mean_n_draft": 0.0}
+    figures = {
+        "requests": 20,
+        "tau_incl_bonus": 2.0,
+        "tau_ci95": None,
+        "tokens_s": 1.0,
+        "mean_n_draft": 0.0,
+    }
     plain: dict[str, Any] = {**figures, "per_request": []}
     drafters = {"plain": plain, "ngram": plain, name: {**figures, "per_request": requests}}
     setting = {"temperature": temperature, "batch": 1, "lossless": True, "drafters": drafters}
@@ -28,17 +41,28 @@ def report(code: list[int], chat: list[int], name: str = "head", temperature: fl
 
 
 def test_what_is_gained_on_one_category_and_lost_on_another() -> None:
-    (setting,) = compared([report(CODE, CHAT), report([5, 5, 2], [1, 1, 2])], ["head", "head"], ["a", "b"], 0.02)
+    (setting,) = compared(
+        [report(CODE, CHAT), report([5, 5, 2], [1, 1, 2])], ["head", "head"], ["a", "b"], 0.02
+    )
     rows = {row["category"]: row for row in setting["rows"]}
     assert list(rows) == ["all", "chat", "code"]
-    assert rows["code"]["tau_before"] == 3 and rows["code"]["tau_after"] == 4 and rows["code"]["change"] == pytest.approx(1 / 3)
-    assert rows["chat"]["change"] == pytest.approx(-0.2) and rows["chat"]["regressed"] and not rows["code"]["regressed"]
+    assert (
+        rows["code"]["tau_before"] == 3
+        and rows["code"]["tau_after"] == 4
+        and rows["code"]["change"] == pytest.approx(1 / 3)
+    )
+    assert (
+        rows["chat"]["change"] == pytest.approx(-0.2)
+        and rows["chat"]["regressed"]
+        and not rows["code"]["regressed"]
+    )
     low, high = rows["chat"]["change_ci95"]
     assert low == high == pytest.approx(-0.2), "pairs that all change alike leave no doubt"
 
 
 def test_turns_of_a_prompt_are_drawn_together() -> None:
-    """Every prompt has a turn that gains a half and one that loses as much: no doubt that nothing has changed."""
+    """Every prompt has a turn that gains a half and one that loses as much: no doubt that nothing
+    has changed."""
     before, after = report(CODE, CHAT), report(CODE, CHAT)
     for found in (before, after):
         for place, request in enumerate(found["settings"][0]["drafters"]["head"]["per_request"]):
@@ -59,11 +83,25 @@ def test_few_prompts_do_not_fail_anybody() -> None:
 
 
 def test_only_the_drafter_may_differ() -> None:
-    for key, value in {"target": {"weights_hash": "y"}, "options": {"max_new_tokens": 7}, "sampling": {"top_k": 3}}.items():
+    for key, value in {
+        "target": {"weights_hash": "y"},
+        "options": {"max_new_tokens": 7},
+        "sampling": {"top_k": 3},
+    }.items():
         with pytest.raises(UserError, match="of different"):
-            compared([report(CODE, CHAT), report(CODE, CHAT) | {key: value}], ["head", "head"], ["a", "b"], 0.0)
+            compared(
+                [report(CODE, CHAT), report(CODE, CHAT) | {key: value}],
+                ["head", "head"],
+                ["a", "b"],
+                0.0,
+            )
     hotter = report(CODE, CHAT) | {"sampling": {"temperature": 1}}
-    assert compared([report(CODE, CHAT) | {"sampling": {"temperature": 0}}, hotter], ["head", "head"], ["a", "b"], 0.0)
+    assert compared(
+        [report(CODE, CHAT) | {"sampling": {"temperature": 0}}, hotter],
+        ["head", "head"],
+        ["a", "b"],
+        0.0,
+    )
 
 
 def test_a_fall_within_the_interval_is_no_regression() -> None:
@@ -83,7 +121,10 @@ def write(path: Path, value: dict[str, Any]) -> str:
 
 
 def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    a, b = write(tmp_path / "a.json", report(CODE, CHAT)), write(tmp_path / "b.json", report(CODE, [1, 1, 2], "tuned"))
+    a, b = (
+        write(tmp_path / "a.json", report(CODE, CHAT)),
+        write(tmp_path / "b.json", report(CODE, [1, 1, 2], "tuned")),
+    )
     run(Options(report=[a, b]))
     assert "REGRESSED" in capsys.readouterr().out, "flagged, but nobody asked to fail"
     with pytest.raises(SystemExit) as ended:
@@ -107,14 +148,20 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             "figures of a server only",
         ),
         (report(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
-        (report(CODE, CHAT), {"drafter": ["head", "nobody"]}, "has no drafter 'nobody'; there are: plain, ngram, head"),
+        (
+            report(CODE, CHAT),
+            {"drafter": ["head", "nobody"]},
+            "has no drafter 'nobody'; there are: plain, ngram, head",
+        ),
         (report(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),
         (report(CODE, CHAT), {"fail_on_regression": "much"}, "a share such as 2%"),
         ({}, {}, "not a report"),
         (report(CODE, CHAT, name="ngram"), {}, "0 drafters besides the baselines"),
     ],
 )
-def test_what_cannot_be_compared_is_said(tmp_path: Path, other: dict[str, Any], options: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_compared_is_said(
+    tmp_path: Path, other: dict[str, Any], options: dict[str, Any], why: str
+) -> None:
     paths = [write(tmp_path / "a.json", report(CODE, CHAT)), write(tmp_path / "b.json", other)]
     with pytest.raises(UserError, match=why):
         run(Options(report=paths, **options))

@@ -40,7 +40,8 @@ DRAFT_LM = str(HERE / "draft_lm")
     ],
 )
 def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
-    """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as steps."""
+    """SGLang's draft tokens count the root, ours do not; its topk 1 is a chain of as many drafts as
+    steps."""
     assert AsIn(Engine(engine), drafter, quickstart, print).setting == setting
 
 
@@ -53,36 +54,56 @@ def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str
         ("vllm", "early-exit", "takes no such drafter"),
     ],
 )
-def test_what_an_engine_does_not_take_is_said(quickstart: Target, engine: str, drafter: str, why: str) -> None:
+def test_what_an_engine_does_not_take_is_said(
+    quickstart: Target, engine: str, drafter: str, why: str
+) -> None:
     with pytest.raises(UserError, match=why):
         AsIn(Engine(engine), drafter, quickstart, print)
 
 
 def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
-    """Greedy drafts write the text of plain sampling; drawn ones keep its law only; no shape but the engine's is drafted."""
+    """Greedy drafts write the text of plain sampling; drawn ones keep its law only; no shape but
+    the engine's is drafted."""
     requests = [Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 6))]
     law = Sampling(temperature=1.0, seed=5)
     plain = [g.token_ids for g in generate(quickstart, PlainDecoding(), requests, 24, law)]
     rules, drafted, accepted = {}, {}, {}
-    for spec in ("vllm", "vllm:draws=probabilistic", "vllm:draws=probabilistic,verify=block", "sglang"):
+    for spec in (
+        "vllm",
+        "vllm:draws=probabilistic",
+        "vllm:draws=probabilistic,verify=block",
+        "sglang",
+    ):
         way = AsIn(Engine(spec), EAGLE3, quickstart, print)
         found = way.generate(requests, 24, law)
         rounds = [r for g in found for r in g.rounds]
         (rules[spec],) = {r.rule for r in rounds}
-        drafted[spec], accepted[spec] = max(r.drafted or 0 for r in rounds), sum(r.accepted for r in rounds)
+        drafted[spec], accepted[spec] = (
+            max(r.drafted or 0 for r in rounds),
+            sum(r.accepted for r in rounds),
+        )
         assert ([g.token_ids for g in found] == plain) == (rules[spec] == "match")
     assert list(rules.values()) == ["match", "rrs", "block", "match"]
     assert list(drafted.values()) == [3, 3, 3, 7] and min(accepted.values()) > 10
 
 
 def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
-    """Under match a drafter guesses the same whatever the seed, and is right less often than one that shares the noise; what the
-    target would accept in expectation is what is counted, within noise."""
-    requests = [Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 16))]
+    """Under match a drafter guesses the same whatever the seed, and is right less often than one
+    that shares the noise; what the target would accept in expectation is what is counted, within
+    noise."""
+    requests = [
+        Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 16))
+    ]
     tau, expected = {}, None
     for rule in ("coupled", "match"):
         proposer = load_proposer(f"{DRAFT_LM}:length=3", quickstart, print)
-        rounds = [r for g in generate(quickstart, proposer, requests, 48, Sampling(temperature=1.0, rule=rule)) for r in g.rounds]
+        rounds = [
+            r
+            for g in generate(
+                quickstart, proposer, requests, 48, Sampling(temperature=1.0, rule=rule)
+            )
+            for r in g.rounds
+        ]
         tau[rule] = 1 + sum(r.accepted for r in rounds) / len(rounds)
         if rule == "match":
             expected = mean([r.expected for r in rounds])
@@ -92,7 +113,8 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
 
 @pytest.fixture(scope="module")
 def blocks(quickstart: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Random drafters: DFlash with 5 slots, DSpark with 4, so 4 drafts of both; and one that no engine can express."""
+    """Random drafters: DFlash with 5 slots, DSpark with 4, so 4 drafts of both; and one that no
+    engine can express."""
     folder = tmp_path_factory.mktemp("blocks")
     made = {kind: random_block(quickstart, kind, taps=[2, 4]) for kind in ("dflash", "dspark")}
     made["gelu"] = random_block(quickstart, "dflash", taps=[2, 4], activation="gelu")
@@ -122,30 +144,48 @@ def test_blocks_are_as_long_as_their_drafts(
 @pytest.mark.parametrize(
     ("engine", "kind", "why"),
     [
-        ("sglang:topk=2", "dflash", "a block in one step, as a chain; leave out topk, tokens says how many"),
+        (
+            "sglang:topk=2",
+            "dflash",
+            "a block in one step, as a chain; leave out topk, tokens says how many",
+        ),
         ("sglang:steps=2", "dspark", "leave out steps"),
         ("llamacpp", "gelu", "llamacpp cannot serve this drafter: its layers have activation gelu"),
     ],
 )
-def test_what_is_no_block_there(quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str) -> None:
+def test_what_is_no_block_there(
+    quickstart: Target, blocks: dict[str, str], engine: str, kind: str, why: str
+) -> None:
     with pytest.raises(UserError, match=why):
         AsIn(Engine(engine), blocks[kind], quickstart, print)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(quickstart: Target, blocks: dict[str, str], kind: str) -> None:
+def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(
+    quickstart: Target, blocks: dict[str, str], kind: str
+) -> None:
     """And drafts otherwise than the beginning of a whole one: slots see those after them."""
     artifact = Artifact.load(blocks[kind], quickstart.fingerprint(), quickstart.ends)
     first = artifact.drafter.first_slot
     request = [Request([5, 6, 7, 8], 0)]
     seen = {}
-    for name, shape in (("short", replace(artifact.drafter.shape, block_size=2 + first)), ("whole", artifact.drafter.shape)):
+    for name, shape in (
+        ("short", replace(artifact.drafter.shape, block_size=2 + first)),
+        ("whole", artifact.drafter.shape),
+    ):
         drafter = type(artifact.drafter)(shape, quickstart.ends)
         drafter.load_state_dict(artifact.drafter.state_dict())
         seen[name] = drafts_of(proposer_of(drafter.eval(), length=2), quickstart, request)
-    seen["cut"] = drafts_of(load_proposer(f"{blocks[kind]}:slots={2 + first},width=1", quickstart, print), quickstart, request)
+    seen["cut"] = drafts_of(
+        load_proposer(f"{blocks[kind]}:slots={2 + first},width=1", quickstart, print),
+        quickstart,
+        request,
+    )
     assert seen["cut"] == seen["short"] != seen["whole"]
-    for wrong, says in ((first, f"at least {first + 1}"), (9, "slots, not 9; give a smaller number")):
+    for wrong, says in (
+        (first, f"at least {first + 1}"),
+        (9, "slots, not 9; give a smaller number"),
+    ):
         with pytest.raises(UserError, match=says):
             load_proposer(f"{blocks[kind]}:slots={wrong}", quickstart, print)
 
@@ -168,12 +208,17 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
     """As standard rejection of one child a node, or of whole chains; greedy ones elsewhere."""
     for kind in ("dflash", "dspark"):
         proposer = type(load_proposer(blocks[kind], quickstart, print))
-        rules = [Engine(spec).rule(proposer) for spec in ("vllm", "vllm:draws=probabilistic", "sglang", "llamacpp")]
+        rules = [
+            Engine(spec).rule(proposer)
+            for spec in ("vllm", "vllm:draws=probabilistic", "sglang", "llamacpp")
+        ]
         assert rules == ["match", "recursive", "match", "match"]
         assert Engine("vllm:draws=probabilistic,verify=block").rule(proposer) == "rejection"
         way = AsIn(Engine("vllm:draws=probabilistic"), blocks[kind], quickstart, print)
         (found,) = way.generate([Request([5, 6, 7], 0)], 6, Sampling(temperature=1.0))
-        assert {r.rule for r in found.rounds} == {"rrs"} and max(r.drafted or 0 for r in found.rounds) == 3
+        assert {r.rule for r in found.rounds} == {"rrs"} and max(
+            r.drafted or 0 for r in found.rounds
+        ) == 3
 
 
 @pytest.mark.parametrize(
@@ -187,7 +232,9 @@ def test_block_drafts_are_drawn_in_vllm_too(quickstart: Target, blocks: dict[str
         ({"profile": "p.json", "features": "store", "prompts": None}, "leave out --profile"),
     ],
 )
-def test_wrong_settings_are_said_before_anything_loads(options: dict[str, object], why: str) -> None:
+def test_wrong_settings_are_said_before_anything_loads(
+    options: dict[str, object], why: str
+) -> None:
     prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
         check(Options(**{"prompts": prompts, "drafter": ["ngram"], **options}))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The report of `draftsmith evaluate`: sums recounted from its own records, settings, turns, baselines, Spec-Bench's form."""
+"""The report of `draftsmith evaluate`: sums recounted from its own records, settings, turns,
+baselines, Spec-Bench's form."""
 
 from __future__ import annotations
 
@@ -28,13 +29,34 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     folder = tmp_path_factory.mktemp("report")
     prompts = folder / "prompts.jsonl"
     rows = [
-        {"question_id": i, "category": "ab"[i % 2], "turns": [f"def add{i}(a, b):", "def sub(a, b):"][: 1 + (i < 2)]}
+        {
+            "question_id": i,
+            "category": "ab"[i % 2],
+            "turns": [f"def add{i}(a, b):", "def sub(a, b):"][: 1 + (i < 2)],
+        }
         for i in range(3)
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = ["--target", QUICKSTART, "--prompts", prompts, "--drafter", DRAFTERS / "eagle3", "--max-new-tokens", 16]
+    shared = [
+        "--target",
+        QUICKSTART,
+        "--prompts",
+        prompts,
+        "--drafter",
+        DRAFTERS / "eagle3",
+        "--max-new-tokens",
+        16,
+    ]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--repeats", "2"]
-    done = run_cli("evaluate", *map(str, shared), *sweep, "--json", str(folder / "o.json"), "--spec-bench", str(folder / "rows"))
+    done = run_cli(
+        "evaluate",
+        *map(str, shared),
+        *sweep,
+        "--json",
+        str(folder / "o.json"),
+        "--spec-bench",
+        str(folder / "rows"),
+    )
     assert done.returncode == 0, done.stderr
     assert "tau by category" in done.stdout and done.stdout.count("batch 2") == 2
     return json.loads((folder / "o.json").read_text()), folder
@@ -42,7 +64,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 
 def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], Path]) -> None:
     found, _ = report
-    assert [(s["temperature"], s["batch"]) for s in found["settings"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [(s["temperature"], s["batch"]) for s in found["settings"]] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
     for setting in found["settings"]:
         assert list(setting["drafters"]) == ["plain", "ngram", "lookahead", "early-exit", "eagle3"]
         assert all(s["equal_to_ar"] == s["requests"] == 5 for s in setting["drafters"].values()), (
@@ -50,7 +77,9 @@ def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], 
         )
     sizes = found["drafter_bytes"]
     assert sizes["plain"] == sizes["ngram"] == sizes["early-exit"] == 0 < sizes["eagle3"]
-    assert found["prompt_set"]["categories"] == {"a": 2, "b": 1} and found["command"].startswith("draftsmith evaluate")
+    assert found["prompt_set"]["categories"] == {"a": 2, "b": 1} and found["command"].startswith(
+        "draftsmith evaluate"
+    )
 
 
 def test_sums_recounted_from_the_rounds(report: tuple[dict[str, Any], Path]) -> None:
@@ -58,40 +87,70 @@ def test_sums_recounted_from_the_rounds(report: tuple[dict[str, Any], Path]) -> 
         for s in setting["drafters"].values():
             rounds = [r for request in s["per_request"] for r in request["rounds"]]
             assert s["rounds"] == len(rounds)
-            assert s["tau_incl_bonus"] == pytest.approx(sum(kept for _, _, kept in rounds) / len(rounds))
+            assert s["tau_incl_bonus"] == pytest.approx(
+                sum(kept for _, _, kept in rounds) / len(rounds)
+            )
             assert s["tau_untruncated"] == pytest.approx(1 + sum(s["survival"]))
             product, total = 1.0, 1.0
             for c in s["cond_accept"]:
                 product *= c
                 total += product
-            assert s["tau_untruncated"] == pytest.approx(total) == pytest.approx(1 + sum(a for _, a, _ in rounds) / len(rounds))
-            assert s["discarded_share"] == pytest.approx(sum(d - a for d, a, _ in rounds) / sum(d + 1 for d, _, _ in rounds))
-            taus = {name: row["tau_incl_bonus"] * row["requests"] for name, row in s["by_category"].items()}
+            assert (
+                s["tau_untruncated"]
+                == pytest.approx(total)
+                == pytest.approx(1 + sum(a for _, a, _ in rounds) / len(rounds))
+            )
+            assert s["discarded_share"] == pytest.approx(
+                sum(d - a for d, a, _ in rounds) / sum(d + 1 for d, _, _ in rounds)
+            )
+            taus = {
+                name: row["tau_incl_bonus"] * row["requests"]
+                for name, row in s["by_category"].items()
+            }
             assert taus.keys() == {"a", "b"}
             assert sum(row["requests"] for row in s["by_category"].values()) == s["requests"]
 
 
 def test_the_time_split_sums_to_the_wall_time(report: tuple[dict[str, Any], Path]) -> None:
-    """Medians over drafters and temperatures: one pause of the process between two rounds adds to one wall time."""
+    """Medians over drafters and temperatures: one pause of the process between two rounds adds to
+    one wall time."""
     for batch in (1, 2):
-        summaries = [s for x in report[0]["settings"] if x["batch"] == batch for s in x["drafters"].values()]
+        summaries = [
+            s for x in report[0]["settings"] if x["batch"] == batch for s in x["drafters"].values()
+        ]
         shares = [sum(s["split_s"].values()) / s["decode_s"] for s in summaries]
         assert max(shares) <= 1 + 1e-9, "time is counted twice"
         assert median(shares) == pytest.approx(1, rel=0.03), batch
-        assert median(s["predicted_speedup"] / s["speedup"] for s in summaries) == pytest.approx(1, rel=0.05), batch
+        assert median(s["predicted_speedup"] / s["speedup"] for s in summaries) == pytest.approx(
+            1, rel=0.05
+        ), batch
 
 
 def test_rows_in_spec_benchs_form(report: tuple[dict[str, Any], Path]) -> None:
     found, folder = report
-    assert {path.stem for path in (folder / "rows").iterdir()} == set(found["settings"][0]["drafters"])
-    rows = [json.loads(line) for line in (folder / "rows" / "eagle3.jsonl").read_text().splitlines()]
+    assert {path.stem for path in (folder / "rows").iterdir()} == set(
+        found["settings"][0]["drafters"]
+    )
+    rows = [
+        json.loads(line) for line in (folder / "rows" / "eagle3.jsonl").read_text().splitlines()
+    ]
     assert [row["question_id"] for row in rows] == ["0", "1", "2"]
     for row in rows:
         (choice,) = row["choices"]
-        assert len({len(choice[name]) for name in ("turns", "decoding_steps", "new_tokens", "wall_time")}) == 1
+        assert (
+            len(
+                {
+                    len(choice[name])
+                    for name in ("turns", "decoding_steps", "new_tokens", "wall_time")
+                }
+            )
+            == 1
+        )
         assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
     lengths = [n for row in rows for n in row["choices"][0]["accept_lengths"]]
-    assert sum(lengths) / len(lengths) == pytest.approx(found["settings"][0]["drafters"]["eagle3"]["tau_incl_bonus"])
+    assert sum(lengths) / len(lengths) == pytest.approx(
+        found["settings"][0]["drafters"]["eagle3"]["tau_incl_bonus"]
+    )
 
 
 def test_a_later_turn_follows_the_reply(tmp_path: Path) -> None:
@@ -118,12 +177,31 @@ def test_quantiles_by_the_nearest_rank() -> None:
 
 @pytest.fixture(scope="session")
 def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A draft model, so transformers' own loop too; as in an engine; under a rule that keeps the law only; six prompts."""
+    """A draft model, so transformers' own loop too; as in an engine; under a rule that keeps the
+    law only; six prompts."""
     folder = tmp_path_factory.mktemp("second")
     rows = [{"prompt": f"def add{i}(a, b):\n    # Add two numbers."} for i in range(6)]
     (folder / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shared = ["--target", QUICKSTART, "--prompts", folder / "p.jsonl", "--max-new-tokens", 14, "--repeats", 1]
-    ways = ["--drafter", QUICKSTART.parent / "draft_lm", "--like", "vllm:drafts=2", "--like", "sglang", "--drafter", "suffix"]
+    shared = [
+        "--target",
+        QUICKSTART,
+        "--prompts",
+        folder / "p.jsonl",
+        "--max-new-tokens",
+        14,
+        "--repeats",
+        1,
+    ]
+    ways = [
+        "--drafter",
+        QUICKSTART.parent / "draft_lm",
+        "--like",
+        "vllm:drafts=2",
+        "--like",
+        "sglang",
+        "--drafter",
+        "suffix",
+    ]
     sweep = ["--temperatures", "0,1", "--batch-sizes", "1,3", "--rule", "rejection"]
     done = run_cli("evaluate", *map(str, shared + ways), *sweep, "--json", str(folder / "o.json"))
     assert done.returncode == 0, done.stderr
@@ -144,7 +222,9 @@ def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any
 
 def test_as_in_an_engine(second: dict[str, Any]) -> None:
     for setting in second["settings"]:
-        vllm, sglang = (setting["drafters"][f"draft-lm as in {name}"] for name in ("vllm:drafts=2", "sglang"))
+        vllm, sglang = (
+            setting["drafters"][f"draft-lm as in {name}"] for name in ("vllm:drafts=2", "sglang")
+        )
         assert vllm["setting"] == {"length": 2, "width": 1} and vllm["mean_n_draft"] == 2
         assert sglang["setting"] == {"length": 3, "width": 1} and sglang["mean_n_draft"] == 3
         assert vllm["equal_to_ar"] == 6, "greedy drafts write what plain sampling writes"
@@ -152,14 +232,23 @@ def test_as_in_an_engine(second: dict[str, Any]) -> None:
 
 def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) -> None:
     greedy, _, sampled, _ = second["settings"]
-    assert greedy["drafters"]["draft-lm"]["equal_to_ar"] == 6 and sampled["drafters"]["draft-lm"]["equal_to_ar"] is None
-    assert sampled["drafters"]["suffix"]["verify_mode"] == ["match"] and sampled["drafters"]["suffix"]["rb_tau"] > 1
+    assert (
+        greedy["drafters"]["draft-lm"]["equal_to_ar"] == 6
+        and sampled["drafters"]["draft-lm"]["equal_to_ar"] is None
+    )
+    assert (
+        sampled["drafters"]["suffix"]["verify_mode"] == ["match"]
+        and sampled["drafters"]["suffix"]["rb_tau"] > 1
+    )
 
 
 def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     drafters = second["drafters"]
     assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft-lm", "suffix"]
-    assert drafters["draft-lm"]["spec"].endswith("draft_lm") and len(drafters["draft-lm"]["sha256"]) == 64
+    assert (
+        drafters["draft-lm"]["spec"].endswith("draft_lm")
+        and len(drafters["draft-lm"]["sha256"]) == 64
+    )
     assert drafters["suffix"] == {"spec": "suffix", "sha256": None}
     assert second["machine"]["device"] == "cpu"
 
@@ -171,14 +260,20 @@ def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> N
 
 
 def test_what_a_batch_gains_is_foretold_from_the_smallest_one() -> None:
-    """A plain step of 1, 4 and 8 requests takes 10, 16 and 24 ms; 3 nodes are drafted in 5 ms, tau is 2, the host takes 1 ms.
+    """A plain step of 1, 4 and 8 requests takes 10, 16 and 24 ms; 3 nodes are drafted in 5 ms, tau
+    is 2, the host takes 1 ms.
 
-    Batch 1: four tokens in a pass, 16 ms; 2 tokens in 5 + 16 + 1 ms against 10 ms a token. Batch 4: drafting takes 8 ms, 16
-    tokens go through in 24 + 2 * (24 - 16) = 40 ms, and a plain step would take 16.
+    Batch 1: four tokens in a pass, 16 ms; 2 tokens in 5 + 16 + 1 ms against 10 ms a token. Batch 4:
+    drafting takes 8 ms, 16 tokens go through in 24 + 2 * (24 - 16) = 40 ms, and a plain step would
+    take 16.
     """
 
-    def summary(milliseconds: float, drafted: float, tau: float, split: dict[str, float]) -> dict[str, Any]:
-        parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "kv": 0.0, "host": 0.0} | {k: v / 100 for k, v in split.items()}
+    def summary(
+        milliseconds: float, drafted: float, tau: float, split: dict[str, float]
+    ) -> dict[str, Any]:
+        parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "kv": 0.0, "host": 0.0} | {
+            k: v / 100 for k, v in split.items()
+        }
         times = {"decode_s": milliseconds / 100, "steps": 10, "rounds": 10, "split_s": parts}
         return {**times, "mean_n_draft": drafted, "tau_incl_bonus": tau}
 
@@ -197,11 +292,17 @@ def test_what_a_batch_gains_is_foretold_from_the_smallest_one() -> None:
 def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "def add(a, b):"}) + "\n")
     shared = ["--target", str(QUICKSTART), "--drafter", "ngram", "--no-baselines", "--repeats", "1"]
-    done = run_cli("evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "1")
+    done = run_cli(
+        "evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "1"
+    )
     assert done.returncode == 0 and "had no round" in done.stdout, done.stderr
     (tmp_path / "p.jsonl").write_text(json.dumps({"id": "long", "prompt": "word " * 2000}) + "\n")
     done = run_cli("evaluate", *shared, "--prompts", str(tmp_path / "p.jsonl"))
-    assert done.returncode == 2 and "prompt long has" in done.stderr and "leaves no room" in done.stderr
+    assert (
+        done.returncode == 2
+        and "prompt long has" in done.stderr
+        and "leaves no room" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -213,7 +314,9 @@ def test_one_token_replies_and_over_long_prompts(tmp_path: Path) -> None:
         ({"spec_bench": "."}, "is there already"),
     ],
 )
-def test_wrong_settings_are_said_before_anything_loads(tmp_path: Path, options: dict[str, str], why: str) -> None:
+def test_wrong_settings_are_said_before_anything_loads(
+    tmp_path: Path, options: dict[str, str], why: str
+) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("{}")
     with pytest.raises(UserError, match="leave out --temperatures"):

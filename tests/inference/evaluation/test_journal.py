@@ -1,4 +1,5 @@
-"""Measurements that are stopped: what is left is readable, and the same command goes on to the same figures."""
+"""Measurements that are stopped: what is left is readable, and the same command goes on to the same
+figures."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ WRITES_AT_ONCE = f"from draftsmith.inference import evaluate; evaluate.PARTIAL_E
 def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: Path) -> None:
     report, identity = str(tmp_path / "o.json"), {"target": "t", "options": {"limit": None}}
     first = Journal(report, identity, "an evaluation")
-    reply = Generation([1, 2], [3, 4], [Round([4], 2, 1, 2, "greedy", overlap=[0.5])], "eos", 0.25, 0.5)
+    reply = Generation(
+        [1, 2], [3, 4], [Round([4], 2, 1, 2, "greedy", overlap=[0.5])], "eos", 0.25, 0.5
+    )
     first.put("a", as_json({"plain": [reply]}))
     with journal_path(report).open("a") as file:
         file.write('{"key": "b", "value": [1')  # the process died here
@@ -41,7 +44,9 @@ def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: P
     assert not journal_path(report).exists()
 
 
-def test_a_line_that_has_changed_is_work_to_be_done_again_and_so_is_what_follows(tmp_path: Path) -> None:
+def test_a_line_that_has_changed_is_work_to_be_done_again_and_so_is_what_follows(
+    tmp_path: Path,
+) -> None:
     report = str(tmp_path / "o.json")
     first = Journal(report, {}, "an evaluation")
     for key in "abc":
@@ -52,7 +57,9 @@ def test_a_line_that_has_changed_is_work_to_be_done_again_and_so_is_what_follows
     assert [second.get(key) is not None for key in "abc"] == [True, False, False]
 
 
-def test_without_a_report_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_report_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     journal = Journal(None, {}, "an evaluation")
     journal.put("a", 1)
@@ -68,7 +75,9 @@ def prompts_in(folder: Path, count: int = 6) -> str:
 
 def killed_when(code: str, arguments: list[str], path: Path, lines: int) -> None:
     """Run a command and kill it without warning once `path` has so many lines."""
-    process = subprocess.Popen([PYTHON, "-c", code, *arguments], env=environment(), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [PYTHON, "-c", code, *arguments], env=environment(), stderr=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not path.is_file() or path.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, "it ended before it could be killed"
@@ -81,7 +90,11 @@ def killed_when(code: str, arguments: list[str], path: Path, lines: int) -> None
 def counted(report: dict[str, Any]) -> list[Any]:
     """Everything in a report that is no time."""
     return [
-        (setting["temperature"], name, [(r["id"], r["rounds"], r["equal_to_ar"]) for r in drafter["per_request"]])
+        (
+            setting["temperature"],
+            name,
+            [(r["id"], r["rounds"], r["equal_to_ar"]) for r in drafter["per_request"]],
+        )
         for setting in report["settings"]
         for name, drafter in setting["drafters"].items()
     ]
@@ -89,22 +102,50 @@ def counted(report: dict[str, Any]) -> list[Any]:
 
 def test_a_killed_evaluation_is_readable_and_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
-    shared = ["evaluate", "--target", str(QUICKSTART), "--drafter", DRAFTER, "--no-baselines", "--prompts", prompts_in(tmp_path)]
-    sweep = ["--temperatures", "0,1", "--max-new-tokens", "24", "--repeats", "1", "--json", str(out)]
+    shared = [
+        "evaluate",
+        "--target",
+        str(QUICKSTART),
+        "--drafter",
+        DRAFTER,
+        "--no-baselines",
+        "--prompts",
+        prompts_in(tmp_path),
+    ]
+    sweep = [
+        "--temperatures",
+        "0,1",
+        "--max-new-tokens",
+        "24",
+        "--repeats",
+        "1",
+        "--json",
+        str(out),
+    ]
     journal = journal_path(str(out))
-    killed_when(WRITES_AT_ONCE, [*shared, *sweep], journal, 1 + 6 + 3)  # the head, T = 0, and three prompts of T = 1
+    # the head, T = 0, and three prompts of T = 1
+    killed_when(WRITES_AT_ONCE, [*shared, *sweep], journal, 1 + 6 + 3)
     partial = json.loads(out.read_text())
-    assert "of 6 prompts in setting 2 of 2" in partial["partial"] or partial["partial"] == "1 of 2 settings"
-    assert run_cli("report", str(out), "--format", "md").returncode == 0, "what is there can be looked at"
+    assert (
+        "of 6 prompts in setting 2 of 2" in partial["partial"]
+        or partial["partial"] == "1 of 2 settings"
+    )
+    assert run_cli("report", str(out), "--format", "md").returncode == 0, (
+        "what is there can be looked at"
+    )
     with pytest.raises(UserError, match="let its command finish"):
         check_alike([partial, partial], ["a", "b"])
     done = run_cli(*shared, *sweep)
-    assert done.returncode == 0 and "going on with an evaluation that was interrupted" in done.stderr, done.stderr
+    assert (
+        done.returncode == 0 and "going on with an evaluation that was interrupted" in done.stderr
+    ), done.stderr
     assert not journal.exists()
     resumed = json.loads(out.read_text())
     assert "partial" not in resumed
     whole = run_cli(*shared, *sweep[:-1], str(tmp_path / "whole.json"))
-    assert whole.returncode == 0 and counted(resumed) == counted(json.loads((tmp_path / "whole.json").read_text()))
+    assert whole.returncode == 0 and counted(resumed) == counted(
+        json.loads((tmp_path / "whole.json").read_text())
+    )
 
 
 def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
@@ -120,12 +161,26 @@ def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
         "--prompts",
         prompts_in(tmp_path, 2),
     ]
-    small = ["--max-new-tokens", "16", "--repeats", "1", "--contexts", "64", "--finalists", "1", "--samples", "4"]
+    small = [
+        "--max-new-tokens",
+        "16",
+        "--repeats",
+        "1",
+        "--contexts",
+        "64",
+        "--finalists",
+        "1",
+        "--samples",
+        "4",
+    ]
     journal = journal_path(str(out))
-    killed_when(CLI, [*shared, *small, "--out", str(out)], journal, 1 + 1 + 1)  # the head, verification, one drafter
+    # the head, verification, one drafter
+    killed_when(CLI, [*shared, *small, "--out", str(out)], journal, 1 + 1 + 1)
     first = json.loads(journal.read_text().splitlines()[2])["value"]
     done = run_cli(*shared, *small, "--out", str(out))
-    assert done.returncode == 0 and "going on with a tuning that was interrupted" in done.stderr, done.stderr
+    assert done.returncode == 0 and "going on with a tuning that was interrupted" in done.stderr, (
+        done.stderr
+    )
     profile = json.loads(out.read_text())
     assert profile["drafters"]["ngram"] == first and profile["drafters"]["suffix"]
     assert "partial" not in profile and not journal.exists()
@@ -133,6 +188,14 @@ def test_a_killed_tuning_goes_on(tmp_path: Path) -> None:
 
 def test_output_that_cannot_be_written_is_said_before_anything_loads(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    shared = ["evaluate", "--target", str(tmp_path), "--drafter", "ngram", "--prompts", prompts_in(tmp_path)]
+    shared = [
+        "evaluate",
+        "--target",
+        str(tmp_path),
+        "--drafter",
+        "ngram",
+        "--prompts",
+        prompts_in(tmp_path),
+    ]
     done = run_cli(*shared, "--json", str(tmp_path / "file" / "o.json"))
     assert done.returncode == 2 and "is not a folder that may be written to" in done.stderr

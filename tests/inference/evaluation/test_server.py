@@ -1,7 +1,8 @@
-"""A server measured over real sockets: its counters, its chunks, what goes wrong. The servers here are written in this file.
+"""A server measured over real sockets: its counters, its chunks, what goes wrong. The servers here
+are written in this file.
 
-They speak as vLLM 0.32 does (tests/peers/test_vllm_live.py holds the real one against the same code) and as SGLang's sources say
-that it does; no SGLang was at hand to try.
+They speak as vLLM 0.32 does (tests/peers/test_vllm_live.py holds the real one against the same
+code) and as SGLang's sources say that it does; no SGLang was at hand to try.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.compare import load_measured
 from draftsmith.inference.evaluation.evaluate import Options, run
 from draftsmith.inference.evaluation.server.client import Load, Reply
-from draftsmith.inference.evaluation.server.counters import DEFINITIONS, Counters, Speculation, of_sglang, of_vllm, read_counters
+from draftsmith.inference.evaluation.server.counters import (
+    DEFINITIONS,
+    Counters,
+    Speculation,
+    of_sglang,
+    of_vllm,
+    read_counters,
+)
 from draftsmith.inference.evaluation.server.report import figures
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import load_target
@@ -30,8 +38,9 @@ from transformers import AutoTokenizer
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.train.data.test_regenerate import alone
 
-# The worked example of evaluation.md, chains of 3 of which 0, 2 and 3 are accepted, behind the prefill's token and before a step
-# without a draft: 1 + (1 + 3 + 4) + 1 tokens. (tokens of the chunk, tokens drafted)
+# The worked example of evaluation.md, chains of 3 of which 0, 2 and 3 are accepted, behind the
+# prefill's token and before a step without a draft: 1 + (1 + 3 + 4) + 1 tokens. (tokens of the
+# chunk, tokens drafted)
 STEPS = [(1, 0), (1, 3), (3, 3), (4, 3), (1, 0)]
 TOKENS = 10
 
@@ -74,7 +83,9 @@ class Plan:
     asked: list[dict[str, Any]] = field(default_factory=list)
     flying: int = 0
     peak: int = 0
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("drafts", "drafted", "accepted", "generated"), 0))
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("drafts", "drafted", "accepted", "generated"), 0)
+    )
     positions: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
@@ -96,31 +107,49 @@ class Handler(BaseHTTPRequestHandler):
         if path in plan.gone:
             return self.answer({"detail": "Not Found"}, 404)
         if path == "/v1/models":
-            return self.answer({"data": [{"id": name, "max_model_len": plan.context} for name in plan.models]})
+            return self.answer(
+                {"data": [{"id": name, "max_model_len": plan.context} for name in plan.models]}
+            )
         if path == "/metrics" and plan.engine == "vllm":
             return self.answer(plan.metrics if plan.metrics is not None else self.prometheus())
         if path == "/version" and plan.engine == "vllm":
             return self.answer({"version": "0.32.0"})
         if path == "/get_server_info" and plan.engine == "sglang":
             algorithm = "EAGLE3" if plan.speculates else None
-            return self.answer({"version": "0.5.9", "speculative_algorithm": algorithm, "internal_states": [{}]})
+            return self.answer(
+                {"version": "0.5.9", "speculative_algorithm": algorithm, "internal_states": [{}]}
+            )
         self.answer({"detail": "Not Found"}, 404)
 
     def prometheus(self) -> str:
         plan, label = self.plan, 'engine="0",model_name="m"'
         lines = ["# HELP vllm:generation_tokens_total Number of generation tokens processed."]
         lines += [f"vllm:generation_tokens_total{{{label}}} {float(plan.counts['generated'])}"]
-        lines += [f"vllm:num_requests_running{{{label}}} {float(plan.running)}", "python_gc_objects_collected_total 3.0"]
-        lines += [f"vllm:prefix_cache_queries_total{{{label}}} 100.0" if plan.counts["generated"] > TOKENS else ""]
         lines += [
-            f"vllm:prefix_cache_hits_total{{{label}}} {float(plan.prefix_hits)}" if plan.counts["generated"] > TOKENS else ""
+            f"vllm:num_requests_running{{{label}}} {float(plan.running)}",
+            "python_gc_objects_collected_total 3.0",
+        ]
+        lines += [
+            f"vllm:prefix_cache_queries_total{{{label}}} 100.0"
+            if plan.counts["generated"] > TOKENS
+            else ""
+        ]
+        lines += [
+            f"vllm:prefix_cache_hits_total{{{label}}} {float(plan.prefix_hits)}"
+            if plan.counts["generated"] > TOKENS
+            else ""
         ]
         if plan.speculates:
             names = {"drafts": "drafts", "draft_tokens": "drafted", "accepted_tokens": "accepted"}
-            lines += [f"vllm:spec_decode_num_{name}_total{{{label}}} {float(plan.counts[ours])}" for name, ours in names.items()]
+            lines += [
+                f"vllm:spec_decode_num_{name}_total{{{label}}} {float(plan.counts[ours])}"
+                for name, ours in names.items()
+            ]
             lines += [f"vllm:spec_decode_num_drafts_created{{{label}}} 1.7952964877464201e+09"]
             name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += [f'{name}{{{label},position="{i}"}} {float(n)}' for i, n in enumerate(plan.positions)]
+            lines += [
+                f'{name}{{{label},position="{i}"}} {float(n)}' for i, n in enumerate(plan.positions)
+            ]
         return "\n".join(lines) + "\n"
 
     def do_POST(self) -> None:
@@ -140,14 +169,18 @@ class Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
                 return self.answer({"error": {"message": "too many requests", "code": 503}}, 503)
             if plan.refuses is not None:
-                return self.answer({"error": {"message": "max_tokens is\ntoo large", "code": plan.refuses}}, plan.refuses)
+                return self.answer(
+                    {"error": {"message": "max_tokens is\ntoo large", "code": plan.refuses}},
+                    plan.refuses,
+                )
             if plan.together is not None and number > 1:  # the first is the warm-up
                 plan.together.wait(10)
             self.reply(body, plan.dies_after is not None and number > plan.dies_after)
         finally:
             with plan.lock:
                 plan.flying -= 1
-        if not self.close_connection:  # behind the count: the client's next request may come before this one's end
+        # behind the count: the client's next request may come before this one's end
+        if not self.close_connection:
             self.event("[DONE]")
             self.wfile.write(b"0\r\n\r\n")
 
@@ -158,7 +191,9 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         prompt = body["prompt" if plan.engine == "vllm" else "input_ids"]
         own = plan.replies.get(tuple(prompt))
-        steps, ids = (STEPS, list(range(5, 5 + TOKENS))) if own is None else ([(1, 0)] * len(own), own)
+        steps, ids = (
+            (STEPS, list(range(5, 5 + TOKENS))) if own is None else ([(1, 0)] * len(own), own)
+        )
         steps = steps if plan.speculates else [(1, 0)] * len(ids)
         at = 0
         for place, (tokens, _) in enumerate(steps):
@@ -168,10 +203,14 @@ class Handler(BaseHTTPRequestHandler):
                 return self.connection.close()
             at += tokens
             last = place == len(steps) - 1
-            if last:  # an engine counts before it sends, but a little later for who reads the counters
+            # an engine counts before it sends, but a little later for who reads the counters
+            if last:
                 self.count(steps, len(ids))
-            self.event((self.vllm if plan.engine == "vllm" else self.sglang)(ids[:at], tokens, steps, last))
-        if plan.engine == "vllm":  # an event of usage alone; some versions have no choices in it, others null
+            self.event(
+                (self.vllm if plan.engine == "vllm" else self.sglang)(ids[:at], tokens, steps, last)
+            )
+        # an event of usage alone; some versions have no choices in it, others null
+        if plan.engine == "vllm":
             self.event({"choices": None, "usage": {"completion_tokens": at}})
 
     def count(self, steps: list[tuple[int, int]], tokens: int) -> None:
@@ -179,10 +218,13 @@ class Handler(BaseHTTPRequestHandler):
         with plan.lock:
             accepted = [tokens - 1 for tokens, drafted in steps if drafted]
             for name, value in {
-                "drafts": len(accepted), "drafted": 3 * len(accepted), "accepted": sum(accepted), "generated": tokens
+                "drafts": len(accepted), "drafted": 3 * len(accepted), "accepted": sum(accepted),
+                "generated": tokens
             }.items():  # fmt: skip
                 plan.counts[name] += value + plan.foreign
-            plan.positions = [n + sum(a > i for a in accepted) for i, n in enumerate(plan.positions)]
+            plan.positions = [
+                n + sum(a > i for a in accepted) for i, n in enumerate(plan.positions)
+            ]
 
     def event(self, value: Any) -> None:
         data = f"data: {value if isinstance(value, str) else json.dumps(value)}\n\n".encode()
@@ -190,17 +232,36 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def vllm(self, ids: list[int], tokens: int, steps: Any, last: bool) -> dict[str, Any]:
-        choice = {"index": 0, "text": "x", "token_ids": ids[-tokens:], "finish_reason": "length" if last else None}
+        choice = {
+            "index": 0,
+            "text": "x",
+            "token_ids": ids[-tokens:],
+            "finish_reason": "length" if last else None,
+        }
         return {"choices": [choice]}
 
     def sglang(self, ids: list[int], tokens: int, steps: Any, last: bool) -> dict[str, Any]:
-        meta: dict[str, Any] = {"completion_tokens": len(ids), "finish_reason": {"type": "length"} if last else None}
+        meta: dict[str, Any] = {
+            "completion_tokens": len(ids),
+            "finish_reason": {"type": "length"} if last else None,
+        }
         accepted = [tokens - 1 for tokens, _ in steps[1:]]  # it verifies at every step
         if self.plan.speculates and last:
             histogram = [accepted.count(i) for i in range(4)]
-            meta |= {"spec_verify_ct": len(accepted), "spec_accept_token_num": sum(accepted), "spec_accept_histogram": histogram}
-            meta |= {"spec_draft_token_num": 3 * len(accepted), "spec_accept_length": len(ids) / len(accepted)}
-        return {"text": "x", "output_ids": ids[-tokens:] if self.plan.incremental else ids, "meta_info": meta}
+            meta |= {
+                "spec_verify_ct": len(accepted),
+                "spec_accept_token_num": sum(accepted),
+                "spec_accept_histogram": histogram,
+            }
+            meta |= {
+                "spec_draft_token_num": 3 * len(accepted),
+                "spec_accept_length": len(ids) / len(accepted),
+            }
+        return {
+            "text": "x",
+            "output_ids": ids[-tokens:] if self.plan.incremental else ids,
+            "meta_info": meta,
+        }
 
 
 class Many(ThreadingHTTPServer):
@@ -235,7 +296,11 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": f"p{i}", "prompt": "hello there " * (i + 1)}) + "\n" for i in range(4)))
+    path.write_text(
+        "".join(
+            json.dumps({"id": f"p{i}", "prompt": "hello there " * (i + 1)}) + "\n" for i in range(4)
+        )
+    )
     return path
 
 
@@ -243,26 +308,54 @@ def evaluate(url: str, target: Path, prompts: Path, **more: Any) -> dict[str, An
     """The report that is written."""
     out = prompts.with_name("out.json")
     more = {"concurrency": "1", "repeats": 1, "max_new_tokens": 32, **more}
-    run(Options(TargetConfig(str(target), device="cpu"), str(prompts), server=url, json=str(out), **more))
+    run(
+        Options(
+            TargetConfig(str(target), device="cpu"), str(prompts), server=url, json=str(out), **more
+        )
+    )
     return json.loads(out.read_text())
 
 
-def test_the_worked_example_over_the_wire(serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any) -> None:
+def test_the_worked_example_over_the_wire(
+    serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any
+) -> None:
     url, plan = serve()
     report = evaluate(f"{url}/v1/", saved_tiny, prompts)
-    assert report["settings"] == [] and report["dtype"] is None and report["prompt_set"]["prompts"] == 4
+    assert (
+        report["settings"] == []
+        and report["dtype"] is None
+        and report["prompt_set"]["prompts"] == 4
+    )
     server = report["server"]
-    assert [server[name] for name in ("url", "engine", "version", "model")] == [url, "vllm", "0.32.0", "m"]
+    assert [server[name] for name in ("url", "engine", "version", "model")] == [
+        url,
+        "vllm",
+        "0.32.0",
+        "m",
+    ]
     (s,) = server["settings"]
-    assert (s["requests"], s["tokens"], s["chunks"], s["drafts"], s["drafted"], s["accepted"]) == (4, 40, 20, 12, 36, 20)
-    assert s["tau_incl_bonus"] == pytest.approx(8 / 3), "0, 2 and 3 of three drafts, and a bonus token each"
+    assert (s["requests"], s["tokens"], s["chunks"], s["drafts"], s["drafted"], s["accepted"]) == (
+        4,
+        40,
+        20,
+        12,
+        36,
+        20,
+    )
+    assert s["tau_incl_bonus"] == pytest.approx(8 / 3), (
+        "0, 2 and 3 of three drafts, and a bonus token each"
+    )
     assert s["tau_kept"] == pytest.approx(9 / 4), "the step without a draft is a step"
     assert s["survival"] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert s["accept_rate"] == pytest.approx(5 / 9) and s["mean_n_draft"] == 3 and s["rounds"] == 16
     assert s["warnings"] == [] and s["speculates"] and s["in_flight_peak"] == plan.peak == 1
     tokenizer = AutoTokenizer.from_pretrained(saved_tiny)
-    assert [body["prompt"] for body in plan.asked[1:]] == [tokenizer("hello there " * n)["input_ids"] for n in (1, 2, 3, 4)]
-    assert plan.asked[0]["max_tokens"] == 8 and plan.asked[1]["max_tokens"] == 32, "the first is the warm-up, and not counted"
+    assert [body["prompt"] for body in plan.asked[1:]] == [
+        tokenizer("hello there " * n)["input_ids"] for n in (1, 2, 3, 4)
+    ]
+    assert plan.asked[0]["max_tokens"] == 8 and plan.asked[1]["max_tokens"] == 32, (
+        "the first is the warm-up, and not counted"
+    )
     assert all(body["temperature"] == 0 and "seed" not in body for body in plan.asked)
     printed = capsys.readouterr().out
     assert "2.67" in printed and "2.25" in printed and ".67 .67 .33" in printed
@@ -271,19 +364,37 @@ def test_the_worked_example_over_the_wire(serve: Serve, saved_tiny: Path, prompt
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_so_many_requests_are_in_flight(serve: Serve, saved_tiny: Path, prompts: Path, engine: str) -> None:
-    """Every request waits until 16 are there: were there fewer in flight, none would be answered."""
+def test_so_many_requests_are_in_flight(
+    serve: Serve, saved_tiny: Path, prompts: Path, engine: str
+) -> None:
+    """Every request waits until 16 are there: were there fewer in flight, none would be
+    answered."""
     url, plan = serve(engine=engine, together=threading.Barrier(16))
-    (s,) = evaluate(url, saved_tiny, prompts, concurrency="16", max_new_tokens=10)["server"]["settings"]
-    assert plan.peak == s["in_flight_peak"] == 16 and s["requests"] == 32, "two rounds of 16, from four prompts"
+    (s,) = evaluate(url, saved_tiny, prompts, concurrency="16", max_new_tokens=10)["server"][
+        "settings"
+    ]
+    assert plan.peak == s["in_flight_peak"] == 16 and s["requests"] == 32, (
+        "two rounds of 16, from four prompts"
+    )
 
 
-def test_every_concurrency_and_temperature_is_a_row(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
+def test_every_concurrency_and_temperature_is_a_row(
+    serve: Serve, saved_tiny: Path, prompts: Path
+) -> None:
     url, plan = serve()
-    settings = evaluate(url, saved_tiny, prompts, concurrency="1,4", temperatures="0,0.5")["server"]["settings"]
-    assert [(s["temperature"], s["concurrency"]) for s in settings] == [(0, 1), (0, 4), (0.5, 1), (0.5, 4)]
+    settings = evaluate(url, saved_tiny, prompts, concurrency="1,4", temperatures="0,0.5")[
+        "server"
+    ]["settings"]
+    assert [(s["temperature"], s["concurrency"]) for s in settings] == [
+        (0, 1),
+        (0, 4),
+        (0.5, 1),
+        (0.5, 4),
+    ]
     assert {body["temperature"] for body in plan.asked} == {0, 0.5}
-    assert all(s["tau_incl_bonus"] == pytest.approx(8 / 3) for s in settings), "each has its own readings"
+    assert all(s["tau_incl_bonus"] == pytest.approx(8 / 3) for s in settings), (
+        "each has its own readings"
+    )
 
 
 def test_times_are_those_of_the_chunks(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
@@ -293,13 +404,18 @@ def test_times_are_those_of_the_chunks(serve: Serve, saved_tiny: Path, prompts: 
     assert 0.04 <= s["ttft_quantiles_s"]["p50"] < 0.4
     assert 0.035 <= s["chunk_gap_quantiles_s"]["p50"] < 0.3
     assert 4 * 0.038 / 9 <= s["tpot_quantiles_s"]["p50"] < 0.15
-    assert s["tokens_s"] == pytest.approx(s["tokens"] / s["seconds"]) and 0.39 <= s["seconds"] < 3, "two times two replies"
+    assert (
+        s["tokens_s"] == pytest.approx(s["tokens"] / s["seconds"]) and 0.39 <= s["seconds"] < 3
+    ), "two times two replies"
 
 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"foreign": 2}, "its counters hold 48 tokens, our requests got 40: tau is of other requests too"),
+        (
+            {"foreign": 2},
+            "its counters hold 48 tokens, our requests got 40: tau is of other requests too",
+        ),
         ({"running": 3}, "3 requests of others were under way before ours"),
         ({"prefix_hits": 60}, "60% of the prompts' tokens came from the server's prefix cache"),
     ],
@@ -311,25 +427,43 @@ def test_what_others_do_is_said(
     (s,) = evaluate(url, saved_tiny, prompts)["server"]["settings"]
     (warning,) = s["warnings"]
     assert why in warning and why in " ".join(capsys.readouterr().out.split())
-    assert (s["tau_kept"] is None) == ("prefix_hits" not in settings), "steps of others are no steps of ours"
+    assert (s["tau_kept"] is None) == ("prefix_hits" not in settings), (
+        "steps of others are no steps of ours"
+    )
 
 
-def test_a_server_without_speculation(serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any) -> None:
+def test_a_server_without_speculation(
+    serve: Serve, saved_tiny: Path, prompts: Path, capsys: Any
+) -> None:
     for engine in ("vllm", "sglang"):
         url, _ = serve(engine=engine, speculates=False)
         (s,) = evaluate(url, saved_tiny, prompts)["server"]["settings"]
-        assert s["tau_incl_bonus"] == s["tau_kept"] == 1 and s["drafts"] is None and s["survival"] == [] and not s["warnings"]
+        assert (
+            s["tau_incl_bonus"] == s["tau_kept"] == 1
+            and s["drafts"] is None
+            and s["survival"] == []
+            and not s["warnings"]
+        )
         assert "The server does not speculate" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_sglang_says_it_in_every_reply(serve: Serve, saved_tiny: Path, prompts: Path, incremental: bool) -> None:
-    """It verifies at all four steps; its own spec_accept_length, 10 / 4, counts the prefill's token."""
+def test_sglang_says_it_in_every_reply(
+    serve: Serve, saved_tiny: Path, prompts: Path, incremental: bool
+) -> None:
+    """It verifies at all four steps; its own spec_accept_length, 10 / 4, counts the prefill's
+    token."""
     url, plan = serve(engine="sglang", incremental=incremental)
     server = evaluate(url, saved_tiny, prompts, drafter=["ngram"], baselines=False)["server"]
     assert (server["engine"], server["version"]) == ("sglang", "0.5.9")
     (s,) = server["settings"]
-    assert (s["drafts"], s["drafted"], s["accepted"], s["tokens"], s["chunks"]) == (16, 48, 20, 40, 20)
+    assert (s["drafts"], s["drafted"], s["accepted"], s["tokens"], s["chunks"]) == (
+        16,
+        48,
+        20,
+        40,
+        20,
+    )
     assert s["tau_incl_bonus"] == s["tau_kept"] == pytest.approx(9 / 4)
     assert s["survival"] == pytest.approx([2 / 4, 2 / 4, 1 / 4])
     assert s["compared"] == 4, "its token ids were read"
@@ -339,9 +473,16 @@ def test_sglang_says_it_in_every_reply(serve: Serve, saved_tiny: Path, prompts: 
 def test_sglangs_older_and_newer_fields() -> None:
     old = [{"completion_tokens": 10, "spec_verify_ct": 4}, {"completion_tokens": 1}]
     found = of_sglang(old, 11, True)
-    assert found.tau == pytest.approx(9 / 4) and found.accepted is None and "prefill" in DEFINITIONS[found.counted]
+    assert (
+        found.tau == pytest.approx(9 / 4)
+        and found.accepted is None
+        and "prefill" in DEFINITIONS[found.counted]
+    )
     new = [{"spec_verify_ct": 4, "spec_num_correct_drafts": 5, "spec_num_proposed_drafts": 12}]
-    assert of_sglang(new, 10, True).tau == pytest.approx(9 / 4) and of_sglang(new, 10, True).drafted == 12
+    assert (
+        of_sglang(new, 10, True).tau == pytest.approx(9 / 4)
+        and of_sglang(new, 10, True).drafted == 12
+    )
     silent = of_sglang([{"completion_tokens": 10}], 10, True)
     assert silent.tau is None and "no spec_verify_ct" in silent.warnings[0]
 
@@ -364,20 +505,35 @@ vllm:e2e_request_latency_seconds_bucket{le="+Inf"} NaN
 
 
 def test_other_traffic_is_seen_without_a_count_of_tokens() -> None:
-    """Two replies of 5 tokens can end within their last drafts of 3: 8 + 2 * 3 tokens may be counted, not 15."""
+    """Two replies of 5 tokens can end within their last drafts of 3: 8 + 2 * 3 tokens may be
+    counted, not 15."""
     fits = Counters(drafts=4, accepted=10, by_position=[4, 3, 3])
     assert of_vllm(fits, 10, 2, 6, 0).warnings == []
-    assert "stand for 15 tokens" in of_vllm(Counters(drafts=5, accepted=10, by_position=[4, 3, 3]), 10, 2, 6, 0).warnings[0]
+    assert (
+        "stand for 15 tokens"
+        in of_vllm(Counters(drafts=5, accepted=10, by_position=[4, 3, 3]), 10, 2, 6, 0).warnings[0]
+    )
 
 
-def test_replies_are_held_against_plain_decoding(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
-    """Three replies are ours; one differs at its third token, where the gap between our two best logits is told."""
+def test_replies_are_held_against_plain_decoding(
+    serve: Serve, saved_tiny: Path, prompts: Path
+) -> None:
+    """Three replies are ours; one differs at its third token, where the gap between our two best
+    logits is told."""
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     given = [target.tokenizer("hello there " * n)["input_ids"] for n in (1, 2, 3, 4)]
     replies = {tuple(ids): alone(target, ids, 12) for ids in given}
     replies[tuple(given[2])][2] ^= 1
     url, _ = serve(replies=replies)
-    report = evaluate(url, saved_tiny, prompts, drafter=["ngram"], baselines=False, max_new_tokens=12, temperatures="0,1")
+    report = evaluate(
+        url,
+        saved_tiny,
+        prompts,
+        drafter=["ngram"],
+        baselines=False,
+        max_new_tokens=12,
+        temperatures="0,1",
+    )
     greedy, sampled = report["server"]["settings"]
     assert (greedy["equal_to_plain"], greedy["compared"]) == (3, 4) and "compared" not in sampled
     (difference,) = greedy["divergences"]
@@ -394,19 +550,31 @@ def test_a_client_that_is_too_slow_says_so() -> None:
     assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing)["warnings"] == []
     s = figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
     assert "this client was busy 90% of the time" in s["warnings"][0] and s["client_busy"] == 0.9
-    assert s["tokens_s"] == 1 and s["ttft_quantiles_s"]["p50"] == 0.5 and s["tpot_quantiles_s"]["p99"] == 1
+    assert (
+        s["tokens_s"] == 1
+        and s["ttft_quantiles_s"]["p50"] == 0.5
+        and s["tpot_quantiles_s"]["p99"] == 1
+    )
 
 
-def test_later_turns_follow_on_the_servers_reply(serve: Serve, saved_tiny: Path, tmp_path: Path) -> None:
+def test_later_turns_follow_on_the_servers_reply(
+    serve: Serve, saved_tiny: Path, tmp_path: Path
+) -> None:
     url, plan = serve()
     path = tmp_path / "turns.jsonl"
     path.write_text(json.dumps({"turns": ["one", "two"]}) + "\n")
     (s,) = evaluate(url, saved_tiny, path)["server"]["settings"]
-    assert s["requests"] == 4 and [r["turn"] for r in s["per_request"]] == [0, 1, 0, 1], "two passes keep one in flight"
+    assert s["requests"] == 4 and [r["turn"] for r in s["per_request"]] == [0, 1, 0, 1], (
+        "two passes keep one in flight"
+    )
     first, second = plan.asked[1]["prompt"], plan.asked[2]["prompt"]
     tokenizer = AutoTokenizer.from_pretrained(saved_tiny)
     said = tokenizer.decode(second)
-    assert said.startswith(tokenizer.decode(first)) and tokenizer.decode(range(5, 15)) in said and "two" in said
+    assert (
+        said.startswith(tokenizer.decode(first))
+        and tokenizer.decode(range(5, 15)) in said
+        and "two" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -419,7 +587,12 @@ def test_later_turns_follow_on_the_servers_reply(serve: Serve, saved_tiny: Path,
             {"concurrency": "16"},
             r"refuses so many requests at once \(status 503: too many requests\); give a lower",
         ),
-        ({"refuses": 400}, {}, r"refuses prompt p0 of [0-9]+ tokens \(status 400: max_tokens is too large\); check its limits"),
+        (
+            {"refuses": 400},
+            {},
+            r"refuses prompt p0 of [0-9]+ tokens \(status 400: max_tokens is too large\); "
+            "check its limits",
+        ),
         ({"metrics": "python_info 1.0\n"}, {}, "start the vLLM without --disable-log-stats"),
         ({"gone": ("/metrics",)}, {}, "has no /metrics"),
         ({"gone": ("/v1/models",)}, {}, "has no /v1/models; give --server the root"),
@@ -433,12 +606,19 @@ def test_later_turns_follow_on_the_servers_reply(serve: Serve, saved_tiny: Path,
     ],
 )
 def test_what_goes_wrong_is_one_line_and_writes_nothing(
-    serve: Serve, saved_tiny: Path, prompts: Path, settings: dict[str, Any], options: dict[str, Any], why: str
+    serve: Serve,
+    saved_tiny: Path,
+    prompts: Path,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    why: str,
 ) -> None:
     url, _ = serve(**settings)
     with pytest.raises(UserError, match=why) as caught:
         evaluate(url, saved_tiny, prompts, **options)
-    assert "\n" not in str(caught.value) and sorted(p.name for p in prompts.parent.iterdir()) == ["prompts.jsonl"]
+    assert "\n" not in str(caught.value) and sorted(p.name for p in prompts.parent.iterdir()) == [
+        "prompts.jsonl"
+    ]
 
 
 def test_the_model_that_is_asked_for(serve: Serve, saved_tiny: Path, prompts: Path) -> None:
@@ -455,9 +635,14 @@ def test_the_model_that_is_asked_for(serve: Serve, saved_tiny: Path, prompts: Pa
 def test_a_server_that_is_not_there(saved_tiny: Path, prompts: Path) -> None:
     out = prompts.with_name("out.json")
     shared = ["--target", str(saved_tiny), "--prompts", str(prompts), "--json", str(out)]
-    for url, why in (("http://127.0.0.1:9", "does not answer"), ("127.0.0.1:8000", "is no address of a server")):
+    for url, why in (
+        ("http://127.0.0.1:9", "does not answer"),
+        ("127.0.0.1:8000", "is no address of a server"),
+    ):
         done = run_cli("evaluate", "--server", url, *shared)
         *_, last = done.stderr.splitlines()  # before it: that these prompts are plain text
-        assert done.returncode == 2 and last.startswith("error:") and why in last and not out.exists()
+        assert (
+            done.returncode == 2 and last.startswith("error:") and why in last and not out.exists()
+        )
     with pytest.raises(UserError, match="name it with --server"):
         run(Options(TargetConfig("t"), str(prompts), concurrency="1"))

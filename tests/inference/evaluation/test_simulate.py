@@ -1,4 +1,5 @@
-"""The arithmetic of gains: closed forms against tables of the literature, against play, and against what was measured."""
+"""The arithmetic of gains: closed forms against tables of the literature, against play, and against
+what was measured."""
 
 from __future__ import annotations
 
@@ -35,7 +36,13 @@ from tests.train.test_loop import environment
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from draftsmith.train.commands.cli import main; main()"
-    return subprocess.run([PYTHON, "-c", code, *arguments], env=environment(), capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        [PYTHON, "-c", code, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 CHANCE = st.floats(0, 1, allow_nan=False)
@@ -43,7 +50,12 @@ CHANCE = st.floats(0, 1, allow_nan=False)
 
 @pytest.mark.parametrize(
     ("acceptance", "tokens"),
-    [(0.6, (2.176, 2.383, 2.458)), (0.7, (2.533, 2.941, 3.141)), (0.8, (2.952, 3.689, 4.161)), (0.9, (3.439, 4.686, 5.695))],
+    [
+        (0.6, (2.176, 2.383, 2.458)),
+        (0.7, (2.533, 2.941, 3.141)),
+        (0.8, (2.952, 3.689, 4.161)),
+        (0.9, (3.439, 4.686, 5.695)),
+    ],
 )
 def test_tokens_of_a_chain(acceptance: float, tokens: tuple[float, ...]) -> None:
     assert [round(chain_tokens(acceptance, k), 3) for k in (3, 5, 7)] == list(tokens)
@@ -58,14 +70,26 @@ def test_a_level_profile_is_the_closed_form(acceptance: float, length: int) -> N
 @given(st.lists(CHANCE, min_size=1, max_size=8))
 def test_tokens_are_one_more_than_the_sum_of_survival(acceptances: list[float]) -> None:
     assert profile_tokens(acceptances) == pytest.approx(1 + sum(accumulate(acceptances, mul)))
-    assert stretched(acceptances, len(acceptances) + 2) == [*acceptances, acceptances[-1], acceptances[-1]]
+    assert stretched(acceptances, len(acceptances) + 2) == [
+        *acceptances,
+        acceptances[-1],
+        acceptances[-1],
+    ]
 
 
 @pytest.mark.parametrize(
     ("acceptance", "cost", "length", "gain"),
-    [(0.6, 0.02, 6, 2.17), (0.7, 0.05, 6, 2.35), (0.8, 0.05, 8, 3.09), (0.8, 0.2, 4, 1.87), (0.9, 0.1, 10, 3.43)],
+    [
+        (0.6, 0.02, 6, 2.17),
+        (0.7, 0.05, 6, 2.35),
+        (0.8, 0.05, 8, 3.09),
+        (0.8, 0.2, 4, 1.87),
+        (0.9, 0.1, 10, 3.43),
+    ],
 )
-def test_the_best_length_and_what_it_gains(acceptance: float, cost: float, length: int, gain: float) -> None:
+def test_the_best_length_and_what_it_gains(
+    acceptance: float, cost: float, length: int, gain: float
+) -> None:
     best = best_length([acceptance], cost)
     assert best.length == length and best.speedup == pytest.approx(gain, abs=5e-3)
 
@@ -89,14 +113,21 @@ def test_play_confirms_the_closed_form(length: int) -> None:
 
 @pytest.mark.parametrize(
     ("experts", "active", "touched"),
-    [(64, 6, (6, 21, 35, 51, 61, 64)), (128, 8, (8, 29, 52, 82, 112, 126)), (256, 8, (8, 31, 57, 102, 163, 222))],
+    [
+        (64, 6, (6, 21, 35, 51, 61, 64)),
+        (128, 8, (8, 29, 52, 82, 112, 126)),
+        (256, 8, (8, 31, 57, 102, 163, 222)),
+    ],
 )
 def test_experts_that_a_pass_reaches(experts: int, active: int, touched: tuple[int, ...]) -> None:
-    assert [round(experts_touched(experts, active, n)) for n in (1, 4, 8, 16, 32, 64)] == list(touched)
+    assert [round(experts_touched(experts, active, n)) for n in (1, 4, 8, 16, 32, 64)] == list(
+        touched
+    )
 
 
 def test_the_roofline_by_hand() -> None:
-    """8e9 parameters of 2 bytes at 3.35 TB/s: 4.78 ms; from 295 tokens on arithmetic takes longer."""
+    """8e9 parameters of 2 bytes at 3.35 TB/s: 4.78 ms; from 295 tokens on arithmetic takes
+    longer."""
     model, gpu = Model(8e9), GPUS["H100"]
     assert pass_seconds(model, gpu, 1, 1, 0) == pytest.approx(16e9 / 3.35e12)
     assert free_tokens(model, gpu) == pytest.approx(295, abs=1)
@@ -106,15 +137,21 @@ def test_the_roofline_by_hand() -> None:
         and pass_seconds(model, gpu, 1, 590, 0) > 1.9 * at_knee
     )
     cached = Model(8e9, kv_bytes=131072)
-    assert pass_seconds(cached, gpu, 32, 1, 3815) == pytest.approx(2 * pass_seconds(model, gpu, 1, 1, 0), rel=0.01)
+    assert pass_seconds(cached, gpu, 32, 1, 3815) == pytest.approx(
+        2 * pass_seconds(model, gpu, 1, 1, 0), rel=0.01
+    )
     sparse = Model(1e9, expert_params=64e9, experts=64, active=6)
     assert pass_seconds(sparse, gpu, 1, 1, 0) == pytest.approx(2 * 7e9 / 3.35e12)
-    assert 5 < pass_seconds(sparse, gpu, 1, 8, 0) / pass_seconds(sparse, gpu, 1, 1, 0) < 6, "verification is not free"
+    assert 5 < pass_seconds(sparse, gpu, 1, 8, 0) / pass_seconds(sparse, gpu, 1, 1, 0) < 6, (
+        "verification is not free"
+    )
 
 
 def test_costs_erase_the_gain() -> None:
     found = simulation(Options(acceptance="0.8", gpu="H100", params=8e9))
-    assert found["tokens"] == pytest.approx(3.68928) and found["simulated_tokens"] == pytest.approx(3.68928, abs=0.02)
+    assert found["tokens"] == pytest.approx(3.68928) and found["simulated_tokens"] == pytest.approx(
+        3.68928, abs=0.02
+    )
     gains = [row["speedup"] for row in found["costs"]]
     assert gains == sorted(gains, reverse=True) and gains[0] == pytest.approx(3.68928)
     by_batch = {row["batch"]: row for row in found["roofline"] if row["context"] == 1000}
@@ -123,11 +160,15 @@ def test_costs_erase_the_gain() -> None:
 
 
 def test_verification_as_timed_takes_the_rooflines_place(tmp_path: Path) -> None:
-    """Verifying 0, 2 and 4 drafts takes 1, 2 and 6 ms: with free drafts of acceptance 0.5, one draft (1.5 tokens in 1.5 steps)
-    gains nothing, four (1.94 in 6) lose."""
+    """Verifying 0, 2 and 4 drafts takes 1, 2 and 6 ms: with free drafts of acceptance 0.5, one
+    draft (1.5 tokens in 1.5 steps) gains nothing, four (1.94 in 6) lose."""
     profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"verification_s": {"8": {"132.0": {"0": 1e-3, "2": 2e-3, "4": 6e-3}}}}))
-    options = Options(acceptance="0.5", draft_length=4, draft_cost=0.0, longest=6, profile=str(profile))
+    profile.write_text(
+        json.dumps({"verification_s": {"8": {"132.0": {"0": 1e-3, "2": 2e-3, "4": 6e-3}}}})
+    )
+    options = Options(
+        acceptance="0.5", draft_length=4, draft_cost=0.0, longest=6, profile=str(profile)
+    )
     (row,) = simulation(options)["measured_verification"]
     assert (row["batch"], row["context"], row["plain_s"]) == (8, 132, 1e-3)
     assert row["verify_cost"] == pytest.approx(6) and row["speedup"] == pytest.approx(1.9375 / 6)
@@ -156,15 +197,30 @@ def test_wrong_options_are_said(options: dict[str, object], why: str) -> None:
 
 
 def test_the_model_meets_what_was_measured(tmp_path: Path) -> None:
-    """A report of drafters on the quickstart target: tokens by products are tau_untruncated, speed-ups are the report's own.
+    """A report of drafters on the quickstart target: tokens by products are tau_untruncated,
+    speed-ups are the report's own.
 
-    That tau over a round's cost is the measured speed-up is tested in test_evaluate.py, over more drafters than these two.
+    That tau over a round's cost is the measured speed-up is tested in test_evaluate.py, over more
+    drafters than these two.
     """
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3)))
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"def add{i}(a, b):"}) + "\n" for i in range(3))
+    )
     report = tmp_path / "report.json"
-    shared = ["--target", str(QUICKSTART), "--prompts", str(prompts), "--max-new-tokens", "48", "--json", str(report)]
-    done = run_cli("evaluate", *shared, "--drafter", "ngram", "--drafter", "early-exit", "--no-baselines")
+    shared = [
+        "--target",
+        str(QUICKSTART),
+        "--prompts",
+        str(prompts),
+        "--max-new-tokens",
+        "48",
+        "--json",
+        str(report),
+    ]
+    done = run_cli(
+        "evaluate", *shared, "--drafter", "ngram", "--drafter", "early-exit", "--no-baselines"
+    )
     assert done.returncode == 0, done.stderr
     found = from_report(str(report), 16)
     assert len(found) == 2

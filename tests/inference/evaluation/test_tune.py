@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.evaluation.tuning.budget import finalists_that_fit, roots_that_fit, samples_that_fit, texts_that_fit
+from draftsmith.inference.evaluation.tuning.budget import (
+    finalists_that_fit,
+    roots_that_fit,
+    samples_that_fit,
+    texts_that_fit,
+)
 from draftsmith.inference.evaluation.tuning.candidates import Candidate
 from draftsmith.inference.evaluation.tuning.costs import (
     NODES,
@@ -45,22 +50,36 @@ def test_between_is_linear_and_flat_outside() -> None:
 def test_a_filler_is_never_right_and_takes_every_size_in_turn(quickstart: Target) -> None:
     prompt = chat_prompts(quickstart, "valid", 1)[0]
     found = run(quickstart, Filler((0, 3, 9)), [prompt] * 2, 6, GREEDY)
-    assert len(found) == 6 and all(len(r.tokens) == 1 and r.accepted == 0 and r.rows == 2 for r in found)
+    assert len(found) == 6 and all(
+        len(r.tokens) == 1 and r.accepted == 0 and r.rows == 2 for r in found
+    )
     assert all(r.t_verify_s > 0 for r in found)
     plain = run(quickstart, PlainDecoding(), [prompt] * 2, 6, GREEDY)
-    assert [r.tokens for r in plain] == [r.tokens for r in found], "the text is the target's, whatever was drafted"
+    assert [r.tokens for r in plain] == [r.tokens for r in found], (
+        "the text is the target's, whatever was drafted"
+    )
 
 
 def chain(length: int, accepted: list[int]) -> Candidate:
-    return Candidate("chain", {"length": length}, PlainDecoding, [accepted], length, (1,) * (length - 1))
+    return Candidate(
+        "chain", {"length": length}, PlainDecoding, [accepted], length, (1,) * (length - 1)
+    )
 
 
 def test_the_fit_finds_what_a_draft_costs() -> None:
     truth = [3e-3, 2e-3, 1e-4, 5e-5, 1e-3, 5e-4, 4e-4, 2e-4]
     probes = [
         *(chain(k, []) for k in (1, 4, 8, 16)),
-        *(Candidate("fixed", {}, PlainDecoding, [], n, (w,) * d) for n, w, d in ((6, 1, 2), (12, 2, 4), (32, 3, 6), (64, 6, 7))),
-        *(Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d) for w in (2, 8) for d in (1, 4, 7) for n in (4, 40)),
+        *(
+            Candidate("fixed", {}, PlainDecoding, [], n, (w,) * d)
+            for n, w, d in ((6, 1, 2), (12, 2, 4), (32, 3, 6), (64, 6, 7))
+        ),
+        *(
+            Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d)
+            for w in (2, 8)
+            for d in (1, 4, 7)
+            for n in (4, 40)
+        ),
     ]
     rows = [features(probe) for probe in probes]
     seconds = [sum(w * x for w, x in zip(truth, row, strict=True)) for row in rows]
@@ -73,25 +92,46 @@ def test_the_fit_finds_what_a_draft_costs() -> None:
 
 
 def test_what_fits_into_a_budget_by_hand() -> None:
-    """A plain step of n rows takes n hundredths of a second, so 24 replies of 96 tokens take 23 s, and measuring three ways at
-    batch 1 takes 69 s; a tenth and a quarter of the time are theirs."""
-    step = lambda rows: rows / 100  # noqa: E731
-    assert texts_that_fit(24, 96, [1], 300, step) == (24, 96) and texts_that_fit(24, 96, [1], math.inf, step) == (24, 96)
+    """A plain step of n rows takes n hundredths of a second, so 24 replies of 96 tokens take 23 s,
+    and measuring three ways at batch 1 takes 69 s; a tenth and a quarter of the time are theirs."""
+
+    def step(rows):
+        return rows / 100
+
+    assert texts_that_fit(24, 96, [1], 300, step) == (24, 96) and texts_that_fit(
+        24, 96, [1], math.inf, step
+    ) == (24, 96)
     assert texts_that_fit(24, 96, [1], 200, step) == (12, 96)
     assert texts_that_fit(24, 96, [4], 12, step) == (4, 24), "a batch stays full"
-    assert texts_that_fit(2, 96, [1], 0, step) == (2, 16) and texts_that_fit(24, 8, [1], 0, step) == (3, 8)
-    assert roots_that_fit(96, 1.0, 20) == 96 and roots_that_fit(96, 1.0, 4) == 24 and roots_that_fit(96, 1.0, 0) == 6
-    assert samples_that_fit(24, 4, 2.0, 0.5, 14) == 24 and samples_that_fit(24, 4, 2.0, 0.5, 8) == 12
+    assert texts_that_fit(2, 96, [1], 0, step) == (2, 16) and texts_that_fit(
+        24, 8, [1], 0, step
+    ) == (3, 8)
+    assert (
+        roots_that_fit(96, 1.0, 20) == 96
+        and roots_that_fit(96, 1.0, 4) == 24
+        and roots_that_fit(96, 1.0, 0) == 6
+    )
+    assert (
+        samples_that_fit(24, 4, 2.0, 0.5, 14) == 24 and samples_that_fit(24, 4, 2.0, 0.5, 8) == 12
+    )
     assert samples_that_fit(24, 4, 20.0, 0.5, 8) == 4
     runs = [10.0, 8.0, 4.0, 5.0, 6.0]
-    assert finalists_that_fit(3, 3, runs, 99) == (3, 3) and finalists_that_fit(3, 3, runs, 98) == (3, 2)
-    assert finalists_that_fit(3, 3, runs, 30) == (2, 1) and finalists_that_fit(3, 3, runs, 0) == (1, 1)
+    assert finalists_that_fit(3, 3, runs, 99) == (3, 3) and finalists_that_fit(3, 3, runs, 98) == (
+        3,
+        2,
+    )
+    assert finalists_that_fit(3, 3, runs, 30) == (2, 1) and finalists_that_fit(3, 3, runs, 0) == (
+        1,
+        1,
+    )
 
 
 def test_a_prediction_by_hand() -> None:
-    """Two texts: 6 tokens to write in rounds of 3, 1, 2 (the last one cut), and 2 tokens in a round of 2.
+    """Two texts: 6 tokens to write in rounds of 3, 1, 2 (the last one cut), and 2 tokens in a round
+    of 2.
 
-    A draft takes 1 s, verifying n nodes 1 + n seconds for each row: with two drafts 1 + 3 in batches of one.
+    A draft takes 1 s, verifying n nodes 1 + n seconds for each row: with two drafts 1 + 3 in
+    batches of one.
     """
     texts = [Text([0] * 9, 2, (0, 0)), Text([0] * 5, 2, (1, 0))]
     candidate = replace(chain(2, []), accepted=[[2, 9, 9, 0, 1, 9], [2, 9]])
@@ -100,19 +140,32 @@ def test_a_prediction_by_hand() -> None:
     one = predicted(candidate, texts, 1, verify, costs)
     assert one["tau"] == pytest.approx(8 / 4) and one["tokens_s"] == pytest.approx(8 / (4 * 4))
     two = predicted(candidate, texts, 2, verify, costs)
-    assert two["tokens_s"] == pytest.approx(8 / ((1 + 6) + 4 + 4)), "the first round is shared, then one row is left"
+    assert two["tokens_s"] == pytest.approx(8 / ((1 + 6) + 4 + 4)), (
+        "the first round is shared, then one row is left"
+    )
     slower = DraftCosts(costs.weights, {1: 2.0, 2: 2.0}, 0.0)
-    assert predicted(candidate, texts, 1, verify, slower)["tokens_s"] == pytest.approx(8 / (4 * 7)), "verification takes 6 s"
+    assert predicted(candidate, texts, 1, verify, slower)["tokens_s"] == pytest.approx(
+        8 / (4 * 7)
+    ), "verification takes 6 s"
     plain = predicted(replace(PLAIN, accepted=[[0] * 6, [0] * 2]), texts, 1, verify, costs)
     assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
 
 
 def test_probes_reach_from_the_smallest_to_the_largest() -> None:
     found = [chain(k, []) for k in (1, 2, 4, 8, 16)]
-    found += [Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d) for w in (2, 8) for d in range(1, 8) for n in (8, 64)]
+    found += [
+        Candidate("dynamic", {}, PlainDecoding, [], n, (w,) * d)
+        for w in (2, 8)
+        for d in range(1, 8)
+        for n in (8, 64)
+    ]
     probes = probes_of(found)
     assert {c.nodes for c in probes if c.kind == "chain"} >= {1, 16}
-    assert {(len(c.draft), c.nodes, max(c.draft)) for c in probes if c.kind == "dynamic"} >= {(1, 8, 2), (7, 64, 2), (7, 64, 8)}
+    assert {(len(c.draft), c.nodes, max(c.draft)) for c in probes if c.kind == "dynamic"} >= {
+        (1, 8, 2),
+        (7, 64, 2),
+        (7, 64, 8),
+    }
 
 
 @pytest.fixture(scope="session")
@@ -122,13 +175,37 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": i, "prompt": f"def add{i}(a, b):\n    '''Add numbers.'''"} for i in range(3)]
     prompts = folder / "p.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ["--limit", "3", "--max-new-tokens", "20", "--repeats", "1", "--contexts", "128", "--finalists", "2"]
+    small = [
+        "--limit",
+        "3",
+        "--max-new-tokens",
+        "20",
+        "--repeats",
+        "1",
+        "--contexts",
+        "128",
+        "--finalists",
+        "2",
+    ]
     small += ["--samples", "8"]
     shared = ["--target", str(QUICKSTART), "--prompts", str(prompts)]
-    sweep = ["--temperatures", "0,1", "--batch-sizes", "1,2", "--drafter", MEDUSA, "--drafter", "ngram"]
+    sweep = [
+        "--temperatures",
+        "0,1",
+        "--batch-sizes",
+        "1,2",
+        "--drafter",
+        MEDUSA,
+        "--drafter",
+        "ngram",
+    ]
     done = run_cli("tune", *shared, *sweep, *small, "--out", str(folder / "profile.json"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("batch 2: best of") == 4 and "chosen" in done.stdout and "default" in done.stdout
+    assert (
+        done.stdout.count("batch 2: best of") == 4
+        and "chosen" in done.stdout
+        and "default" in done.stdout
+    )
     return folder / "profile.json"
 
 
@@ -136,41 +213,83 @@ def test_the_profile_holds_what_was_measured_and_foretold(profile: Path) -> None
     found = json.loads(profile.read_text())
     assert found["drafters"].keys() == {key_of(MEDUSA), "ngram"}
     for rows in found["drafters"].values():
-        assert [(row["temperature"], row["batch"]) for row in rows] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        assert [(row["temperature"], row["batch"]) for row in rows] == [
+            (0, 1),
+            (0, 2),
+            (1, 1),
+            (1, 2),
+        ]
         for row in rows:
             best = max(row["finalists"], key=lambda final: final["measured"]["tokens_s"])
-            assert row["setting"] == best["setting"], "the fastest of those measured, the default among them"
+            assert row["setting"] == best["setting"], (
+                "the fastest of those measured, the default among them"
+            )
             assert row["default"]["setting"] in [final["setting"] for final in row["finalists"]]
             for final in (row["plain"], *row["finalists"]):
-                assert final["predicted"]["tau"] == pytest.approx(final["measured"]["tau"]), "acceptance is counted, not modelled"
+                assert final["predicted"]["tau"] == pytest.approx(final["measured"]["tau"]), (
+                    "acceptance is counted, not modelled"
+                )
                 assert final["predicted"]["tokens_s"] > 0
     for by_context in found["verification_s"].values():
-        assert all(set(map(int, sizes)) == set(NODES) and min(sizes.values()) > 0 for sizes in by_context.values())
+        assert all(
+            set(map(int, sizes)) == set(NODES) and min(sizes.values()) > 0
+            for sizes in by_context.values()
+        )
 
 
 def test_evaluate_and_generate_use_the_profile(profile: Path, tmp_path: Path) -> None:
     prompts = profile.parent / "p.jsonl"
     shared = ["--target", str(QUICKSTART), "--drafter", MEDUSA, "--profile", str(profile)]
     out = str(tmp_path / "o.json")
-    more = ["--temperatures", "0,1", "--no-baselines", "--repeats", "1", "--max-new-tokens", "12", "--limit", "2"]
+    more = [
+        "--temperatures",
+        "0,1",
+        "--no-baselines",
+        "--repeats",
+        "1",
+        "--max-new-tokens",
+        "12",
+        "--limit",
+        "2",
+    ]
     done = run_cli("evaluate", *shared, "--prompts", str(prompts), *more, "--json", out)
     assert done.returncode == 0, done.stderr
     rows = json.loads(profile.read_text())["drafters"][key_of(MEDUSA)]
     for setting in json.loads(Path(out).read_text())["settings"]:
         assert list(setting["drafters"]) == ["plain", "medusa", "medusa:tuned"]
         tuned = setting["drafters"]["medusa:tuned"]
-        (row,) = (row for row in rows if (row["temperature"], row["batch"]) == (setting["temperature"], 1))
+        (row,) = (
+            row for row in rows if (row["temperature"], row["batch"]) == (setting["temperature"], 1)
+        )
         assert tuned["setting"] == row["setting"] and tuned["equal_to_ar"] == tuned["requests"]
-    done = run_cli("generate", *shared, "--prompt", "def add(a, b):", "--max-new-tokens", "8", "--color", "false")
+    done = run_cli(
+        "generate",
+        *shared,
+        "--prompt",
+        "def add(a, b):",
+        "--max-new-tokens",
+        "8",
+        "--color",
+        "false",
+    )
     assert done.returncode == 0 and "8 tokens" in done.stderr
 
 
 def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -> None:
     found = json.loads(profile.read_text())
-    found["drafters"] = {"ngram:longest=2": [{"temperature": 0, "batch": 1, "setting": {"length": 1}}]}
+    found["drafters"] = {
+        "ngram:longest=2": [{"temperature": 0, "batch": 1, "setting": {"length": 1}}]
+    }
     path = tmp_path / "p.json"
     path.write_text(json.dumps(found))
-    shared = ["--target", str(QUICKSTART), "--prompt", "def add(a, b):\n    # Add.", "--max-new-tokens", "40"]
+    shared = [
+        "--target",
+        str(QUICKSTART),
+        "--prompt",
+        "def add(a, b):\n    # Add.",
+        "--max-new-tokens",
+        "40",
+    ]
     rounds = [
         run_cli("generate", *shared, "--drafter", spec, *more).stderr.splitlines()[-1]
         for spec, more in (
@@ -182,16 +301,23 @@ def test_generate_drafts_with_the_profiles_tree(profile: Path, tmp_path: Path) -
     assert rounds[0] == rounds[1] != rounds[2] and "rounds" in rounds[0]
 
 
-def test_costs_of_a_batch_are_the_most_drafted_and_end_with_its_first_row(quickstart: Target) -> None:
+def test_costs_of_a_batch_are_the_most_drafted_and_end_with_its_first_row(
+    quickstart: Target,
+) -> None:
     prompts = [chat_prompts(quickstart, "valid", 1)[0], [5, 6, 7] * 300]
-    found = run(quickstart, load_proposer("ngram:length=4", quickstart, print), prompts, 400, GREEDY)
-    assert all(r.rows == 2 for r in found) and len(found) < 130, "the second prompt has room for 124 tokens"
+    found = run(
+        quickstart, load_proposer("ngram:length=4", quickstart, print), prompts, 400, GREEDY
+    )
+    assert all(r.rows == 2 for r in found) and len(found) < 130, (
+        "the second prompt has room for 124 tokens"
+    )
     assert max(r.drafted or 0 for r in found) == 4
 
 
 def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: Target) -> None:
     rows: list[dict[str, Any]] = [
-        {"temperature": t, "batch": b, "setting": {"length": 1 + i}} for i, (t, b) in enumerate([(0, 1), (0, 16), (1, 1), (1, 4)])
+        {"temperature": t, "batch": b, "setting": {"length": 1 + i}}
+        for i, (t, b) in enumerate([(0, 1), (0, 16), (1, 1), (1, 4)])
     ]
     written = json.loads(profile.read_text()) | {"drafters": {"ngram": rows}}
     path = profile.parent / "other.json"
@@ -235,7 +361,10 @@ def test_a_profile_of_another_target_or_machine_is_refused(
         ({"drafter": []}, "name a drafter"),
         ({"limit": 0}, "--limit must be at least 1"),
         ({"temperatures": "hot"}, "--temperatures takes numbers"),
-        ({"temperatures": "0.7,0", "sampling": Sampling(temperature=1.0, top_k=5)}, "top_k means nothing at temperature 0"),
+        (
+            {"temperatures": "0.7,0", "sampling": Sampling(temperature=1.0, top_k=5)},
+            "top_k means nothing at temperature 0",
+        ),
         ({"drafter": ["ngram", "ngram:length=3"]}, "a drafter is named twice"),
         ({"out": "."}, "it is a folder"),
         ({"contexts": "0"}, "must be at least 1"),
@@ -245,10 +374,22 @@ def test_a_profile_of_another_target_or_machine_is_refused(
 def test_wrong_options_are_said_before_anything_loads(options: dict[str, Any], why: str) -> None:
     prompts = str(QUICKSTART / "config.json")
     with pytest.raises(UserError, match=why):
-        check(Options(**{"target": TargetConfig("t"), "prompts": prompts, "out": "o", "drafter": ["ngram"], **options}))
+        check(
+            Options(
+                **{
+                    "target": TargetConfig("t"),
+                    "prompts": prompts,
+                    "out": "o",
+                    "drafter": ["ngram"],
+                    **options,
+                }
+            )
+        )
 
 
 def test_a_given_temperature_is_tuned_for() -> None:
     prompts = str(QUICKSTART / "config.json")
-    options = Options(TargetConfig("t"), prompts, "o", ["ngram"], sampling=Sampling(temperature=0.7, seed=3))
+    options = Options(
+        TargetConfig("t"), prompts, "o", ["ngram"], sampling=Sampling(temperature=0.7, seed=3)
+    )
     assert check(options)[0] == [Sampling(temperature=0.7, seed=3)]

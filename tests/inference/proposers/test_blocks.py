@@ -1,4 +1,5 @@
-"""Block drafters at work: trees of independent and of dependent drafts, chains that end where confidence does, calibration."""
+"""Block drafters at work: trees of independent and of dependent drafts, chains that end where
+confidence does, calibration."""
 
 from __future__ import annotations
 
@@ -33,13 +34,17 @@ def draws_on(batch: int, sampling: Sampling = GREEDY) -> Draws:
 
 
 def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
-    return {tuple(t for t in path if t >= 0) for path in tree.path_tokens[row, 1:, 1:].tolist()} - {()}
+    return {tuple(t for t in path if t >= 0) for path in tree.path_tokens[row, 1:, 1:].tolist()} - {
+        ()
+    }
 
 
 @pytest.mark.parametrize("nodes", [1, 4, 7, 16])
 def test_the_tree_of_independent_drafts_is_the_best_of_all_paths(nodes: int) -> None:
     """Against every path there is: three depths of five tokens, 155 nodes."""
-    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64)
+    logits = torch.randn(
+        2, 3, 5, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64
+    )
     root = torch.tensor([0, 1])
     tree = Slots(logits).tree(root, draws_on(2), 5, nodes, 1.0)
     laws = logits.log_softmax(-1)
@@ -59,7 +64,8 @@ def test_slots_answer_by_depth_alone() -> None:
 
 
 def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
-    """The tree against the laws of all paths, computed one by one; wide enough that nothing is pruned on the way."""
+    """The tree against the laws of all paths, computed one by one; wide enough that nothing is
+    pruned on the way."""
     target = tiny_target(dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, "dspark", block_size=2)
     proposer = proposer_of(drafter, width=6, nodes=6)
@@ -68,7 +74,9 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
     tree = proposer._draft(outputs, root, draws_on(1))
     base = drafter.base_logits(outputs)[0]
     first = (base[0] + drafter.transition(root)[0]).log_softmax(-1)
-    scored: dict[tuple[int, ...], float] = {(int(t),): float(first[t]) for t in first.topk(6).indices}
+    scored: dict[tuple[int, ...], float] = {
+        (int(t),): float(first[t]) for t in first.topk(6).indices
+    }
     for (t,) in list(scored):
         second = (base[1] + drafter.transition(torch.tensor(t))).log_softmax(-1)
         scored |= {(t, int(u)): float(first[t] + second[u]) for u in second.topk(6).indices}
@@ -87,11 +95,15 @@ def test_a_cut_chain_has_no_node_and_no_law_behind_the_cut() -> None:
         [False, False, False],
         [True, False, False],
     ]
-    none = cut(DraftTree(tokens, TreeShape.chain(3), laws=laws), torch.zeros(3, 3, dtype=torch.bool))
+    none = cut(
+        DraftTree(tokens, TreeShape.chain(3), laws=laws), torch.zeros(3, 3, dtype=torch.bool)
+    )
     assert none.tokens.tolist() == [[1], [5], [9]]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")]
+)
 def test_more_confidence_asked_for_means_fewer_drafts_and_the_same_text(sampling: Sampling) -> None:
     target = tiny_target(num_hidden_layers=3)
     drafter = random_block(target, "dspark")
@@ -102,18 +114,30 @@ def test_more_confidence_asked_for_means_fewer_drafts_and_the_same_text(sampling
         rounds = [r for g in found for r in g.rounds]
         drafted.append(sum(r.drafted or 0 for r in rounds) / len(rounds))
         texts.append([g.token_ids for g in found])
-    assert drafted[0] == drafter.drafts and drafted == sorted(drafted, reverse=True) and drafted[-1] < 0.2 < drafted[1]
+    assert (
+        drafted[0] == drafter.drafts
+        and drafted == sorted(drafted, reverse=True)
+        and drafted[-1] < 0.2 < drafted[1]
+    )
     if not sampling.draws_from_law:
         assert all(text == texts[0] for text in texts)
 
 
-def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_temperatures() -> None:
-    """One chain, draft by draft: it ends before the first draft at which the product falls below the threshold."""
+def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_temperatures() -> (
+    None
+):
+    """One chain, draft by draft: it ends before the first draft at which the product falls below
+    the threshold."""
     target = tiny_target(num_hidden_layers=3, dtype=torch.float64)
     drafter = random_block(target, "dspark")
     outputs = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     temperatures = [0.5, 2.0, 1.0, 4.0]
-    whole = proposer_of(drafter, threshold=1e-9)._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist()
+    whole = (
+        proposer_of(drafter, threshold=1e-9)
+        ._draft(outputs, torch.tensor([9]), draws_on(1))
+        .tokens[0]
+        .tolist()
+    )
     chance, chances = 1.0, []
     for d in range(4):
         state = drafter.state(outputs[0, d], torch.tensor(whole[d]))
@@ -124,7 +148,10 @@ def test_confidences_are_of_the_state_and_the_token_before_and_divided_by_their_
     for threshold in (0.9, 0.5, 0.2, 0.05, 0.01):
         proposer = proposer_of(drafter, threshold=threshold, temperatures=temperatures)
         kept = sum(1 for c in chances if c >= threshold)
-        assert proposer._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist() == whole[: kept + 1]
+        assert (
+            proposer._draft(outputs, torch.tensor([9]), draws_on(1)).tokens[0].tolist()
+            == whole[: kept + 1]
+        )
 
 
 def test_a_dflash_chain_ends_where_its_drafts_so_far_are_unlikely_in_each_row() -> None:
@@ -144,7 +171,8 @@ def test_a_dflash_chain_ends_where_its_drafts_so_far_are_unlikely_in_each_row() 
 
 
 def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
-    """Chains whose drafts survive less often than the raw confidences say: error by depth before and after."""
+    """Chains whose drafts survive less often than the raw confidences say: error by depth before
+    and after."""
     generator = torch.Generator().manual_seed(0)
     true = torch.randn(4000, 4, generator=generator)
     survived = (torch.rand(4000, 4, generator=generator) < true.sigmoid()).int().cumprod(-1).float()
@@ -152,7 +180,9 @@ def test_sequential_scaling_mends_confidences_that_are_too_high() -> None:
     assert all(2.3 < t < 3.9 for t in found["temperatures"])
     assert max(found["error"]) < 0.025 < 0.08 < found["error_before"][0]
     honest = scale_sequentially(true, survived)
-    assert all(0.7 < t < 1.4 for t in honest["temperatures"][:2]), "deeper ones have few survivors to go by"
+    assert all(0.7 < t < 1.4 for t in honest["temperatures"][:2]), (
+        "deeper ones have few survivors to go by"
+    )
 
 
 def test_calibration_error_by_hand() -> None:
@@ -168,14 +198,20 @@ def test_calibrations_say_how_the_drafter_was_evaluated() -> None:
     assert found["rank_accuracy"][0][0] == 0.5 and found["rank_accuracy"][1][0] == 1
     both = torch.stack([ranks.float(), torch.zeros(5, 2)], dim=-1)
     sparked = dspark.calibrate([(both, 1)], tree_nodes=16)
-    assert {k: sparked[k] for k in found} == found and len(sparked["confidence"]["temperatures"]) == 2
-    assert dspark.calibrate([(both[:2], 2)], 16)["roots"] == 0, "a reply too short to calibrate on is no failure"
+    assert {k: sparked[k] for k in found} == found and len(
+        sparked["confidence"]["temperatures"]
+    ) == 2
+    assert dspark.calibrate([(both[:2], 2)], 16)["roots"] == 0, (
+        "a reply too short to calibrate on is no failure"
+    )
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
     target = tiny_target(num_hidden_layers=3)
-    artifact = Artifact(random_block(target, kind), target.fingerprint(), {"length": 3, "tree_nodes": 12})
+    artifact = Artifact(
+        random_block(target, kind), target.fingerprint(), {"length": 3, "tree_nodes": 12}
+    )
     make: Any = dspark.make_proposer if kind == "dspark" else dflash.make_proposer
     shapes = {
         (): (3, 8 if kind == "dspark" else 12, 12),
@@ -202,7 +238,9 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
             make(artifact, **wrong)
 
 
-@pytest.mark.parametrize(("kind", "size", "loud"), [("dflash", 5, 1.0), ("dspark", 4, 1.0), ("dflash", 10, 6.0)])
+@pytest.mark.parametrize(
+    ("kind", "size", "loud"), [("dflash", 5, 1.0), ("dspark", 4, 1.0), ("dflash", 10, 6.0)]
+)
 def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_accepts(
     kind: str, size: int, loud: float, tmp_path: Any
 ) -> None:
@@ -213,7 +251,9 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
     artifact = Artifact(drafter, target.fingerprint(), {"length": 3, "tree_nodes": 6})
     artifact.save(tmp_path / "d")
     prompts = [[5, 6, 7], [30, 31]]
-    plain = generate(target, proposer_of(drafter), [Request(p, i) for i, p in enumerate(prompts)], 14)
+    plain = generate(
+        target, proposer_of(drafter), [Request(p, i) for i, p in enumerate(prompts)], 14
+    )
     texts = [Text.of(g, (i, 0)) for i, g in enumerate(plain)]
     found, _ = candidates(target, str(tmp_path / "d"), texts, GREEDY, lambda name: None)
     assert {c.kind for c in found} >= {"chain", "dynamic"}
@@ -222,7 +262,9 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
         assert deepest <= drafter.drafts
     for candidate in found[:: max(len(found) // 8, 1)]:
         for text, accepted in zip(texts, candidate.accepted, strict=True):
-            (again,) = generate(target, candidate.make(), [Request(text.ids[: text.start], text.request[0])], 14)
+            (again,) = generate(
+                target, candidate.make(), [Request(text.ids[: text.start], text.request[0])], 14
+            )
             root, foretold = 0, []
             while root < len(accepted):
                 foretold.append(min(accepted[root] + 1, len(accepted) - root))
@@ -231,18 +273,24 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
 
 
 def test_every_smaller_and_shallower_tree_is_part_of_the_whole_pool() -> None:
-    """What `tune` counts of one pool against trees drafted one by one, where the drafter is sure: deep paths then outscore the
-    second-best tokens of the first level."""
+    """What `tune` counts of one pool against trees drafted one by one, where the drafter is sure:
+    deep paths then outscore the second-best tokens of the first level."""
     torch.manual_seed(0)
     logits = 8 * torch.randn(40, 9, 12, dtype=torch.float64)
     root = torch.zeros(40, dtype=torch.long)
     coming = logits.topk(3).indices[
-        torch.arange(40)[:, None], torch.arange(9), torch.randint(0, 3, (40, 9)) * (torch.rand(40, 9) < 0.3)
+        torch.arange(40)[:, None],
+        torch.arange(9),
+        torch.randint(0, 3, (40, 9)) * (torch.rand(40, 9) < 0.3),
     ]
     pool = Slots(logits).tree(root, draws_on(40), 4, 64, 1.0, whole=True)
     needed = nodes_needed(pool, coming)
     for levels, nodes in ((1, 4), (2, 8), (3, 16), (5, 12), (9, 64)):
         tree = Slots(logits[:, :levels]).tree(root, draws_on(40), 4, nodes, 1.0)
-        choices = coming[:, :levels].gather(1, tree.tables.depths.expand_as(tree.tokens).clamp(max=levels - 1))
-        accepted = tree.tables.depths.expand_as(tree.tokens).gather(1, match(tree, choices)[:, None])[:, 0]
+        choices = coming[:, :levels].gather(
+            1, tree.tables.depths.expand_as(tree.tokens).clamp(max=levels - 1)
+        )
+        accepted = tree.tables.depths.expand_as(tree.tokens).gather(
+            1, match(tree, choices)[:, None]
+        )[:, 0]
         assert torch.equal(accepted, (needed[levels - 1] <= nodes).sum(-1)), (levels, nodes)

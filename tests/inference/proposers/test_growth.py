@@ -8,7 +8,15 @@ from functools import cache
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.proposers.growth import Level, best_first, grow, grow_chain, grow_dynamic, grow_fixed, shape_of_ranks
+from draftsmith.inference.proposers.growth import (
+    Level,
+    best_first,
+    grow,
+    grow_chain,
+    grow_dynamic,
+    grow_fixed,
+    shape_of_ranks,
+)
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
@@ -36,7 +44,11 @@ def path_product(table: list[list[float]], path: tuple[int, ...]) -> float:
 
 def brute_force_best_value(table: list[list[float]], nodes: int) -> float:
     """Best sum of path products over every ancestor-closed set of `nodes` nodes, by trying all."""
-    everything = [p for d in range(1, len(table) + 1) for p in itertools.product(range(len(table[0])), repeat=d)]
+    everything = [
+        p
+        for d in range(1, len(table) + 1)
+        for p in itertools.product(range(len(table[0])), repeat=d)
+    ]
     best = 0.0
     for chosen in itertools.combinations(everything, nodes):
         if all(path[:-1] in chosen or len(path) == 1 for path in chosen):
@@ -52,11 +64,14 @@ TABLES = st.lists(st.lists(st.floats(0.01, 1.0), min_size=2, max_size=2), min_si
 def test_greedy_growth_is_the_best_closed_set(table: list[list[float]], nodes: int) -> None:
     chosen = grow(table, nodes)
     shape_of_ranks(chosen)  # raises if a parent is missing
-    assert sum(path_product(table, path) for path in chosen) == pytest.approx(brute_force_best_value(table, nodes))
+    assert sum(path_product(table, path) for path in chosen) == pytest.approx(
+        brute_force_best_value(table, nodes)
+    )
 
 
 def sequoia_value(table: list[list[float]], nodes: int) -> float:
-    """Most drafts accepted in expectation, by Sequoia's dynamic programme (arXiv 2402.12374) with a table for each depth."""
+    """Most drafts accepted in expectation, by Sequoia's dynamic programme (arXiv 2402.12374) with a
+    table for each depth."""
 
     @cache
     def below(depth: int, count: int, rank: int) -> float:
@@ -64,7 +79,9 @@ def sequoia_value(table: list[list[float]], nodes: int) -> float:
         if count == 0 or depth == len(table) or rank == len(table[depth]):
             return 0.0
         own = (
-            table[depth][rank] * (1 + below(depth + 1, n - 1, 0)) + below(depth, count - n, rank + 1) for n in range(1, count + 1)
+            table[depth][rank] * (1 + below(depth + 1, n - 1, 0))
+            + below(depth, count - n, rank + 1)
+            for n in range(1, count + 1)
         )
         return max(own)
 
@@ -72,8 +89,13 @@ def sequoia_value(table: list[list[float]], nodes: int) -> float:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), min_size=1, max_size=4), st.integers(1, 12))
-def test_greedy_growth_reaches_what_sequoias_dynamic_programme_does(table: list[list[float]], nodes: int) -> None:
+@given(
+    st.lists(st.lists(st.floats(0.01, 1.0), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.integers(1, 12),
+)
+def test_greedy_growth_reaches_what_sequoias_dynamic_programme_does(
+    table: list[list[float]], nodes: int
+) -> None:
     table = [sorted(row, reverse=True) for row in table]
     value = sum(path_product(table, path) for path in grow(table, nodes))
     assert value == pytest.approx(sequoia_value(table, nodes))
@@ -84,8 +106,12 @@ def test_ranks_that_were_never_right_are_left_out() -> None:
 
 
 def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
-    """Token paths of a row's nodes, missing ones left out; every node must hang on one that is there."""
-    tokens, parents = tree.tokens[row].tolist(), tree.tables.parents.expand_as(tree.tokens)[row].tolist()
+    """Token paths of a row's nodes, missing ones left out; every node must hang on one that is
+    there."""
+    tokens, parents = (
+        tree.tokens[row].tolist(),
+        tree.tables.parents.expand_as(tree.tokens)[row].tolist(),
+    )
     paths: dict[int, tuple[int, ...]] = {0: ()}
     for node in range(1, len(tokens)):
         if tokens[node] != NO_NODE:
@@ -98,7 +124,9 @@ def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
 
 @settings(max_examples=25, deadline=None)
 @given(TABLES, st.integers(1, 4))
-def test_best_first_over_marginals_is_the_best_closed_set(table: list[list[float]], nodes: int) -> None:
+def test_best_first_over_marginals_is_the_best_closed_set(
+    table: list[list[float]], nodes: int
+) -> None:
     ordered = [sorted(row, reverse=True) for row in table]
     scores = torch.tensor([ordered], dtype=torch.float64).log()
     tokens = torch.arange(scores.numel()).view(scores.shape)
@@ -123,21 +151,30 @@ class TableDrafter:
     def __call__(self, level: Level) -> Tensor:
         assert len(level.tokens) == 1
         before = self._levels[-1] if self._levels else [()]
-        here = [(*before[a], t) for a, t in zip(level.above[0].tolist(), level.tokens[0].tolist(), strict=True)]
+        here = [
+            (*before[a], t)
+            for a, t in zip(level.above[0].tolist(), level.tokens[0].tolist(), strict=True)
+        ]
         self._levels.append(here)
         self.asked += here
         if level.visible is not None:
             for path, sees in zip(here, level.visible[0].tolist(), strict=True):
                 seen = [self.asked[i] for i, visible in enumerate(sees) if visible]
-                assert seen == [path[:n] for n in range(1, len(path) + 1)], "a node sees its ancestors and itself"
+                assert seen == [path[:n] for n in range(1, len(path) + 1)], (
+                    "a node sees its ancestors and itself"
+                )
         return torch.stack([self.logits(path) for path in here])[None]
 
 
 def draws(sampling: Sampling = Sampling()) -> Draws:  # noqa: B008
-    return Draws(sampling, torch.tensor([3]), torch.zeros(1, 32, dtype=torch.long), torch.tensor([5]))
+    return Draws(
+        sampling, torch.tensor([3]), torch.zeros(1, 32, dtype=torch.long), torch.tensor([5])
+    )
 
 
-def expansion_by_hand(drafter: TableDrafter, levels: int, width: int, nodes: int) -> dict[tuple[int, ...], float]:
+def expansion_by_hand(
+    drafter: TableDrafter, levels: int, width: int, nodes: int
+) -> dict[tuple[int, ...], float]:
     """The values of EAGLE-2's pool."""
     pool: dict[tuple[int, ...], float] = {}
     frontier: list[tuple[int, ...]] = [()]
@@ -153,11 +190,21 @@ def expansion_by_hand(drafter: TableDrafter, levels: int, width: int, nodes: int
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 3), st.integers(1, 12), st.sampled_from([2, 1000]))
-def test_dynamic_trees_are_the_best_closed_set_of_the_pool(seed: int, levels: int, width: int, nodes: int, steps: int) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.sampled_from([2, 1000]),
+)
+def test_dynamic_trees_are_the_best_closed_set_of_the_pool(
+    seed: int, levels: int, width: int, nodes: int, steps: int
+) -> None:
     """With ties (2 steps) the values agree; without (1000) the nodes do."""
     drafter = TableDrafter(seed, vocab=5, steps=steps)
-    tree, slots = grow_dynamic(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, levels, width, nodes)
+    tree, slots = grow_dynamic(
+        drafter.logits(())[None], torch.tensor([0]), draws(), drafter, levels, width, nodes
+    )
     found = paths_of(tree, 0)
     pool = expansion_by_hand(drafter, levels, width, nodes)
     if steps == 1000:
@@ -167,7 +214,9 @@ def test_dynamic_trees_are_the_best_closed_set_of_the_pool(seed: int, levels: in
     for node, slot in enumerate(slots[0].tolist()):
         path = tuple(t for t in tokens[node][1:] if t != NO_NODE)
         assert slot == (drafter.asked.index(path) if node and path in drafter.asked else -1)
-        assert not node or len(path) == 1 or path[:-1] in drafter.asked, "what has children has been asked about"
+        assert not node or len(path) == 1 or path[:-1] in drafter.asked, (
+            "what has children has been asked about"
+        )
 
 
 REJECTION = Sampling(temperature=1.0, rule="rejection")
@@ -175,7 +224,10 @@ REJECTION = Sampling(temperature=1.0, rule="rejection")
 
 def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
     for seed in range(5):
-        one, other = TableDrafter(seed, vocab=7, steps=1000), TableDrafter(seed, vocab=7, steps=1000)
+        one, other = (
+            TableDrafter(seed, vocab=7, steps=1000),
+            TableDrafter(seed, vocab=7, steps=1000),
+        )
         first, root = one.logits(())[None], torch.tensor([0])
         chain = grow_chain(first, root, draws(REJECTION), one, 3)
         tree, _ = grow_fixed(first, root, draws(REJECTION), other, TreeShape.chain(3))
@@ -186,7 +238,11 @@ def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
 
 def test_chains_follow_the_likeliest_token() -> None:
     drafter = TableDrafter(2, vocab=7, steps=1000)
-    tokens = grow_chain(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, 3).tokens[0].tolist()
+    tokens = (
+        grow_chain(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, 3)
+        .tokens[0]
+        .tolist()
+    )
     for depth in range(1, 4):
         assert tokens[depth] == int(drafter.logits(tuple(tokens[1:depth])).argmax())
 
@@ -194,7 +250,9 @@ def test_chains_follow_the_likeliest_token() -> None:
 def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
     shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, places = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape)
+    tree, places = grow_fixed(
+        drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape
+    )
     tokens = tree.tokens[0].tolist()
     assert tree.laws is not None
     for node, children in enumerate(shape.children):
@@ -203,7 +261,9 @@ def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
             torch.testing.assert_close(tree.laws[0, node], drafter.logits(path).softmax(-1))
             assert len({tokens[child] for child in children}) == len(children)
     assert places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
-    assert [tuple(tokens[n] for n in shape.path_to(node)[1:]) for node in (1, 2, 3)] == drafter.asked
+    assert [
+        tuple(tokens[n] for n in shape.path_to(node)[1:]) for node in (1, 2, 3)
+    ] == drafter.asked
 
 
 def test_a_fixed_shape_holds_the_likeliest_children_of_each_node() -> None:
@@ -212,7 +272,11 @@ def test_a_fixed_shape_holds_the_likeliest_children_of_each_node() -> None:
     tree, places = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, shape)
     tokens = tree.tokens[0].tolist()
     for node, children in enumerate(shape.children):
-        best = drafter.logits(tuple(tokens[n] for n in shape.path_to(node)[1:])).topk(3).indices.tolist()
+        best = (
+            drafter.logits(tuple(tokens[n] for n in shape.path_to(node)[1:]))
+            .topk(3)
+            .indices.tolist()
+        )
         assert [tokens[child] for child in children] == best[: len(children)]
     assert tree.laws is None and places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
 
@@ -236,5 +300,11 @@ def test_heat_is_a_temperature_of_the_scores(seed: int, heat: float) -> None:
 def test_where_a_law_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
     sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
     drafter = TableDrafter(3, vocab=7, steps=1000)
-    tree, _ = grow_fixed(drafter.logits(())[None], torch.tensor([0]), draws(sampling), drafter, TreeShape.wide((3, 1)))
+    tree, _ = grow_fixed(
+        drafter.logits(())[None],
+        torch.tensor([0]),
+        draws(sampling),
+        drafter,
+        TreeShape.wide((3, 1)),
+    )
     assert (tree.tokens[0] == NO_NODE).int().tolist() == [0, 0, 0, 1, 0, 0, 1]

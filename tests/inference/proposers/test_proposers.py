@@ -28,7 +28,14 @@ NONE: frozenset[int] = frozenset()
 
 def longest_earlier_suffix(text: list[int]) -> int:
     """The definition: length of the longest end of the text that also ends somewhere before."""
-    return next((n for n in range(len(text) - 1, 0, -1) if any(text[i : i + n] == text[-n:] for i in range(len(text) - n))), 0)
+    return next(
+        (
+            n
+            for n in range(len(text) - 1, 0, -1)
+            if any(text[i : i + n] == text[-n:] for i in range(len(text) - n))
+        ),
+        0,
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,19 +48,24 @@ def test_the_automaton_finds_the_longest_suffix_that_stood_before(text: list[int
         assert length == longest_earlier_suffix(text[:end])
         if length:
             assert text[place - length : place] == text[end - length : end] and place < end
-            assert not any(text[i : i + length] == text[end - length : end] for i in range(place - length)), "the first place"
+            assert not any(
+                text[i : i + length] == text[end - length : end] for i in range(place - length)
+            ), "the first place"
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30), st.integers(1, 2), st.integers(2, 4))
-def test_ngram_lookup_is_the_latest_place_of_the_longest_ngram(text: list[int], shortest: int, longest: int) -> None:
+def test_ngram_lookup_is_the_latest_place_of_the_longest_ngram(
+    text: list[int], shortest: int, longest: int
+) -> None:
     index = NgramLookup(4, longest, shortest).new_index()
     index.extend(text)
     expected: list[int] = []
     for n in range(longest, shortest - 1, -1):
         places = [i + n for i in range(len(text) - n) if text[i : i + n] == text[-n:]]
         if places:
-            expected = (text[places[-1] :] * 4)[:4]  # goes on with its own copy behind the end of the text
+            # goes on with its own copy behind the end of the text
+            expected = (text[places[-1] :] * 4)[:4]
             break
     assert index.guess(4) == expected
 
@@ -79,9 +91,10 @@ def test_lookups_draft_nothing_where_nothing_was_found() -> None:
 
 
 def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
-    """Window of 3 columns, 2 rows, moved by what a round accepted; numbers small enough to check by eye."""
+    """Window of 3 columns, 2 rows, moved by what a round accepted; numbers small enough to check by
+    eye."""
     proposer = Lookahead(window=3, ngram=3, candidates=1)
-    #            root 1; row 0 = nodes 1 2 3 (chain), row 1 = nodes 4 5 6 (below 1 2 3); candidate = nodes 7 8
+    # root 1; row 0 = nodes 1 2 3 (chain), row 1 = nodes 4 5 6 (below 1 2 3); candidate = nodes 7 8
     assert proposer.shape.parents == (-1, 0, 1, 2, 1, 2, 3, 0, 7)
     empty = torch.zeros(1, 1, 1)
     prompts = Prompts([[7, 8, 9]], torch.tensor([[7, 8]]), torch.tensor([2]), None, None)  # type: ignore[arg-type]
@@ -93,16 +106,26 @@ def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
     choices = [[0, 0, 0, 0, 32, 33, 34, 0, 0]]  # the target's answers below row 1: for places 3 4 5
     accepted = Accepted([[50, 51]], [[0, 1]], empty, empty, torch.tensor([2]), None, choices)  # type: ignore[arg-type]
     proposer.commit(accepted)
-    # Two tokens were decided, so places move by two: row 0 now guesses places 1 2 3, old row 1 guessed old 2 3 4 = new 0 1 2.
+    # Two tokens were decided, so places move by two: row 0 now guesses places 1 2 3, old row 1
+    # guessed old 2 3 4 = new 0 1 2.
     assert row.rows == [[22, 23, 23], [33, 34, 34]]
-    assert list(row._pool[10]) == [(21, 32)] and list(row._pool[12]) == [(23, 34)] and list(row._pool[9]) == [(50, 51)]
+    assert (
+        list(row._pool[10]) == [(21, 32)]
+        and list(row._pool[12]) == [(23, 34)]
+        and list(row._pool[9]) == [(50, 51)]
+    )
     assert row.root == 51
 
 
 @pytest.mark.parametrize("settings_", [{}, {"width": 3, "nodes": 8}])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")])
-def test_a_draft_models_cache_holds_the_decided_text_after_every_round(settings_: dict, sampling: Sampling) -> None:
-    """Also right after a round that accepted everything, where a chain has not seen its last token."""
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")]
+)
+def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
+    settings_: dict, sampling: Sampling
+) -> None:
+    """Also right after a round that accepted everything, where a chain has not seen its last
+    token."""
     target = architecture("llama")
     full = 0
     for noise in (0.0, 0.05):
@@ -114,12 +137,18 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(settings_
             nonlocal checked, full
             original(accepted)
             full += any(len(nodes) == 4 for nodes in accepted.nodes)
-            for row, (length, text) in enumerate(zip(proposer._cache.lengths, texts_of(accepted), strict=True)):
+            for row, (length, text) in enumerate(
+                zip(proposer._cache.lengths, texts_of(accepted), strict=True)
+            ):
                 assert len(text) - 1 <= length <= len(text), "at most one token behind"
-                fresh = drafter.forward(torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64)))
+                fresh = drafter.forward(
+                    torch.tensor([text[:length]]), cache=(cache := type(proposer._cache)(1, 64))
+                )
                 assert fresh is not None
                 for ours, other in zip(proposer._cache.keys, cache.keys, strict=True):
-                    torch.testing.assert_close(ours[row, :, :length], other[0, :, :length], atol=1e-5, rtol=1e-5)
+                    torch.testing.assert_close(
+                        ours[row, :, :length], other[0, :, :length], atol=1e-5, rtol=1e-5
+                    )
                 checked += 1
 
         texts = [[5, 6, 7], [8, 9, 10, 11, 12]]
@@ -146,7 +175,9 @@ def test_a_draft_model_with_a_larger_or_smaller_head_drafts_the_targets_tokens_o
         other = near_copy(target, 0.0)
         other.model.resize_token_embeddings(size, mean_resizing=False)
         found = generate(target, DraftLM(other, target.vocab_size), [[5, 6], [7]], 16, eos_ids=NONE)
-        plain = generate(target, load_proposer("none", target, print), [[5, 6], [7]], 16, eos_ids=NONE)
+        plain = generate(
+            target, load_proposer("none", target, print), [[5, 6], [7]], 16, eos_ids=NONE
+        )
         assert [g.token_ids for g in found] == [g.token_ids for g in plain]
         assert sum(r.accepted for g in found for r in g.rounds) > 4
 
@@ -154,16 +185,22 @@ def test_a_draft_model_with_a_larger_or_smaller_head_drafts_the_targets_tokens_o
 def test_a_draft_model_with_fewer_positions_than_the_text_drafts_badly_and_not_wrongly() -> None:
     target, drafter = architecture("gpt2"), architecture("gpt2")
     drafter.model.config.max_position_embeddings = drafter.config.n_positions = 16
-    drafter.model.transformer.wpe = torch.nn.Embedding.from_pretrained(drafter.model.transformer.wpe.weight[:16])
+    drafter.model.transformer.wpe = torch.nn.Embedding.from_pretrained(
+        drafter.model.transformer.wpe.weight[:16]
+    )
     prompts = [list(range(3, 23)), [5, 6, 7]]
     both: tuple[dict[str, Any], ...] = ({}, {"width": 2})
     for settings_ in both:
-        found = generate(target, DraftLM(drafter, target.vocab_size, **settings_), prompts, 30, eos_ids=NONE)
+        found = generate(
+            target, DraftLM(drafter, target.vocab_size, **settings_), prompts, 30, eos_ids=NONE
+        )
         plain = generate(target, load_proposer("none", target, print), prompts, 30, eos_ids=NONE)
         assert [g.token_ids for g in found] == [g.token_ids for g in plain]
 
 
-def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(saved_tiny: Path, quickstart: Target) -> None:
+def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(
+    saved_tiny: Path, quickstart: Target
+) -> None:
     with pytest.raises(UserError, match="has another tokenizer .* its token ids mean other text"):
         load_draft_lm(str(saved_tiny), quickstart)
 
@@ -183,8 +220,15 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
     with torch.no_grad():
         states = target.forward(ids, taps=(1,)).taps[0]
         torch.testing.assert_close(shallow.forward(ids).last, target.decoder.norm(states))
-    assert target.num_layers == 2 and target.decoder.config.num_hidden_layers == 2 and shallow.num_layers == 1
-    assert all(a is b for a, b in zip(shallow.decoder.parameters(), target.decoder.parameters(), strict=True))
+    assert (
+        target.num_layers == 2
+        and target.decoder.config.num_hidden_layers == 2
+        and shallow.num_layers == 1
+    )
+    assert all(
+        a is b
+        for a, b in zip(shallow.decoder.parameters(), target.decoder.parameters(), strict=True)
+    )
     with pytest.raises(UserError, match="has 2 layers, 3 were asked for"):
         EarlyExit(target, 3)
     whole = EarlyExit(target, 2, length=3)
@@ -194,7 +238,10 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
 
 def test_specs() -> None:
     assert parse_spec("ngram") == ("ngram", {})
-    assert parse_spec("runs/a:nodes=8,tree=best-first") == ("runs/a", {"nodes": 8, "tree": "best-first"})
+    assert parse_spec("runs/a:nodes=8,tree=best-first") == (
+        "runs/a",
+        {"nodes": 8, "tree": "best-first"},
+    )
     assert parse_spec("C:/models/x=1/y") == ("C:/models/x=1/y", {})
     with pytest.raises(UserError, match="'8' is not key=value"):
         parse_spec("ngram:length=8,8")
@@ -218,7 +265,9 @@ def test_specs() -> None:
         ("none:length=4", "there are: no settings"),
     ],
 )
-def test_a_spec_that_makes_no_sense_is_one_clear_error(spec: str, message: str, tiny: Target) -> None:
+def test_a_spec_that_makes_no_sense_is_one_clear_error(
+    spec: str, message: str, tiny: Target
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         load_proposer(spec, tiny, print)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
-"""`draftsmith export` and `draftsmith import` as commands: round trips, tampering, cards, cut vocabularies, the hub."""
+"""`draftsmith export` and `draftsmith import` as commands: round trips, tampering, cards, cut
+vocabularies, the hub."""
 
 from __future__ import annotations
 
@@ -52,18 +53,30 @@ def imported(folder: Path, out: Path, **more: Any) -> Path:
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("exports")
     pairs: list[tuple[str, EngineName]] = [
-        ("eagle3_plain", "vllm"), ("eagle3_plain", "speculators"), ("eagle3", "speculators"), ("eagle1", "sglang"),
+        ("eagle3_plain", "vllm"), ("eagle3_plain", "speculators"), ("eagle3", "speculators"),
+        ("eagle1", "sglang"),
         ("eagle1", "vllm"), ("medusa", "tgi"),
     ]  # fmt: skip
     return {
-        f"{name} {engine}": exported(name, engine, folder / f"{engine}-{number}") for number, (name, engine) in enumerate(pairs)
+        f"{name} {engine}": exported(name, engine, folder / f"{engine}-{number}")
+        for number, (name, engine) in enumerate(pairs)
     }
 
 
 @pytest.mark.parametrize(
-    "which", ["eagle3_plain vllm", "eagle3_plain speculators", "eagle3 speculators", "eagle1 sglang", "eagle1 vllm", "medusa tgi"]
+    "which",
+    [
+        "eagle3_plain vllm",
+        "eagle3_plain speculators",
+        "eagle3 speculators",
+        "eagle1 sglang",
+        "eagle1 vllm",
+        "medusa tgi",
+    ],
 )
-def test_there_and_back_is_the_same_drafter(which: str, exports: dict[str, Path], quickstart: Target, tmp_path: Path) -> None:
+def test_there_and_back_is_the_same_drafter(
+    which: str, exports: dict[str, Path], quickstart: Target, tmp_path: Path
+) -> None:
     """Bit for bit, with its calibration and where it comes from."""
     back = imported(exports[which], tmp_path / "back")
     before, after = (
@@ -71,10 +84,20 @@ def test_there_and_back_is_the_same_drafter(which: str, exports: dict[str, Path]
         for folder in (DRAFTERS / which.split()[0], back)
     )
     ours, theirs = before.drafter.serving_state(), after.drafter.serving_state()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    stored = [load_file(next(folder.glob("*.safetensors"))) for folder in (DRAFTERS / which.split()[0], back)]
-    assert all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0]) and stored[0].keys() == stored[1].keys()
-    assert after.drafter.facts() == before.drafter.facts() and after.calibration == before.calibration
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    stored = [
+        load_file(next(folder.glob("*.safetensors")))
+        for folder in (DRAFTERS / which.split()[0], back)
+    ]
+    assert (
+        all(torch.equal(stored[0][name], stored[1][name]) for name in stored[0])
+        and stored[0].keys() == stored[1].keys()
+    )
+    assert (
+        after.drafter.facts() == before.drafter.facts() and after.calibration == before.calibration
+    )
     assert after.fingerprint == before.fingerprint and after.provenance == before.provenance
 
 
@@ -98,38 +121,112 @@ def tensor(change: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
 TAPS = "eagle_aux_hidden_state_layer_ids"
 TAMPERED: list[tuple[str, Change, str]] = [
     ("eagle3_plain vllm", tensor(lambda t: t.pop("fc.weight")), "fc.weight is missing"),
-    ("eagle3_plain vllm", tensor(lambda t: t.pop("midlayer.hidden_norm.weight")), "midlayer.hidden_norm.weight is missing"),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t.pop("midlayer.hidden_norm.weight")),
+        "midlayer.hidden_norm.weight is missing",
+    ),
     ("eagle3_plain vllm", tensor(lambda t: t.pop("d2t")), "d2t is missing"),
     ("eagle3_plain vllm", tensor(lambda t: t.pop("t2d")), "t2d is missing"),
-    ("eagle3_plain vllm", tensor(lambda t: t.update(norms=t.pop("norm.weight"))), "norm.weight is missing; norms is not part"),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t.update(norms=t.pop("norm.weight"))),
+        "norm.weight is missing; norms is not part",
+    ),
     ("eagle3_plain vllm", tensor(lambda t: t.update({"fc.bias": torch.zeros(192)})), "bias"),
-    ("eagle3_plain vllm", tensor(lambda t: t.update(d2t=t["d2t"] * 0)), "d2t and t2d. name different tokens"),
-    ("eagle3_plain vllm", tensor(lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1)), "names tokens twice"),
-    ("eagle3_plain vllm", tensor(lambda t: t.update({"norm.weight": t["norm.weight"].float()})), "holds torch.float32"),
-    ("eagle3_plain vllm", tensor(lambda t: t["norm.weight"].__setitem__(3, 9.0)), r"model.safetensors has changed"),
-    ("eagle3_plain vllm", set_in("config", TAPS, [2, 4, 6]), r"names taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 6\]"),
-    ("eagle3 speculators", set_in("config", TAPS, [1, 3, 6]), r"taps \[1, 3, 6\].*says \[2, 4, 7\]|first of the taps"),
-    ("eagle3_plain vllm", set_in("config", "norm_before_residual", True), "norm_before_residual True.*says False"),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t.update(d2t=t["d2t"] * 0)),
+        "d2t and t2d. name different tokens",
+    ),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t["d2t"].__setitem__(5, t["d2t"][4] - 1)),
+        "names tokens twice",
+    ),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t.update({"norm.weight": t["norm.weight"].float()})),
+        "holds torch.float32",
+    ),
+    (
+        "eagle3_plain vllm",
+        tensor(lambda t: t["norm.weight"].__setitem__(3, 9.0)),
+        r"model.safetensors has changed",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("config", TAPS, [2, 4, 6]),
+        r"names taps \[2, 4, 6\] and, inside eagle_config, \[1, 3, 6\]",
+    ),
+    (
+        "eagle3 speculators",
+        set_in("config", TAPS, [1, 3, 6]),
+        r"taps \[1, 3, 6\].*says \[2, 4, 7\]|first of the taps",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("config", "norm_before_residual", True),
+        "norm_before_residual True.*says False",
+    ),
     ("eagle3_plain vllm", set_in("config", "norm_output", True), "norm_output True.*says False"),
     ("eagle3 speculators", set_in("config", "norm_output", False), "norm_output False.*says True"),
     ("eagle3 speculators", set_in("config", "fc_norm", False), "fc_norm.0.weight is not part"),
-    ("eagle3_plain vllm", set_in("config", "rope_theta", 5e5), "rope_theta 500000.0 and, in rope_parameters, 10000.0"),
+    (
+        "eagle3_plain vllm",
+        set_in("config", "rope_theta", 5e5),
+        "rope_theta 500000.0 and, in rope_parameters, 10000.0",
+    ),
     ("eagle3_plain vllm", set_in("config", "rms_norm_eps", 1e-3), "norm_eps 0.001.*says 1e-06"),
-    ("eagle3_plain vllm", set_in("config", "draft_vocab_size", None), "d2t leaves tokens out|t2d leaves tokens out"),
-    ("eagle3_plain vllm", set_in("config", "num_attention_heads", 3), "self_attn.q_proj.weight has shape"),
-    ("eagle3_plain vllm", set_in("config", "base_model_name_or_path", "another/model"), "config.json has changed"),
-    ("eagle1 sglang", tensor(lambda t: t["fc.bias"].__setitem__(0, 1.0)), "fc_bias True.*says False"),
-    ("eagle1 sglang", tensor(lambda t: t.update({"lm_head.weight": torch.zeros(8, 192)})), "lm_head.weight is not part"),
+    (
+        "eagle3_plain vllm",
+        set_in("config", "draft_vocab_size", None),
+        "d2t leaves tokens out|t2d leaves tokens out",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("config", "num_attention_heads", 3),
+        "self_attn.q_proj.weight has shape",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("config", "base_model_name_or_path", "another/model"),
+        "config.json has changed",
+    ),
+    (
+        "eagle1 sglang",
+        tensor(lambda t: t["fc.bias"].__setitem__(0, 1.0)),
+        "fc_bias True.*says False",
+    ),
+    (
+        "eagle1 sglang",
+        tensor(lambda t: t.update({"lm_head.weight": torch.zeros(8, 192)})),
+        "lm_head.weight is not part",
+    ),
     ("medusa tgi", set_in("config", "medusa_num_heads", 4), "medusa_num_heads 4, the file holds 3"),
     ("medusa tgi", tensor(lambda t: t.pop("1.1.weight")), "1.1.weight is missing"),
     ("eagle3_plain vllm", set_in("own", "taps", [2, 4, 5]), r"taps \[2, 4, 7\].*says \[2, 4, 5\]"),
-    ("eagle3_plain vllm", set_in("own", "target/hidden_size", 64), "hidden_size is 64 in the drafter and 192 in the target"),
-    ("eagle3_plain vllm", set_in("own", "method", "medusa"), "holds eagle, draftsmith.json says medusa"),
-    ("eagle3_plain vllm", set_in("own", "dtype", "float16"), "holds torch.bfloat16, draftsmith.json says torch.float16"),
-]  # fmt: skip
+    (
+        "eagle3_plain vllm",
+        set_in("own", "target/hidden_size", 64),
+        "hidden_size is 64 in the drafter and 192 in the target",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("own", "method", "medusa"),
+        "holds eagle, draftsmith.json says medusa",
+    ),
+    (
+        "eagle3_plain vllm",
+        set_in("own", "dtype", "float16"),
+        "holds torch.bfloat16, draftsmith.json says torch.float16",
+    ),
+]
 
 
-@pytest.mark.parametrize(("which", "change", "says"), TAMPERED, ids=[f"{which}: {says}" for which, _, says in TAMPERED])
+@pytest.mark.parametrize(
+    ("which", "change", "says"), TAMPERED, ids=[f"{which}: {says}" for which, _, says in TAMPERED]
+)
 def test_a_tampered_export_is_refused_with_the_reason(
     which: str, change: Change, says: str, exports: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -137,7 +234,10 @@ def test_a_tampered_export_is_refused_with_the_reason(
     weights = next(folder.glob("*.safetensors"))
     tensors, tables = (
         load_file(weights),
-        {name: json.loads((folder / name).read_text()) for name in ("config.json", "draftsmith.json")},
+        {
+            name: json.loads((folder / name).read_text())
+            for name in ("config.json", "draftsmith.json")
+        },
     )
     before = json.dumps(tables)
     change(tables["config.json"], tables["draftsmith.json"], tensors)
@@ -157,7 +257,9 @@ def test_an_untouched_copy_is_taken(exports: dict[str, Path], tmp_path: Path) ->
     imported(shutil.copytree(exports["eagle3_plain vllm"], tmp_path / "copy"), tmp_path / "back")
 
 
-def test_a_flipped_flag_in_an_artifact_of_ours(quickstart: Target, exports: dict[str, Path], tmp_path: Path) -> None:
+def test_a_flipped_flag_in_an_artifact_of_ours(
+    quickstart: Target, exports: dict[str, Path], tmp_path: Path
+) -> None:
     """Evaluation reads the export as it is, if its layout is ours; it asks the same questions."""
     folder = shutil.copytree(exports["eagle3_plain vllm"], tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
@@ -172,7 +274,12 @@ def test_a_flipped_flag_in_an_artifact_of_ours(quickstart: Target, exports: dict
 
 
 def cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-c", "from draftsmith.train.commands.cli import main; main()", *map(str, arguments)]
+    command = [
+        PYTHON,
+        "-c",
+        "from draftsmith.train.commands.cli import main; main()",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
@@ -181,46 +288,96 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     names = ("add", "read_lines", "is_empty")
     rows = [
-        {"messages": [{"role": "user", "content": f"def {n}(x):"}, {"role": "assistant", "content": "return x"}]} for n in names
+        {
+            "messages": [
+                {"role": "user", "content": f"def {n}(x):"},
+                {"role": "assistant", "content": "return x"},
+            ]
+        }
+        for n in names
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 def test_measured_numbers_go_into_the_card(prompts: Path, tmp_path: Path) -> None:
-    """Chains for an engine of chains, trees too for SGLang; a report of other weights is refused. As commands."""
+    """Chains for an engine of chains, trees too for SGLang; a report of other weights is refused.
+    As commands."""
     drafter, report = DRAFTERS / "eagle3_plain", tmp_path / "out.json"
     done = cli(
-        "evaluate", "--target", QUICKSTART, "--drafter", DRAFTERS / "eagle3", "--drafter", drafter, "--like", "vllm:drafts=3",
-        "--prompts", prompts, "--json", report, "--max-new-tokens", 24, "--repeats", 1, "--no-baselines",
+        "evaluate", "--target", QUICKSTART, "--drafter", DRAFTERS / "eagle3", "--drafter", drafter,
+        "--like", "vllm:drafts=3",
+        "--prompts", prompts, "--json", report, "--max-new-tokens", 24, "--repeats", 1,
+        "--no-baselines",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (setting,) = json.loads(report.read_text())["settings"]
-    _, chain = (found for name, found in setting["drafters"].items() if "as in" in name)  # both are called eagle3
-    done = cli("export", "--drafter", drafter, "--to", "vllm", "--out", tmp_path / "vllm", "--report", report)
+    # both are called eagle3
+    _, chain = (found for name, found in setting["drafters"].items() if "as in" in name)
+    done = cli(
+        "export",
+        "--drafter",
+        drafter,
+        "--to",
+        "vllm",
+        "--out",
+        tmp_path / "vllm",
+        "--report",
+        report,
+    )
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "vllm" / "README.md").read_text()
-    assert f"| {chain['tau_incl_bonus']:.2f} (" in page and "1 measurement(s) with trees are left out" in page
+    assert (
+        f"| {chain['tau_incl_bonus']:.2f} (" in page
+        and "1 measurement(s) with trees are left out" in page
+    )
     assert page.count("| 0 | 1 |") == 1
-    (row,) = [r for r in json.loads((tmp_path / "vllm" / "draftsmith.json").read_text())["export"]["measured"] if r["chain"]]
+    (row,) = [
+        r
+        for r in json.loads((tmp_path / "vllm" / "draftsmith.json").read_text())["export"][
+            "measured"
+        ]
+        if r["chain"]
+    ]
     assert row["tau"] == chain["tau_incl_bonus"] and row["prompts"] == 3
-    exporting.run(exporting.Options(str(drafter), "sglang", str(tmp_path / "sglang"), report=[str(report)]))
+    exporting.run(
+        exporting.Options(str(drafter), "sglang", str(tmp_path / "sglang"), report=[str(report)])
+    )
     assert (tmp_path / "sglang" / "README.md").read_text().count("| 0 | 1 |") == 2
-    done = cli("export", "--drafter", DRAFTERS / "eagle1", "--to", "vllm", "--out", tmp_path / "other", "--report", report)
-    assert done.returncode == 2 and "is not about" in done.stderr and not (tmp_path / "other").exists()
+    done = cli(
+        "export",
+        "--drafter",
+        DRAFTERS / "eagle1",
+        "--to",
+        "vllm",
+        "--out",
+        tmp_path / "other",
+        "--report",
+        report,
+    )
+    assert (
+        done.returncode == 2 and "is not about" in done.stderr and not (tmp_path / "other").exists()
+    )
 
 
 def test_a_vocabulary_cut_after_training(
     prompts: Path, quickstart: Target, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The most frequent tokens of the replies and all special ones; the special ones alone fill it up from the lowest ids."""
+    """The most frequent tokens of the replies and all special ones; the special ones alone fill it
+    up from the lowest ids."""
     given: dict[str, Any] = {"vocab_data": [str(prompts)], "target": str(QUICKSTART)}
     out = exported("eagle3", "vllm", tmp_path / "cut", draft_vocab_size=64, **given)
     assert "64 tokens, which are 100.00%" in capsys.readouterr().out
-    kept = set(Artifact.load(out, quickstart.fingerprint(), quickstart.ends, pytest.fail).drafter.kept.tolist())
+    kept = set(
+        Artifact.load(
+            out, quickstart.fingerprint(), quickstart.ends, pytest.fail
+        ).drafter.kept.tolist()
+    )
     written = quickstart.tokenizer("return x")["input_ids"]
     assert len(kept) == 64 and set(written) | quickstart.eos_ids <= kept
-    with pytest.raises(UserError, match="must lie between the 5 special tokens and the target's 2048"):
+    with pytest.raises(
+        UserError, match="must lie between the 5 special tokens and the target's 2048"
+    ):
         exported("eagle3", "vllm", tmp_path / "more", draft_vocab_size=5000, **given)
 
 
@@ -231,14 +388,21 @@ def test_a_vocabulary_cut_after_training(
         (["--to", "ollama", "--out", "x"], "vllm"),
         (["--to", "tgi", "--out", "x"], "tgi takes Medusa heads, not EAGLE-3"),
         (["--to", "vllm", "--out", "my-eagle-head"], "would be taken for method 'eagle'"),
-        (["--to", "vllm", "--out", "x", "--draft-vocab-size", "9"], "--draft-vocab-size and --vocab-data go together"),
+        (
+            ["--to", "vllm", "--out", "x", "--draft-vocab-size", "9"],
+            "--draft-vocab-size and --vocab-data go together",
+        ),
         (["--to", "vllm", "--out", "x", "--drafts", "0"], "drafts must be at least 1"),
         (["--to", "vllm", "--out", "x", "--license", "My Own"], "no name that the hub knows"),
         (["--to", "vllm", "--out", "x", "--report", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_wrong_options_are_one_line(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(["export", "--drafter", str(DRAFTERS / "eagle3"), *arguments], says, capsys)
@@ -255,10 +419,23 @@ def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> N
 
 def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for source, says in (
-        (DRAFTERS / "eagle3", "is a drafter of ours already"), (QUICKSTART, "is a whole language model"),
+        (DRAFTERS / "eagle3", "is a drafter of ours already"), (QUICKSTART,
+        "is a whole language model"),
         (tmp_path / "nowhere", "is not a folder"),
     ):  # fmt: skip
-        refused(["import", "--from", str(source), "--target", str(QUICKSTART), "--out", str(tmp_path / "x")], says, capsys)
+        refused(
+            [
+                "import",
+                "--from",
+                str(source),
+                "--target",
+                str(QUICKSTART),
+                "--out",
+                str(tmp_path / "x"),
+            ],
+            says,
+            capsys,
+        )
     with pytest.raises(SystemExit):
         main(["import", "--help"])
     assert "--from FROM" in capsys.readouterr().out
@@ -279,7 +456,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(
                 {
                     "files": [
-                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for f in json.loads(body)["files"]
                     ]
                 }
             )
@@ -288,7 +466,13 @@ class Hub(BaseHTTPRequestHandler):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
             host = self.headers["Host"]
-            self.answer({"commitUrl": f"http://{host}/me/medusa/commit/0", "commitOid": "0" * 40, "success": True})
+            self.answer(
+                {
+                    "commitUrl": f"http://{host}/me/medusa/commit/0",
+                    "commitOid": "0" * 40,
+                    "success": True,
+                }
+            )
         else:
             self.answer({})
 
@@ -317,21 +501,46 @@ def hub() -> Iterator[str]:
 def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (
-        f"from draftsmith.train import exporting as e; e.run(e.Options({str(DRAFTERS / 'medusa')!r}, 'tgi', "
+        "from draftsmith.train import exporting as e; "
+        f"e.run(e.Options({str(DRAFTERS / 'medusa')!r}, 'tgi', "
         f"{str(tmp_path / 'out')!r}, push='me/medusa'))"
     )
-    environment = {"HF_ENDPOINT": hub, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "PATH": "", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    environment = {
+        "HF_ENDPOINT": hub,
+        "HF_TOKEN": "hf_x",
+        "HF_HUB_OFFLINE": "0",
+        "PATH": "",
+        "HF_HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
-    assert "private" in (Hub.created[0].get("visibility"), Hub.created[0].get("private") and "private")
+    assert "private" in (
+        Hub.created[0].get("visibility"),
+        Hub.created[0].get("private") and "private",
+    )
     assert "pushed: http" in done.stdout
-    assert {"README.md", "config.json", "draftsmith.json", "medusa_lm_head.safetensors"} <= Hub.files.keys()
+    assert {
+        "README.md",
+        "config.json",
+        "draftsmith.json",
+        "medusa_lm_head.safetensors",
+    } <= Hub.files.keys()
     assert Hub.files["README.md"] == (tmp_path / "out" / "README.md").read_bytes()
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     shutil.rmtree(tmp_path / "out")
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from draftsmith.train.commands.cli import main; main(sys.argv[1:])", "export",
-         "--drafter", str(DRAFTERS / "medusa"), "--to", "tgi", "--out", str(tmp_path / "out"), "--push", "me/medusa"],
+        [sys.executable, "-c",
+        "import sys; from draftsmith.train.commands.cli import main; "
+                               "main(sys.argv[1:])", "export",
+         "--drafter", str(DRAFTERS / "medusa"), "--to", "tgi", "--out", str(tmp_path / "out"),
+         "--push", "me/medusa"],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 2 and "was written, but the hub does not take it" in done.stderr
@@ -345,25 +554,48 @@ def as_others_write_it(name: str, folder: Path) -> Path:
     tensors = load_file(next(source.glob("*.safetensors")))
     folder.mkdir()
     if name == "medusa":
-        config = {key: config[key] for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")}
+        config = {
+            key: config[key]
+            for key in ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path")
+        }
         torch.save(tensors, folder / "medusa_lm_head.pt")
     else:
-        ours = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_aux_hidden_states", "rope_parameters")
-        config = {key: value for key, value in config.items() if key not in (*ours, "eagle_aux_hidden_state_layer_ids")}
+        ours = (
+            "norm_before_residual",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "num_aux_hidden_states",
+            "rope_parameters",
+        )
+        config = {
+            key: value
+            for key, value in config.items()
+            if key not in (*ours, "eagle_aux_hidden_state_layer_ids")
+        }
         torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-@pytest.mark.parametrize(("name", "more"), [("eagle3_plain", {"taps": "[2,4,7]"}), ("eagle1", {}), ("medusa", {})])
-def test_an_imported_head_decodes_as_it_did(name: str, more: dict[str, Any], quickstart: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"), [("eagle3_plain", {"taps": "[2,4,7]"}), ("eagle1", {}), ("medusa", {})]
+)
+def test_an_imported_head_decodes_as_it_did(
+    name: str, more: dict[str, Any], quickstart: Target, tmp_path: Path
+) -> None:
     """Round by round; of Medusa a tree that needs no accuracies, which nobody publishes."""
     drafter = imported(as_others_write_it(name, tmp_path / "public"), tmp_path / "drafter", **more)
     settings = ":tree=best-first,nodes=8" if name == "medusa" else ":width=4,nodes=12,length=4"
     prompts = chat_prompts(quickstart, "test", 2)
-    ours, theirs = (load(quickstart, f"{folder}{settings}").generate(prompts, 40) for folder in (DRAFTERS / name, drafter))
+    ours, theirs = (
+        load(quickstart, f"{folder}{settings}").generate(prompts, 40)
+        for folder in (DRAFTERS / name, drafter)
+    )
     for one, other in zip(ours, theirs, strict=True):
-        assert one.token_ids == other.token_ids and [r.accepted for r in one.rounds] == [r.accepted for r in other.rounds]
+        assert one.token_ids == other.token_ids and [r.accepted for r in one.rounds] == [
+            r.accepted for r in other.rounds
+        ]
         assert sum(r.accepted for r in one.rounds) > 0
     assert load(quickstart, drafter).generate(prompts[1], 8).rounds, "without settings too"
     if name == "medusa":
@@ -373,7 +605,8 @@ def test_an_imported_head_decodes_as_it_did(name: str, more: dict[str, Any], qui
 
 @pytest.mark.parametrize("method", ["medusa", "eagle"])
 def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path: Path) -> None:
-    """By --init-from; at a learning rate of almost nothing its weights stay, flags that training does not make included."""
+    """By --init-from; at a learning rate of almost nothing its weights stay, flags that training
+    does not make included."""
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     public = tmp_path / "public"
     public.mkdir()
@@ -382,7 +615,9 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
         config: dict[str, Any] = {"medusa_num_heads": 4}
     else:
         drafter = random_eagle(target, "eagle3")
-        drafter = EagleDrafter(replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True), target.ends)
+        drafter = EagleDrafter(
+            replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True), target.ends
+        )
         config = drafter.serving_config("x", "float32")
     torch.save(dict(drafter.serving_state()), public / "heads.bin")
     (public / "config.json").write_text(json.dumps(config))
@@ -390,7 +625,10 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
     changes: dict[str, Any] = {"max_steps": 1, "init_from": str(tmp_path / "drafter")}
     config_file = make_config(tmp_path, saved_tiny, method, **changes, heads={})
     train(config_file, "--optim.lr", "1e-9", method=method)
-    before, after = (load_file(next(f.glob("*.safetensors"))) for f in (tmp_path / "drafter", tmp_path / "run" / "best"))
+    before, after = (
+        load_file(next(f.glob("*.safetensors")))
+        for f in (tmp_path / "drafter", tmp_path / "run" / "best")
+    )
     assert before.keys() == after.keys()
     for name in before:
         torch.testing.assert_close(before[name], after[name], atol=1e-6, rtol=1e-6)
@@ -405,11 +643,16 @@ def test_a_block_is_drafted_whole_there_and_back(
 ) -> None:
     """As many drafts as it has where none are asked for, and never more."""
     before = Artifact(
-        random_block(quickstart, kind, taps=[2, 4]), quickstart.fingerprint(), {"tree_nodes": 8}, {"command": ["x"]}
+        random_block(quickstart, kind, taps=[2, 4]),
+        quickstart.fingerprint(),
+        {"tree_nodes": 8},
+        {"command": ["x"]},
     )
     before.save(tmp_path / "drafter")
     with pytest.raises(UserError, match="--drafts 5 is more than the 4 drafts of a block"):
-        exporting.run(exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5))
+        exporting.run(
+            exporting.Options(str(tmp_path / "drafter"), "vllm", str(tmp_path / "vllm"), drafts=5)
+        )
     for engine, layout in (("vllm", kind), ("speculators", f"speculators {kind}")):
         exporting.run(exporting.Options(str(tmp_path / "drafter"), engine, str(tmp_path / engine)))  # type: ignore[arg-type]
         if engine == "vllm":
@@ -418,5 +661,7 @@ def test_a_block_is_drafted_whole_there_and_back(
         assert f"as {layout};" in capsys.readouterr().out
         after = Artifact.load(back, quickstart.fingerprint(), quickstart.ends, pytest.fail)
         ours, theirs = before.drafter.state_dict(), after.drafter.state_dict()
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in ours
+        )
         assert (after.calibration, after.provenance) == (before.calibration, before.provenance)

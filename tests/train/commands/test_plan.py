@@ -22,40 +22,69 @@ from tests.train.test_loop import make_config, train
 
 def run_of(tmp_path: Path, target: Path, method: str):
     config = make_config(tmp_path, target, method)
-    module = {"medusa": medusa}.get(method) or __import__(f"draftsmith.train.methods.{method}", fromlist=["Run"])
+    module = {"medusa": medusa}.get(method) or __import__(
+        f"draftsmith.train.methods.{method}", fromlist=["Run"]
+    )
     from draftsmith.train.arguments import parse
 
     return config, module, parse(module.Run, ["--config", str(config)], "x")[0]
 
 
 def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
-    """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a 1e9-parameter target at 40% of 989
-    TFLOP/s are 2e18 FLOP in 1.40 hours."""
+    """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a
+    1e9-parameter target at 40% of 989 TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
     shape = Shape(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
     found = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
     assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
-    assert found["train_gpu_hours"] == pytest.approx(6 * 1e8 * 7 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs)
+    assert found["train_gpu_hours"] == pytest.approx(
+        6 * 1e8 * 7 * 1e9 / (0.4 * 989e12 * 3600) * config.epochs
+    )
     stages = [found[f"{stage}_gpu_hours"] for stage in ("regenerate", "extract", "train")]
     config.epochs = 3.0  # live: the target runs over the data in each epoch
     live = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
-    assert live["total_gpu_hours"] == pytest.approx(stages[0] + 3 * stages[1] + live["train_gpu_hours"])
+    assert live["total_gpu_hours"] == pytest.approx(
+        stages[0] + 3 * stages[1] + live["train_gpu_hours"]
+    )
     config.features.store = "store"
     assert plan_for(shape, Options("x", "eagle", tokens=1e9), config)["extractions"] == 1
     assert found["target_bytes"] == 2e9 and found["drafter_bytes"] == 1.6e9
     half = plan_for(shape, Options("x", "eagle", tokens=1e9, reply_share=0.5), config)
-    assert half["feature_bytes"] == 7e12 and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
+    assert (
+        half["feature_bytes"] == 7e12
+        and half["regenerate_gpu_hours"] == found["regenerate_gpu_hours"] / 2
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "change", "says"),
     [
-        ("eagle", {"objective": {"steps": 1000}}, "objective.steps is 1000, more than the 160 tokens of a row"),
-        ("medusa", {"heads": {"num_heads": 1000}}, "heads.num_heads is 1000, more than the 160 tokens"),
-        ("dflash", {"heads": {"block_size": 10000, "mask_token": 2}}, "heads.block_size is 10000, more than"),
-        ("eagle", {"objective": {"steps": 150}, "data": 4096}, "times the target's own forward pass over it"),
-        ("medusa", {"heads": {"num_heads": 100, "num_layers": 100}}, "times the target's own forward pass"),
+        (
+            "eagle",
+            {"objective": {"steps": 1000}},
+            "objective.steps is 1000, more than the 160 tokens of a row",
+        ),
+        (
+            "medusa",
+            {"heads": {"num_heads": 1000}},
+            "heads.num_heads is 1000, more than the 160 tokens",
+        ),
+        (
+            "dflash",
+            {"heads": {"block_size": 10000, "mask_token": 2}},
+            "heads.block_size is 10000, more than",
+        ),
+        (
+            "eagle",
+            {"objective": {"steps": 150}, "data": 4096},
+            "times the target's own forward pass over it",
+        ),
+        (
+            "medusa",
+            {"heads": {"num_heads": 100, "num_layers": 100}},
+            "times the target's own forward pass",
+        ),
         ("eagle", {"batch_rows": 10**6, "heads": {"taps": [1]}}, "training needs about"),
     ],
 )
@@ -76,24 +105,35 @@ def test_what_nobody_means_is_refused_with_its_price(
         check_affordable(run, module, 1)
 
 
-def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(tmp_path: Path, saved_tiny: Path, capsys) -> None:
+def test_a_32b_target_needs_41_terabytes_for_a_billion_tokens(
+    tmp_path: Path, saved_tiny: Path, capsys
+) -> None:
     folder = tmp_path / "target"
     LlamaConfig(
-        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8,
+        hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
+        num_key_value_heads=8,
         head_dim=128, vocab_size=151936, tie_word_embeddings=False,
     ).save_pretrained(folder)  # fmt: skip
     (tmp_path / "run").mkdir()
-    config = make_config(tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000}, errors={})
+    config = make_config(
+        tmp_path / "run", folder, "eagle", heads={"draft_vocab_size": 32000}, errors={}
+    )
     plan.run(Options(str(config), "eagle", json=str(tmp_path / "plan.json")))
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["plan"]["feature_bytes"] == pytest.approx(40.96e12)
-    assert 30e9 < found["shape"]["target_params"] < 34e9 and 2e8 < found["shape"]["drafter_params"] < 2e9
-    assert "41.0 TB of features are more than an ordinary disk holds" in " ".join(capsys.readouterr().out.split())
+    assert (
+        30e9 < found["shape"]["target_params"] < 34e9
+        and 2e8 < found["shape"]["drafter_params"] < 2e9
+    )
+    assert "41.0 TB of features are more than an ordinary disk holds" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) -> None:
     Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, vocab_size=100,
     ).save_pretrained(tmp_path / "target")  # fmt: skip
     (tmp_path / "run").mkdir()
@@ -105,12 +145,16 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "dspark", "distill"])
-def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+def test_the_drafter_is_as_large_as_the_trained_one(
+    tmp_path: Path, saved_tiny: Path, method: str
+) -> None:
     config = make_config(tmp_path, saved_tiny, method, max_steps=1)
     done = train(config, method=method)
     size = float(done.stderr.split("drafter of ")[1].split("M")[0])
     plan.run(Options(str(config), method, json=str(tmp_path / "plan.json")))  # type: ignore[arg-type]
-    assert json.loads((tmp_path / "plan.json").read_text())["shape"]["drafter_params"] / 1e6 == pytest.approx(size, abs=0.006)
+    assert json.loads((tmp_path / "plan.json").read_text())["shape"][
+        "drafter_params"
+    ] / 1e6 == pytest.approx(size, abs=0.006)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +167,9 @@ def test_the_drafter_is_as_large_as_the_trained_one(tmp_path: Path, saved_tiny: 
         {"head": "tie", "vocab_size": 280},
     ],
 )
-def test_a_student_is_as_large_as_the_one_that_is_cut(tmp_path: Path, saved_tiny: Path, student: dict) -> None:
+def test_a_student_is_as_large_as_the_one_that_is_cut(
+    tmp_path: Path, saved_tiny: Path, student: dict
+) -> None:
     from draftsmith.distill.students import StudentConfig, make_student
 
     config = make_config(tmp_path, saved_tiny, "distill", student=student)
@@ -133,8 +179,11 @@ def test_a_student_is_as_large_as_the_one_that_is_cut(tmp_path: Path, saved_tiny
 
 
 def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_tiny: Path) -> None:
-    """Four heads through a head of 1e9 parameters: 16 FLOP for each of them and token, where own heads would cost 24."""
-    config = make_config(tmp_path, saved_tiny, "medusa", epochs=1, heads={"num_heads": 3, "shared_head": True})
+    """Four heads through a head of 1e9 parameters: 16 FLOP for each of them and token, where own
+    heads would cost 24."""
+    config = make_config(
+        tmp_path, saved_tiny, "medusa", epochs=1, heads={"num_heads": 3, "shared_head": True}
+    )
     run, shape, _ = plan.planned(Options(str(config), "medusa"))
     assert shape.borrowed_params == 3 * 32 * shape.vocab
     shape = Shape(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
@@ -142,9 +191,12 @@ def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_
     assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
 
 
-def test_a_block_drafter_runs_all_slots_of_all_blocks(tmp_path: Path, saved_tiny: Path, capsys, monkeypatch) -> None:
-    """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a parameter of its own and 4 for one of the
-    borrowed head. 3 drafts of a block have logits; each of 2 layers keeps 20 states of 32 fp32 numbers for each row."""
+def test_a_block_drafter_runs_all_slots_of_all_blocks(
+    tmp_path: Path, saved_tiny: Path, capsys, monkeypatch
+) -> None:
+    """20 blocks of 4 slots in rows of 160 positions: half a pass each, at 6 FLOP for a parameter of
+    its own and 4 for one of the borrowed head. 3 drafts of a block have logits; each of 2 layers
+    keeps 20 states of 32 fp32 numbers for each row."""
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
@@ -160,15 +212,27 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(tmp_path: Path, saved_tiny
     assert "0.375 passes a position" in capsys.readouterr().out, "20 blocks of 3 slots"
 
 
-def test_a_run_logs_where_its_time_goes_and_profiles_a_window(tmp_path: Path, saved_tiny: Path) -> None:
-    config = make_config(tmp_path, saved_tiny, "eagle", max_steps=8, profile={"first": 2, "steps": 2})
+def test_a_run_logs_where_its_time_goes_and_profiles_a_window(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    config = make_config(
+        tmp_path, saved_tiny, "eagle", max_steps=8, profile={"first": 2, "steps": 2}
+    )
     train(config, method="eagle")
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for row in (row for row in rows if "loss" in row):
         shares = [row[f"share_{part}"] for part in PARTS]
-        assert all(share >= 0 for share in shares) and 0.1 < sum(shares) <= 1.0 and row["tokens_s"] > 0
+        assert (
+            all(share >= 0 for share in shares) and 0.1 < sum(shares) <= 1.0 and row["tokens_s"] > 0
+        )
     trace = json.loads((tmp_path / "run" / "profile" / "rank-0.json").read_text())
-    steps = {event["name"] for event in trace["traceEvents"] if event.get("name", "").startswith("ProfilerStep")}
+    steps = {
+        event["name"]
+        for event in trace["traceEvents"]
+        if event.get("name", "").startswith("ProfilerStep")
+    }
     assert steps == {"ProfilerStep#2", "ProfilerStep#3"}
     assert sum(event.get("name", "").startswith("aten::") for event in trace["traceEvents"]) > 100
 

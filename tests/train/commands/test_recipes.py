@@ -1,4 +1,5 @@
-"""Every recipe in configs/ against its target's real config: it parses, and builds a drafter of the sizes counted by hand."""
+"""Every recipe in configs/ against its target's real config: it parses, and builds a drafter of the
+sizes counted by hand."""
 
 from __future__ import annotations
 
@@ -77,20 +78,27 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     """The run's drafter on the meta device, and its target's stored config."""
     method = method_module(recipe.parent.name)
-    drafter: Any = outlined(method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))).drafter
+    drafter: Any = outlined(
+        method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))
+    ).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
     return drafter, raw(ROOT / "tests" / "targets" / f"{Path(run.target.path).name}.json")
 
 
 def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> None:
     methods = {
-        target: {path.parent.name for path in RECIPES if path.stem == target} for target in {path.stem for path in RECIPES}
+        target: {path.parent.name for path in RECIPES if path.stem == target}
+        for target in {path.stem for path in RECIPES}
     }
-    assert set(METHODS) == set(get_args(Method)) == {"medusa", "eagle", "dflash", "dspark", "distill"}
+    assert (
+        set(METHODS) == set(get_args(Method)) == {"medusa", "eagle", "dflash", "dspark", "distill"}
+    )
     assert len(methods) == 9 and methods.pop("gpt-oss-20b") == set(METHODS) - {"distill"}
     assert all(found == set(METHODS) for found in methods.values())
     row = next(
-        line for line in (ROOT / "configs" / "README.md").read_text().splitlines() if line.startswith("| gpt-oss-20b | shared")
+        line
+        for line in (ROOT / "configs" / "README.md").read_text().splitlines()
+        if line.startswith("| gpt-oss-20b | shared")
     )
     assert row.split(" | ")[-1].startswith("**no recipe**")
 
@@ -98,23 +106,40 @@ def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_a_recipe_says_that_nothing_in_it_was_measured(recipe: Path) -> None:
     assert header(recipe).count(UNMEASURED) == 1
-    assert f"--target {SCRIPT.yaml.safe_load(recipe.read_text())['target']['path']} " in header(recipe)
+    assert f"--target {SCRIPT.yaml.safe_load(recipe.read_text())['target']['path']} " in header(
+        recipe
+    )
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "eagle"], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.parent.name == "eagle"], ids=name_of
+)
 def test_an_eagle_drafter_by_hand(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
-    hidden, inner = target["hidden_size"], run.heads.intermediate_size or target["intermediate_size"]
-    queries, keys = (target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value"))
+    hidden, inner = (
+        target["hidden_size"],
+        run.heads.intermediate_size or target["intermediate_size"],
+    )
+    queries, keys = (
+        target[f"num_{kind}_heads"] * target["head_dim"] for kind in ("attention", "key_value")
+    )
     drafted = run.heads.draft_vocab_size or target["vocab_size"]
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.serving_state().items()}
     assert shapes.pop("fc.weight") == (hidden, 3 * hidden)
     assert shapes.pop("lm_head.weight") == (drafted, hidden)
     assert shapes.pop("midlayer.self_attn.q_proj.weight") == (queries, 2 * hidden)
-    assert shapes.pop("midlayer.self_attn.k_proj.weight") == shapes.pop("midlayer.self_attn.v_proj.weight") == (keys, 2 * hidden)
+    assert (
+        shapes.pop("midlayer.self_attn.k_proj.weight")
+        == shapes.pop("midlayer.self_attn.v_proj.weight")
+        == (keys, 2 * hidden)
+    )
     assert shapes.pop("midlayer.self_attn.o_proj.weight") == (hidden, queries)
-    assert shapes.pop("midlayer.mlp.gate_proj.weight") == shapes.pop("midlayer.mlp.up_proj.weight") == (inner, hidden)
+    assert (
+        shapes.pop("midlayer.mlp.gate_proj.weight")
+        == shapes.pop("midlayer.mlp.up_proj.weight")
+        == (inner, hidden)
+    )
     assert shapes.pop("midlayer.mlp.down_proj.weight") == (hidden, inner)
     if drafted < target["vocab_size"]:
         assert shapes.pop("d2t") == (drafted,) and shapes.pop("t2d") == (target["vocab_size"],)
@@ -141,7 +166,9 @@ BLOCKS = {  # slots of DFlash's, and what stands in those to be filled
 }
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of
+)
 def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
@@ -152,52 +179,93 @@ def test_a_block_drafter_by_hand(recipe: Path, plans: Any) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in drafter.serving_state().items()}
     assert shapes.pop("fc.weight") == (hidden, 5 * hidden)
     for layer in range(5):
-        own = {name: shapes.pop(f"layers.{layer}.{name}.weight") for name in ("self_attn.q_proj", "self_attn.o_proj")}
+        own = {
+            name: shapes.pop(f"layers.{layer}.{name}.weight")
+            for name in ("self_attn.q_proj", "self_attn.o_proj")
+        }
         assert own == {"self_attn.q_proj": (queries, hidden), "self_attn.o_proj": (hidden, queries)}
-        assert [shapes.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "kv"] == 2 * [(keys, hidden)]
-        assert [shapes.pop(f"layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up")] == 2 * [(inner, hidden)]
+        assert [
+            shapes.pop(f"layers.{layer}.self_attn.{name}_proj.weight") for name in "kv"
+        ] == 2 * [(keys, hidden)]
+        assert [
+            shapes.pop(f"layers.{layer}.mlp.{name}_proj.weight") for name in ("gate", "up")
+        ] == 2 * [(inner, hidden)]
         assert shapes.pop(f"layers.{layer}.mlp.down_proj.weight") == (hidden, inner)
-        assert [shapes.pop(f"layers.{layer}.self_attn.{name}_norm.weight") for name in "qk"] == 2 * [(head,)]
-    size = 5 * hidden * hidden + 5 * (hidden * (2 * queries + 2 * keys + 3 * inner + 2) + 2 * head) + 2 * hidden
+        assert [
+            shapes.pop(f"layers.{layer}.self_attn.{name}_norm.weight") for name in "qk"
+        ] == 2 * [(head,)]
+    size = (
+        5 * hidden * hidden
+        + 5 * (hidden * (2 * queries + 2 * keys + 3 * inner + 2) + 2 * head)
+        + 2 * hidden
+    )
     if recipe.parent.name == "dspark":
-        assert shapes.pop("markov_head.markov_w1.weight") == shapes.pop("markov_head.markov_w2.weight") == (vocab, 256)
-        assert (shapes.pop("confidence_head.proj.weight"), shapes.pop("confidence_head.proj.bias")) == ((1, hidden + 256), (1,))
+        assert (
+            shapes.pop("markov_head.markov_w1.weight")
+            == shapes.pop("markov_head.markov_w2.weight")
+            == (vocab, 256)
+        )
+        assert (
+            shapes.pop("confidence_head.proj.weight"),
+            shapes.pop("confidence_head.proj.bias"),
+        ) == ((1, hidden + 256), (1,))
         size += 2 * vocab * 256 + hidden + 256 + 1
-    assert len(shapes) == 2 + 5 * 2 and set(shapes.values()) == {(hidden,)}  # norms of context, output, and each layer's two
+    # norms of context, output, and each layer's two
+    assert len(shapes) == 2 + 5 * 2 and set(shapes.values()) == {(hidden,)}
     assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
     layers = target["num_hidden_layers"]
     assert drafter.taps == tuple(2 + round(i * (layers - 4) / 4) for i in range(5))
     assert f"Taps are {', '.join(map(str, drafter.taps))} of {layers}" in header(recipe)
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.parent.name in ("dflash", "dspark")], ids=name_of
+)
 def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -> None:
     run, shape, plan = plans[recipe]
     slots, mask = BLOCKS[recipe.stem]
     drafts = slots - 1 if recipe.parent.name == "dflash" else 7
-    assert run.heads.block_size == (slots if recipe.parent.name == "dflash" else 7) and shape.laws == drafts
+    assert (
+        run.heads.block_size == (slots if recipe.parent.name == "dflash" else 7)
+        and shape.laws == drafts
+    )
     assert f"to vLLM it is num_speculative_tokens {drafts}" in header(recipe)
     assert f"Slots to be filled hold {mask}" in header(recipe)
     named = run.heads.mask_token
-    assert mask.startswith(f"{named}, <") if named is not None else "is found without being named" in header(recipe)
     assert (
-        shape.passes == 512 * run.heads.block_size / run.data.max_length and shape.borrowed_params == shape.hidden * shape.vocab
+        mask.startswith(f"{named}, <")
+        if named is not None
+        else "is found without being named" in header(recipe)
+    )
+    assert (
+        shape.passes == 512 * run.heads.block_size / run.data.max_length
+        and shape.borrowed_params == shape.hidden * shape.vocab
     )
     chunk = run.objective.rows_per_chunk * drafts * shape.vocab * 4
     whole = run.objective.rows_per_chunk == 512 * run.batch_rows
     assert chunk < 1.25e9 and (whole or chunk > 0.8e9), "about a gigabyte for each tensor of logits"
     spread = run.target.spread == "fsdp"
-    shared = (plan["target_bytes"] + plan["drafter_bytes"]) / 8 if spread else plan["target_bytes"] + plan["drafter_bytes"]
-    assert shared + plan["activation_bytes"] < 80e9, "what a GPU has, of eight where the target is shared"
+    shared = (
+        (plan["target_bytes"] + plan["drafter_bytes"]) / 8
+        if spread
+        else plan["target_bytes"] + plan["drafter_bytes"]
+    )
+    assert shared + plan["activation_bytes"] < 80e9, (
+        "what a GPU has, of eight where the target is shared"
+    )
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "medusa"], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.parent.name == "medusa"], ids=name_of
+)
 def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
     hidden, vocab = target["hidden_size"], target["vocab_size"]
     own = 4 * vocab * hidden
-    assert shape.drafter_params == 4 * (hidden * hidden + hidden) + (0 if run.heads.shared_head else own)
+    assert shape.drafter_params == 4 * (hidden * hidden + hidden) + (
+        0 if run.heads.shared_head else own
+    )
     assert shape.drafter_params == sum(p.numel() for p in drafter.parameters())
     assert shape.borrowed_params == (own if run.heads.shared_head else 0)
     assert len(drafter.outputs) == (0 if run.heads.shared_head else 4)
@@ -206,7 +274,9 @@ def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
     assert run.heads.shared_head == dear, "the rule that configs/README.md gives"
 
 
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.parent.name == "distill"], ids=name_of)
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.parent.name == "distill"], ids=name_of
+)
 def test_a_student_by_hand(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
@@ -219,7 +289,8 @@ def test_a_student_by_hand(recipe: Path, plans: Any) -> None:
     norms = 2 * hidden + (0 if student["model_type"] == "llama" else 2 * per_head)
     norms += 2 * hidden if student["model_type"] == "gemma3_text" else 0
     layer = 2 * hidden * turned * per_head + 3 * hidden * student["intermediate_size"] + norms
-    size = student["vocab_size"] * hidden + student["num_hidden_layers"] * layer + hidden  # each is tied
+    # each is tied
+    size = student["vocab_size"] * hidden + student["num_hidden_layers"] * layer + hidden
     assert drafter.get_output_embeddings().weight is drafter.get_input_embeddings().weight
     assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
     assert drafter.config.max_position_embeddings >= run.data.max_length
@@ -240,8 +311,11 @@ def test_targets_have_the_sizes_that_their_cards_say(plans: Any) -> None:
 
 
 @pytest.mark.parametrize("path", TARGETS, ids=lambda path: path.stem)
-def test_a_drafter_turns_as_its_targets_full_attention_layers_do(path: Path, tmp_path: Path) -> None:
-    """Linear, llama3 and yarn scaling of real configs: the drafter's frequencies are the target's, bit for bit."""
+def test_a_drafter_turns_as_its_targets_full_attention_layers_do(
+    path: Path, tmp_path: Path
+) -> None:
+    """Linear, llama3 and yarn scaling of real configs: the drafter's frequencies are the target's,
+    bit for bit."""
     (tmp_path / "config.json").write_text(path.read_text())
     config = AutoConfig.from_pretrained(tmp_path)
     text = config.get_text_config()
@@ -261,7 +335,11 @@ def test_the_table_of_the_readme_is_what_the_script_prints(plans: Any) -> None:
 
 def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     recipe = next(path for path in RECIPES if name_of(path) == "eagle/qwen3-0.6b")
-    changes = [f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B', tmp_path)}", "heads.draft_vocab_size=16000", "batch_rows=4"]
+    changes = [
+        f"target.path={SCRIPT.config_folder('Qwen/Qwen3-0.6B', tmp_path)}",
+        "heads.draft_vocab_size=16000",
+        "batch_rows=4",
+    ]
     out = tmp_path / "plan.json"
     plan.run(Options(str(recipe), "eagle", json=str(out), set=changes))
     run, shape, _ = planned(Options(str(recipe), "eagle", set=changes))

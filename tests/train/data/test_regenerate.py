@@ -36,9 +36,13 @@ TURNS: dict[str, Any] = {
 GREEDY = ReplySampling(temperature=0, max_new_tokens=12)
 
 
-def options(folder: Path, target: Path, rows: list[Any], sampling: ReplySampling = GREEDY, **more: Any) -> Options:
+def options(
+    folder: Path, target: Path, rows: list[Any], sampling: ReplySampling = GREEDY, **more: Any
+) -> Options:
     config = TargetConfig(str(target), device="cpu")
-    return Options(config, write(folder / "in.jsonl", rows), str(folder / "out.jsonl"), sampling, **more)
+    return Options(
+        config, write(folder / "in.jsonl", rows), str(folder / "out.jsonl"), sampling, **more
+    )
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -47,14 +51,16 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 def alone(target: Target, prompt: list[int], limit: int) -> list[int]:
     """The target's greedy reply to one prompt, cut behind its end token."""
-    out = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0)[
-        0, len(prompt) :
-    ].tolist()
+    out = target.model.generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, pad_token_id=0
+    )[0, len(prompt) :].tolist()
     end = next((i for i, t in enumerate(out) if t in target.eos_ids), len(out) - 1)
     return out[: end + 1]
 
 
-def test_batched_replies_equal_those_written_alone_token_for_token(tmp_path: Path, saved_tiny: Path) -> None:
+def test_batched_replies_equal_those_written_alone_token_for_token(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     uneven = [{"messages": [{"role": "user", "content": "the " * (1 + 3 * i)}]} for i in range(6)]
     run(options(tmp_path, saved_tiny, uneven, batch_size=4))
@@ -64,7 +70,9 @@ def test_batched_replies_equal_those_written_alone_token_for_token(tmp_path: Pat
         assert row["regenerated"]["sampling"]["temperature"] == 0
 
 
-def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(tmp_path: Path, saved_tiny: Path) -> None:
+def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=1.0, max_new_tokens=12)))
     for row in rows_of(tmp_path):
         (part,) = encode(conversation_of(row), None, frozenset(), "x", {})
@@ -73,7 +81,9 @@ def test_the_tokens_that_were_written_are_the_tokens_that_are_learned(tmp_path: 
         assert [i for i, m in enumerate(part.mask) if m] == list(range(start, end))
 
 
-def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(tmp_path: Path, saved_tiny: Path) -> None:
+def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     folder = tmp_path / "target"
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     target.model.generation_config.eos_token_id = [1, *range(100, 250)]  # replies of a few tokens
@@ -82,31 +92,42 @@ def test_every_turn_is_rewritten_and_sees_the_new_turns_before_it(tmp_path: Path
     run(options(tmp_path, folder, [TURNS], ReplySampling(temperature=1.0, max_new_tokens=200)))
     rows = rows_of(tmp_path)
     said = rows[-1]["messages"]
-    assert [m["role"] for m in said][:3] == ["user", "assistant", "user"] and said[1]["content"] != "OLD"
+    assert [m["role"] for m in said][:3] == ["user", "assistant", "user"] and said[1][
+        "content"
+    ] != "OLD"
     assert "OLD" not in json.dumps(rows)
     last = rows[-1]
     start, end = last["response_spans"][-1]
-    rendered = target.tokenizer.apply_chat_template(said[:3], add_generation_prompt=True, return_dict=True)["input_ids"]
+    rendered = target.tokenizer.apply_chat_template(
+        said[:3], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     assert last["token_ids"][:start] == rendered and end == len(last["token_ids"])
 
 
 def test_replies_are_wanted_where_the_assistant_spoke_and_at_the_end() -> None:
     def roles(text: str) -> list[str]:
         names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
-        return ["".join(m["role"][0] for m in part) for part in questions([{"role": names[c]} for c in text])]
+        return [
+            "".join(m["role"][0] for m in part)
+            for part in questions([{"role": names[c]} for c in text])
+        ]
 
     assert roles("u") == ["u"] and roles("sua") == ["su"]
     assert roles("suaua") == ["su", "u"] and roles("uuau") == ["uu", "u"]
     assert roles("uatau") == ["u"], "a tool's result belongs to a call that is not made any more"
 
 
-def test_a_killed_run_goes_on_behind_the_last_whole_conversation(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_killed_run_goes_on_behind_the_last_whole_conversation(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     run(options(tmp_path, saved_tiny, ROWS))
     whole = (tmp_path / "out.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_text("".join(lines[:2]) + lines[2][: len(lines[2]) // 2])
     run(options(tmp_path, saved_tiny, ROWS))
-    assert sorted(rows_of(tmp_path), key=lambda r: r["id"]) == sorted((json.loads(x) for x in lines), key=lambda r: r["id"])
+    assert sorted(rows_of(tmp_path), key=lambda r: r["id"]) == sorted(
+        (json.loads(x) for x in lines), key=lambda r: r["id"]
+    )
     run(options(tmp_path, saved_tiny, ROWS))
     assert len(rows_of(tmp_path)) == 5
 
@@ -120,14 +141,22 @@ def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None
 
 
 def test_another_file_is_not_taken_for_output(tmp_path: Path) -> None:
-    for text in ("my notes\n", "my notes", '{"messages": []}\n', "3\n", '{"id": 1, "last_part": true}\n'):
+    for text in (
+        "my notes\n",
+        "my notes",
+        '{"messages": []}\n',
+        "3\n",
+        '{"id": 1, "last_part": true}\n',
+    ):
         (tmp_path / "notes.txt").write_text(text)
         with pytest.raises(UserError, match="not a file that this command wrote"):
             mend(tmp_path / "notes.txt")
         assert (tmp_path / "notes.txt").read_text() == text
 
 
-def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(tmp_path: Path, saved_tiny: Path) -> None:
+def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     run(options(tmp_path, saved_tiny, ROWS[:2]))
     with pytest.raises(UserError, match="was written with sampling"):
         run(options(tmp_path, saved_tiny, ROWS, ReplySampling(temperature=0.5, max_new_tokens=12)))
@@ -135,7 +164,9 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(tmp_path:
     shutil.copytree(saved_tiny, tmp_path / "t")
     other.model.save_pretrained(tmp_path / "t")
     moved = options(tmp_path, saved_tiny, ROWS)
-    (tmp_path / "out.jsonl").write_text((tmp_path / "out.jsonl").read_text().replace(str(saved_tiny), str(tmp_path / "t")))
+    (tmp_path / "out.jsonl").write_text(
+        (tmp_path / "out.jsonl").read_text().replace(str(saved_tiny), str(tmp_path / "t"))
+    )
     moved.target.path = str(tmp_path / "t")
     with pytest.raises(UserError, match="was written with weights_hash"):
         run(moved)
@@ -145,14 +176,21 @@ def test_a_long_prompt_takes_no_room_from_a_short_one() -> None:
     waiting: list[Any] = [([0] * n, None) for n in (62, 3, 5, 40, 50)]
     batches = []
     while waiting:
-        batches.append([len(p) for p, _ in take_batch(waiting, size=3, max_new_tokens=20, positions=64)])
+        batches.append(
+            [len(p) for p, _ in take_batch(waiting, size=3, max_new_tokens=20, positions=64)]
+        )
     assert batches == [[3, 5, 40], [50], [62]]
 
 
-def test_a_row_that_the_template_refuses_is_left_out_and_the_others_are_written(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_row_that_the_template_refuses_is_left_out_and_the_others_are_written(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     shutil.copytree(saved_tiny, tmp_path / "t")
     path = next((tmp_path / "t").glob("*.jinja"))
-    path.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + path.read_text())
+    path.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + path.read_text()
+    )
     system = {"messages": [{"role": "system", "content": "x"}, *ROWS[0]["messages"]]}
     run(options(tmp_path, tmp_path / "t", [system, *ROWS[1:3]], bad_rows="skip"))
     assert len(rows_of(tmp_path)) == 2
@@ -164,7 +202,8 @@ def test_rows_of_one_id_are_kept_apart(tmp_path: Path, saved_tiny: Path) -> None
 
 
 class Engine:
-    """A server in the OpenAI form around the real tiny target: now and then it fails, as servers do."""
+    """A server in the OpenAI form around the real tiny target: now and then it fails, as servers
+    do."""
 
     def __init__(self, folder: Path, token_ids: bool) -> None:
         self.target = load_target(TargetConfig(str(folder), device="cpu"))
@@ -184,7 +223,10 @@ class Engine:
             reply = alone(self.target, prompt, request["max_tokens"])
         text = self.target.tokenizer.decode([t for t in reply if t not in self.target.eos_ids])
         reason = "stop" if reply[-1] in self.target.eos_ids else "length"
-        choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        choice: dict[str, Any] = {
+            "message": {"role": "assistant", "content": text},
+            "finish_reason": reason,
+        }
         if not self.token_ids:
             return {"choices": [choice]}
         return {"choices": [{**choice, "token_ids": reply}], "prompt_token_ids": prompt}
@@ -219,22 +261,40 @@ def serve(saved_tiny: Path) -> Iterator[Any]:
         server.shutdown()
 
 
-def test_a_server_gives_the_same_rows_as_this_process(tmp_path: Path, saved_tiny: Path, serve: Any) -> None:
+def test_a_server_gives_the_same_rows_as_this_process(
+    tmp_path: Path, saved_tiny: Path, serve: Any
+) -> None:
     (tmp_path / "here").mkdir()
     run(options(tmp_path / "here", saved_tiny, [*ROWS, TURNS]))
     engine, url = serve()
     kwargs = {"enable_thinking": False}
-    run(options(tmp_path, saved_tiny, [*ROWS, TURNS], server=Server(url, concurrency=3), chat_template_kwargs=kwargs))
+    run(
+        options(
+            tmp_path,
+            saved_tiny,
+            [*ROWS, TURNS],
+            server=Server(url, concurrency=3),
+            chat_template_kwargs=kwargs,
+        )
+    )
     ours, theirs = ({r["id"]: r for r in rows_of(f)} for f in (tmp_path / "here", tmp_path))
-    assert {k: r["token_ids"] for k, r in ours.items()} == {k: r["token_ids"] for k, r in theirs.items()}
+    assert {k: r["token_ids"] for k, r in ours.items()} == {
+        k: r["token_ids"] for k, r in theirs.items()
+    }
     assert engine.failures == 0, "the failed requests were tried again"
-    assert all(r["chat_template_kwargs"] == kwargs and r["return_token_ids"] for r in engine.requests)
+    assert all(
+        r["chat_template_kwargs"] == kwargs and r["return_token_ids"] for r in engine.requests
+    )
 
 
-def test_a_server_without_token_ids_leaves_text_to_learn_from(tmp_path: Path, saved_tiny: Path, serve: Any) -> None:
+def test_a_server_without_token_ids_leaves_text_to_learn_from(
+    tmp_path: Path, saved_tiny: Path, serve: Any
+) -> None:
     _, url = serve(token_ids=False)
     run(options(tmp_path, saved_tiny, ROWS, server=Server(url)))
-    assert all("token_ids" not in r and r["messages"][-1]["role"] == "assistant" for r in rows_of(tmp_path))
+    assert all(
+        "token_ids" not in r and r["messages"][-1]["role"] == "assistant" for r in rows_of(tmp_path)
+    )
 
 
 def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny: Path) -> None:

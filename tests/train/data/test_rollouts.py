@@ -1,4 +1,5 @@
-"""Texts written while training goes on: which rows they take, what of a decoded text is trained, and that a resume has them."""
+"""Texts written while training goes on: which rows they take, what of a decoded text is trained,
+and that a resume has them."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 
 def table(count: int) -> TokenTable:
     """Documents i of eight tokens i, of which the last five are the reply."""
-    return TokenTable.of([Encoded([i] * 8, [False] * 3 + [True] * 5) for i in range(count)], [1] * count)
+    return TokenTable.of(
+        [Encoded([i] * 8, [False] * 3 + [True] * 5) for i in range(count)], [1] * count
+    )
 
 
 def write(prompts: Sequence[Request], seed: int) -> list[Document]:
@@ -69,11 +72,25 @@ def test_turns_are_shares_without_overlap_from_their_first_rows_on() -> None:
     turns.BLOCK = 64  # type: ignore[misc]
     found = [turns.of(number) for number in range(9000)]
     for part in range(3):
-        assert [place for owner, place in found if owner == part] == list(range(sum(owner == part for owner, _ in found)))
+        assert [place for owner, place in found if owner == part] == list(
+            range(sum(owner == part for owner, _ in found))
+        )
     early, late = [owner for owner, _ in found[:5000]], [owner for owner, _ in found[5000:]]
     assert 0 not in early and abs(early.count(1) - 2500) < 5
-    assert abs(late.count(0) - 1000) < 5 and abs(late.count(1) - 2000) < 5 and abs(late.count(2) - 1000) < 5
-    assert max(b - a for a, b in zip(*(lambda at: (at, at[1:]))([n for n, o in enumerate(late) if o == 0]), strict=False)) <= 8
+    assert (
+        abs(late.count(0) - 1000) < 5
+        and abs(late.count(1) - 2000) < 5
+        and abs(late.count(2) - 1000) < 5
+    )
+    assert (
+        max(
+            b - a
+            for a, b in zip(
+                *(lambda at: (at, at[1:]))([n for n, o in enumerate(late) if o == 0]), strict=False
+            )
+        )
+        <= 8
+    )
     again = Turns([(0.25, 5000), (0.5, 0)])
     assert again.of(8999) == found[8999], "whoever asks first"
 
@@ -130,13 +147,15 @@ def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> Non
 
 
 def decoded() -> Generation:
-    """Prompt of 3; the first token by the prefill; rounds: 2 of 3 right; 0 of 3; all 3 right, cut after the first."""
+    """Prompt of 3; the first token by the prefill; rounds: 2 of 3 right; 0 of 3; all 3 right, cut
+    after the first."""
     rounds = [Round([11, 12, 13], 3, 2), Round([14], 3), Round([15], 3, 3)]
     return Generation([1, 2, 3], [10, 11, 12, 13, 14, 15], rounds)
 
 
 def test_rounds_of_a_decoded_text() -> None:
-    """Roots at 3, 6 and 7: two right and a wrong one; a wrong one; a right one, for what was cut off nobody looked at."""
+    """Roots at 3, 6 and 7: two right and a wrong one; a wrong one; a right one, for what was cut
+    off nobody looked at."""
     assert rounds_of(decoded()).tolist() == [0, 0, 0, 3, 0, 0, 1, -1, 0]
 
 
@@ -147,13 +166,26 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     batch = collate([[decoded_row, (ids[:4], np.arange(4) >= 1)]])
     weights = batch.draft_weights(4, 0.5)[0]
     assert (
-        weights[3].tolist() == [0.5, 0.5, 1, 0] and weights[6].tolist() == [1, 0, 0, 0] and weights[7].tolist() == [0.5, 0, 0, 0]
+        weights[3].tolist() == [0.5, 0.5, 1, 0]
+        and weights[6].tolist() == [1, 0, 0, 0]
+        and weights[7].tolist() == [0.5, 0, 0, 0]
     )
-    assert weights[:3].sum() == weights[4:6].sum() == weights[8].sum() == 0 and (weights[9:] == 1).all()
+    assert (
+        weights[:3].sum() == weights[4:6].sum() == weights[8].sum() == 0
+        and (weights[9:] == 1).all()
+    )
     # A text that was cut within its last round says nothing of the document behind it.
-    cut = collate([[(ids[:5], np.arange(5) >= 3, rounds_of(text)[:5]), (ids[:3], np.arange(3) >= 1, np.zeros(3, int))]])
+    cut = collate(
+        [
+            [
+                (ids[:5], np.arange(5) >= 3, rounds_of(text)[:5]),
+                (ids[:3], np.arange(3) >= 1, np.zeros(3, int)),
+            ]
+        ]
+    )
     assert cut.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 0, 0, 0]
-    # A language model's row t drafts x[t+1]: rows 3 and 4 were right, 5 wrong, 6 wrong, 7 right; ordinary text counts in full.
+    # A language model's row t drafts x[t+1]: rows 3 and 4 were right, 5 wrong, 6 wrong, 7 right;
+    # ordinary text counts in full.
     assert batch.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 1]
     student = student_of()
     aim = DistillObjective(DistillLoss(), runner_of(student), TARGET, accepted_weight=0.5)
@@ -161,8 +193,16 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     # EAGLE's row t drafts from the root at t + 1, at step k the token x[t+2+k].
     eagle = EagleObjective(EagleLoss(steps=3).resolved(3), (0, 1), TARGET.head, accepted_weight=0.5)
     found = eagle.row_weights(batch)[0]
-    assert found[2].tolist() == [0.5, 0.5, 1] and found[5].tolist() == [1, 0, 0] and found[6].tolist() == [0.5, 0, 0]
-    assert found[[0, 1, 3, 4, 7, 8]].sum() == 0 and found[9].tolist() == [1, 1, 0] and found[10].tolist() == [1, 0, 0]
+    assert (
+        found[2].tolist() == [0.5, 0.5, 1]
+        and found[5].tolist() == [1, 0, 0]
+        and found[6].tolist() == [0.5, 0, 0]
+    )
+    assert (
+        found[[0, 1, 3, 4, 7, 8]].sum() == 0
+        and found[9].tolist() == [1, 1, 0]
+        and found[10].tolist() == [1, 0, 0]
+    )
     assert eagle.weights(batch) == {"step0": 4.0, "step1": 1.5, "step2": 1.0}
 
 
@@ -171,13 +211,25 @@ def test_what_the_student_and_the_decoder_write() -> None:
     prompts = [Request([5, 6, 7], 0), Request([8, 9], 1)]
     config = Rollouts(share=1, max_new_tokens=12, batch_size=1)
     texts = student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 3)
-    together = student_texts(Rollouts(share=1, max_new_tokens=12), runner_of(student), TARGET.eos_ids, prompts, 3)
+    together = student_texts(
+        Rollouts(share=1, max_new_tokens=12), runner_of(student), TARGET.eos_ids, prompts, 3
+    )
     for (ids, mask, rounds), (same, *_), request in zip(texts, together, prompts, strict=True):
         assert ids.tolist() == same.tolist(), "the noise belongs to the prompt, not to the batch"
-        assert ids[: len(request.prompt_ids)].tolist() == list(request.prompt_ids) and (rounds == ANY).all()
-        assert mask.tolist() == [False] * len(request.prompt_ids) + [True] * (len(ids) - len(request.prompt_ids))
-    assert student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 4)[0][0].tolist() != texts[0][0].tolist()
-    assert all(p.requires_grad for p in student.parameters()), "writing leaves the student as it was"
+        assert (
+            ids[: len(request.prompt_ids)].tolist() == list(request.prompt_ids)
+            and (rounds == ANY).all()
+        )
+        assert mask.tolist() == [False] * len(request.prompt_ids) + [True] * (
+            len(ids) - len(request.prompt_ids)
+        )
+    assert (
+        student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 4)[0][0].tolist()
+        != texts[0][0].tolist()
+    )
+    assert all(p.requires_grad for p in student.parameters()), (
+        "writing leaves the student as it was"
+    )
     greedy = Errors(share=1, max_new_tokens=24, length=2, temperature=0.0)
     rejected = 0
     for ids, mask, rounds in decoded_rounds(greedy, TARGET, student, prompts, 3):

@@ -1,4 +1,5 @@
-"""Stored features: training from them is training from the target; they resume, fill their gaps, and replay drafters."""
+"""Stored features: training from them is training from the target; they resume, fill their gaps,
+and replay drafters."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ PLAIN = {"distill": {"rollouts": {}, "errors": {}}, "eagle": {"errors": {}}}
 
 
 def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
-    """As in test_loop, without texts written on the way, and with a student that needs no target to be made."""
+    """As in test_loop, without texts written on the way, and with a student that needs no target to
+    be made."""
     folder.mkdir(exist_ok=True)
     more = dict(PLAIN.get(method, {}))
     if method == "distill":
@@ -49,8 +51,20 @@ def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
     return make_config(folder, target, method, **(more | changes))
 
 
-def extract(config: Path, store: Path, method: str, *options: Any) -> subprocess.CompletedProcess[str]:
-    command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", method.rstrip("1"), "--run", str(config)]
+def extract(
+    config: Path, store: Path, method: str, *options: Any
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        PYTHON,
+        "-m",
+        "draftsmith.train",
+        "data",
+        "extract",
+        "--method",
+        method.rstrip("1"),
+        "--run",
+        str(config),
+    ]
     command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -61,9 +75,14 @@ def full(method: str) -> Any:
     return pytest.param(method, marks=pytest.mark.full)
 
 
-@pytest.mark.parametrize("method", ["eagle", "distill", full("medusa"), full("eagle1"), full("dflash"), full("dspark")])
-def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved_tiny: Path, method: str) -> None:
-    """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's weights are gone by then."""
+@pytest.mark.parametrize(
+    "method", ["eagle", "distill", full("medusa"), full("eagle1"), full("dflash"), full("dspark")]
+)
+def test_training_from_a_store_is_training_from_the_target(
+    tmp_path: Path, saved_tiny: Path, method: str
+) -> None:
+    """fp32: 20 steps with clipping and accumulation, losses and norms within 1e-6; the target's
+    weights are gone by then."""
     target = tmp_path / "target"
     shutil.copytree(saved_tiny, target)
     live = config_for(tmp_path / "live", target, method)
@@ -72,7 +91,9 @@ def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved
     shutil.rmtree(target)
     for source in ("train.jsonl", "held.jsonl"):
         (tmp_path / "live" / source).unlink()
-    stored = config_for(tmp_path / "stored", target, method, features={"store": str(tmp_path / "store")})
+    stored = config_for(
+        tmp_path / "stored", target, method, features={"store": str(tmp_path / "store")}
+    )
     done = train(stored, method=method)
     one, other = curve(tmp_path / "live"), curve(tmp_path / "stored")
     assert one.keys() == other.keys() == set(range(1, 21))
@@ -80,7 +101,11 @@ def test_training_from_a_store_is_training_from_the_target(tmp_path: Path, saved
         assert one[step] == pytest.approx(other[step], rel=1e-5, abs=1e-6), step
     assert "tau_measured" not in done.stdout and "tau_estimated" in done.stdout
     estimates = [
-        [row["tau_estimated"] for row in map(json.loads, (tmp_path / name / "run" / "metrics.jsonl").open()) if "tau_rows" in row]
+        [
+            row["tau_estimated"]
+            for row in map(json.loads, (tmp_path / name / "run" / "metrics.jsonl").open())
+            if "tau_rows" in row
+        ]
         for name in ("live", "stored")
     ]
     assert estimates[0] == pytest.approx(estimates[1])
@@ -96,7 +121,13 @@ def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> Non
         store = tmp_path / dtype
         extract(config, store, "eagle", "--dtype", dtype)
         sizes[dtype] = sum(path.stat().st_size for path in (store / "shards").glob("*.safetensors"))
-        stored = config_for(tmp_path / f"from-{dtype}", saved_tiny, "eagle", max_steps=1, features={"store": str(store)})
+        stored = config_for(
+            tmp_path / f"from-{dtype}",
+            saved_tiny,
+            "eagle",
+            max_steps=1,
+            features={"store": str(store)},
+        )
         train(stored, method="eagle")
         difference = abs(curve(tmp_path / f"from-{dtype}")[1][0] - exact)
         assert 0 < difference < limit * exact, (dtype, difference)
@@ -105,32 +136,48 @@ def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3", "gpt-oss", "multimodal gemma3"])
 def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: Path) -> None:
-    """Those of a store, and those that a served target's checkpoint has. Gemma scales its embeddings by a number in no file."""
-    target = multimodal() if kind.startswith("multimodal") else architecture(kind, dtype=torch.float32)
+    """Those of a store, and those that a served target's checkpoint has. Gemma scales its
+    embeddings by a number in no file."""
+    target = (
+        multimodal() if kind.startswith("multimodal") else architecture(kind, dtype=torch.float32)
+    )
     target.tokenizer = tiny_target().tokenizer
     save_ends(target, tmp_path / "store")
     target.model.save_pretrained(tmp_path / "whole")
     target.tokenizer.save_pretrained(tmp_path / "whole")
     tensors = load_file(tmp_path / "store" / ENDS_FILE)
-    stored = Target(model_of_ends(tmp_path / "store", torch.device("cpu"), torch.float32, tensors.get), None, "stored")
+    stored = Target(
+        model_of_ends(tmp_path / "store", torch.device("cpu"), torch.float32, tensors.get),
+        None,
+        "stored",
+    )
     ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
     for ends in (stored, ends_in(str(tmp_path / "whole"), torch.device("cpu"), "float32")):
-        assert torch.equal(ends.embed(ids), target.embed(ids)) and torch.equal(ends.head(states), target.head(states))
+        assert torch.equal(ends.embed(ids), target.embed(ids)) and torch.equal(
+            ends.head(states), target.head(states)
+        )
 
 
 def multimodal() -> Target:
     """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
     config = json.loads((ROOT / "tests" / "targets" / "gemma-3-12b-it.json").read_text())
     config["text_config"] |= {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 256, "sliding_window": 16, "sliding_window_pattern": 2,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "vocab_size": 320, "max_position_embeddings": 256, "sliding_window": 16,
+        "sliding_window_pattern": 2,
     }  # fmt: skip
     config["vision_config"] |= {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 56
     }  # fmt: skip
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**config | {"image_token_index": 300, "boi_token_index": 298, "eoi_token_index": 299})
-    target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "multimodal")
+    config = AutoConfig.for_model(
+        **config | {"image_token_index": 300, "boi_token_index": 298, "eoi_token_index": 299}
+    )
+    target = Target(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "multimodal"
+    )
     target.check_head()
     target.check_tree()
     return target
@@ -148,13 +195,27 @@ def test_fp8_has_a_scale_for_each_position() -> None:
 
 
 def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: Path) -> None:
-    """Two workers write what one writes, to the bit; a second call writes what is missing and touches nothing else."""
+    """Two workers write what one writes, to the bit; a second call writes what is missing and
+    touches nothing else."""
     config = config_for(tmp_path / "run", saved_tiny, "eagle")
     extract(config, tmp_path / "one", "eagle")
-    arguments = ["data", "extract", "--method", "eagle", "--run", config, "--out", tmp_path / "two", "--rows-per-shard", "3"]
+    arguments = [
+        "data",
+        "extract",
+        "--method",
+        "eagle",
+        "--run",
+        config,
+        "--out",
+        tmp_path / "two",
+        "--rows-per-shard",
+        "3",
+    ]
     done = launch("-m", "draftsmith.train", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (sorted((tmp_path / name / "shards").glob("*.safetensors")) for name in ("one", "two"))
+    one, two = (
+        sorted((tmp_path / name / "shards").glob("*.safetensors")) for name in ("one", "two")
+    )
     assert [p.name for p in one] == [p.name for p in two] and len(one) > 3
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
     written = {path: path.stat().st_mtime_ns for path in one}
@@ -165,10 +226,16 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(one, two, strict=True))
     assert [path for path in one if path.stat().st_mtime_ns != written[path]] == one[1:3]
     flip(tmp_path / "one" / "target" / "ends.safetensors")
-    (tmp_path / "one" / "wanted.json").write_text("[0, false]")  # as in a ring, where it changes with every step
-    assert "ends.safetensors has changed since it was written" in extract(config, tmp_path / "one", "eagle").stderr
+    # as in a ring, where it changes with every step
+    (tmp_path / "one" / "wanted.json").write_text("[0, false]")
+    assert (
+        "ends.safetensors has changed since it was written"
+        in extract(config, tmp_path / "one", "eagle").stderr
+    )
     (tmp_path / "one" / "wanted.json").write_text("[9, false]")
-    assert load_stored(tmp_path / "one").fingerprint() == load_stored(tmp_path / "two").fingerprint()
+    assert (
+        load_stored(tmp_path / "one").fingerprint() == load_stored(tmp_path / "two").fingerprint()
+    )
     other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
     with pytest.raises(AssertionError, match="holds features of another run"):
         extract(other, tmp_path / "one", "eagle")
@@ -180,7 +247,9 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) ->
     extract(config, store, "medusa")
 
     def refusal(method: str = "medusa", **changes: Any) -> str:
-        config = config_for(tmp_path / "run", saved_tiny, method, features={"store": str(store)}, **changes)
+        config = config_for(
+            tmp_path / "run", saved_tiny, method, features={"store": str(store)}, **changes
+        )
         done = launch("-m", "draftsmith.train", method.rstrip("1"), "--config", config)
         assert done.returncode != 0
         return done.stderr
@@ -190,7 +259,10 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) ->
     assert "was extracted with seed 0, this run has 3" in refusal(seed=3)
     shard = store / "shards" / "shard-000001.safetensors"
     flip(shard)
-    assert "shard-000001.safetensors has changed since it was written (its SHA-256 differs); delete shard-000001.*" in refusal()
+    assert (
+        "shard-000001.safetensors has changed since it was written (its SHA-256 differs); delete "
+        "shard-000001.*" in refusal()
+    )
     shard.write_bytes(shard.read_bytes()[:-5])
     assert f"shard-000001.safetensors has {shard.stat().st_size} bytes instead of" in refusal()
     shard.unlink()
@@ -226,27 +298,46 @@ def test_two_ranks_read_one_store(tmp_path: Path, saved_tiny: Path) -> None:
     extract(config, tmp_path / "store", "eagle", "--dtype", "float32")
     for name, ranks in (("one", 1), ("two", 2)):
         features = {"store": str(tmp_path / "store")}
-        config = config_for(tmp_path / name, saved_tiny, "eagle", accumulation=4 // ranks, features=features)
+        config = config_for(
+            tmp_path / name, saved_tiny, "eagle", accumulation=4 // ranks, features=features
+        )
         train(config, ranks=ranks, method="eagle")
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert all(one[step] == pytest.approx(two[step], abs=1e-4) for step in one)
 
 
 @pytest.mark.parametrize("method", ["eagle", full("medusa"), full("distill")])
-def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, saved_tiny: Path, method: str) -> None:
+def test_replay_without_the_target_counts_what_decoding_counts(
+    tmp_path: Path, saved_tiny: Path, method: str
+) -> None:
     """fp32, chains and trees: every round of every text."""
     config = config_for(tmp_path / "run", saved_tiny, method)
     train(config, method=method)
     store, drafter = tmp_path / "store", str((tmp_path / "run" / "run" / "best").resolve())
     extract(config, store, method, "--dtype", "float32")
-    settings = {"medusa": ["nodes=2", "nodes=6"], "eagle": ["length=3,width=1", "nodes=8,width=3"], "distill": ["length=3"]}
+    settings = {
+        "medusa": ["nodes=2", "nodes=6"],
+        "eagle": ["length=3,width=1", "nodes=8,width=3"],
+        "distill": ["length=3"],
+    }
     specs = [f"{drafter}:{setting}" for setting in settings[method]]
     out = tmp_path / "out.json"
-    command = [PYTHON, "-m", "draftsmith.train.commands.cli", "evaluate", "--features", str(store), "--json", str(out)]
+    command = [
+        PYTHON,
+        "-m",
+        "draftsmith.train.commands.cli",
+        "evaluate",
+        "--features",
+        str(store),
+        "--json",
+        str(out),
+    ]
     for spec in specs:
         command += ["--drafter", spec]
     code = "import sys; from draftsmith.train.commands.cli import main; main(sys.argv[1:])"
-    done = subprocess.run([PYTHON, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [PYTHON, "-c", code, *command[3:]], env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(out.read_text())["drafters"]
     assert len(report) == len(specs)
@@ -255,31 +346,69 @@ def test_replay_without_the_target_counts_what_decoding_counts(tmp_path: Path, s
     for spec, found in zip(specs, report.values(), strict=True):
         proposer = load_proposer(spec, target, print)
         texts = load_texts(store)
-        decoded = [kept_per_round(generate_one(target, proposer, text.ids[: text.start], longest)) for text in texts]
+        decoded = [
+            kept_per_round(generate_one(target, proposer, text.ids[: text.start], longest))
+            for text in texts
+        ]
         assert found["kept"] == decoded
     assert load_stored(store).whole is False
 
 
-def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, saved_tiny: Path) -> None:
+def test_a_ring_stays_within_its_bound_and_teaches_the_same(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
     """Extractor and trainer side by side; then again with both of them killed on the way."""
     live = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=40)
     train(live, method="eagle")
-    config = config_for(tmp_path / "ring", saved_tiny, "eagle", max_steps=40, features={"store": str(tmp_path / "store")})
-    command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(live), "--out"]
-    command += [str(tmp_path / "store"), "--rows-per-shard", "3", "--ring", "3", "--dtype", "float32"]
+    config = config_for(
+        tmp_path / "ring",
+        saved_tiny,
+        "eagle",
+        max_steps=40,
+        features={"store": str(tmp_path / "store")},
+    )
+    command = [
+        PYTHON,
+        "-m",
+        "draftsmith.train",
+        "data",
+        "extract",
+        "--method",
+        "eagle",
+        "--run",
+        str(live),
+        "--out",
+    ]
+    command += [
+        str(tmp_path / "store"),
+        "--rows-per-shard",
+        "3",
+        "--ring",
+        "3",
+        "--dtype",
+        "float32",
+    ]
     shards, most, over = tmp_path / "store" / "shards", [0, 0], threading.Event()
 
     def watch() -> None:
         while not over.is_set():
-            names = os.listdir(shards) if shards.is_dir() else []  # one look, since partial files are renamed
-            found = {name.lstrip(".").split(".safetensors")[0] for name in names if ".safetensors" in name}
+            # one look, since partial files are renamed
+            names = os.listdir(shards) if shards.is_dir() else []
+            found = {
+                name.lstrip(".").split(".safetensors")[0]
+                for name in names
+                if ".safetensors" in name
+            }
             whole = {name for name in names if name.endswith(".safetensors") and name[0] != "."}
             most[:] = max(most[0], len(whole)), max(most[1], len(found))
             time.sleep(0.005)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    start = lambda: subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)  # noqa: E731
+
+    def start():
+        return subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
+
     extractor = start()
     try:
         while not (tmp_path / "store" / "manifest.json").is_file():
@@ -295,7 +424,9 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, save
         extractor.kill()
         over.set()
         watcher.join()
-    assert 2 <= most[0] <= 3 and most[1] <= 4, "three whole, and one that a killed extractor left unfinished"
+    assert 2 <= most[0] <= 3 and most[1] <= 4, (
+        "three whole, and one that a killed extractor left unfinished"
+    )
     one, other = curve(tmp_path / "live"), curve(tmp_path / "ring")
     assert one.keys() == other.keys()
     for step in one:
@@ -303,11 +434,23 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(tmp_path: Path, save
 
 
 def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
-    """Too small for a step: said at once. Large enough: the trainer waits, and leaves when it is told to."""
+    """Too small for a step: said at once. Large enough: the trainer waits, and leaves when it is
+    told to."""
     plain = config_for(tmp_path / "plain", saved_tiny, "eagle")
     for shards, rows in ((2, 1), (3, 3)):
         store = tmp_path / f"ring{shards}"
-        command = [PYTHON, "-m", "draftsmith.train", "data", "extract", "--method", "eagle", "--run", str(plain), "--out"]
+        command = [
+            PYTHON,
+            "-m",
+            "draftsmith.train",
+            "data",
+            "extract",
+            "--method",
+            "eagle",
+            "--run",
+            str(plain),
+            "--out",
+        ]
         command += [str(store), "--rows-per-shard", str(rows), "--ring", str(shards)]
         with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as extractor:
             while not (store / "manifest.json").is_file():
@@ -316,8 +459,16 @@ def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
             extractor.kill()
         for shard in (store / "shards").iterdir():
             shard.unlink()
-        config = config_for(tmp_path / f"from{shards}", saved_tiny, "eagle", accumulation=4, features={"store": str(store)})
-        with subprocess.Popen(command_of(config, "eagle"), env=environment(), stderr=subprocess.PIPE, text=True) as trainer:
+        config = config_for(
+            tmp_path / f"from{shards}",
+            saved_tiny,
+            "eagle",
+            accumulation=4,
+            features={"store": str(store)},
+        )
+        with subprocess.Popen(
+            command_of(config, "eagle"), env=environment(), stderr=subprocess.PIPE, text=True
+        ) as trainer:
             if shards == 3:
                 assert trainer.stderr is not None
                 for line in trainer.stderr:
@@ -326,5 +477,9 @@ def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
                         break
             _, errors = trainer.communicate(timeout=60)
         assert trainer.returncode == 2
-        why = "a step of 4 rows may need 4 rows" if shards == 2 else "asked to stop while waiting for the extractor"
+        why = (
+            "a step of 4 rows may need 4 rows"
+            if shards == 2
+            else "asked to stop while waiting for the extractor"
+        )
         assert errors.strip().splitlines()[-1].startswith("error: ") and why in errors

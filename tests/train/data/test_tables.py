@@ -25,11 +25,16 @@ TARGET = tiny_target()
 
 
 def chat(user: str, reply: str, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": reply}], **more}
+    return {
+        "messages": [{"role": "user", "content": user}, {"role": "assistant", "content": reply}],
+        **more,
+    }
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -45,18 +50,26 @@ GOOD = [chat(f"question {i}", f"reply number {i}") for i in range(200)]
 
 def test_every_row_is_accounted_for(tmp_path: Path) -> None:
     long = " ".join(str(i) for i in range(400))
-    rows = [*GOOD, "{broken", chat("x", long), chat("a", "b") | {"messages": [{"role": "user", "content": "no reply"}]}, GOOD[3]]
-    tables = build(data(tmp_path, rows, max_length=128, max_lost_share=0.05, bad_rows="skip"), TARGET, seed=0)
+    rows = [
+        *GOOD,
+        "{broken",
+        chat("x", long),
+        chat("a", "b") | {"messages": [{"role": "user", "content": "no reply"}]},
+        GOOD[3],
+    ]
+    tables = build(
+        data(tmp_path, rows, max_length=128, max_lost_share=0.05, bad_rows="skip"), TARGET, seed=0
+    )
     count = tables.counts["train"]
     assert count == {
-        "read": 204, "malformed": 1, "overlong": 1, "nothing to learn": 1, "duplicates": 1, "train": 200,
+        "read": 204, "malformed": 1, "overlong": 1, "nothing to learn": 1, "duplicates": 1,
+        "train": 200,
     }  # fmt: skip
 
 
 def test_more_than_one_percent_lost_is_an_error_that_names_a_row(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"would lose 3 of 203 rows \(3 malformed\); the first is train.jsonl:201 .*max_lost_share"
-    ):
+    lost = r"would lose 3 of 203 rows \(3 malformed\); the first is train.jsonl:201 .*lost_share"
+    with pytest.raises(UserError, match=lost):
         build(data(tmp_path, [*GOOD, "{", "[1]", '{"a": 1}'], bad_rows="skip"), TARGET, seed=0)
 
 
@@ -64,14 +77,30 @@ def test_a_malformed_row_ends_the_command_unless_it_is_to_be_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One option, one default: training, prompts, regeneration."""
-    with pytest.raises(UserError, match=r"row train.jsonl:201: .*leave out such rows with --data.bad-rows skip"):
+    with pytest.raises(
+        UserError, match=r"row train.jsonl:201: .*leave out such rows with --data.bad-rows skip"
+    ):
         build(data(tmp_path, [*GOOD, "{"]), TARGET, seed=0)
     path = write(tmp_path / "p.jsonl", [GOOD[0], {"messages": 3}, GOOD[1]])
-    with pytest.raises(UserError, match=r"row p.jsonl:2: .*leave out such rows with --bad-rows skip"):
+    with pytest.raises(
+        UserError, match=r"row p.jsonl:2: .*leave out such rows with --bad-rows skip"
+    ):
         read_prompts(path, TARGET.tokenizer, TARGET.name)
-    assert [p.id for p in read_prompts(path, TARGET.tokenizer, TARGET.name, bad_rows="skip")] == ["p.jsonl:1", "p.jsonl:3"]
+    assert [p.id for p in read_prompts(path, TARGET.tokenizer, TARGET.name, bad_rows="skip")] == [
+        "p.jsonl:1",
+        "p.jsonl:3",
+    ]
     assert "row p.jsonl:2 is left out" in caplog.text
-    regenerate = ["data", "regenerate", "--target", "no-such-name", "--data", path, "--out", str(tmp_path / "o.jsonl")]
+    regenerate = [
+        "data",
+        "regenerate",
+        "--target",
+        "no-such-name",
+        "--data",
+        path,
+        "--out",
+        str(tmp_path / "o.jsonl"),
+    ]
     for more, says in (([], "row p.jsonl:2"), (["--bad-rows", "skip"], "is no folder here")):
         with pytest.raises(SystemExit):
             main([*regenerate, *more])
@@ -81,18 +110,28 @@ def test_a_malformed_row_ends_the_command_unless_it_is_to_be_skipped(
 def test_nothing_left_and_empty_sources_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="train is empty"):
         build(data(tmp_path, []), TARGET, seed=0)
-    with pytest.raises(UserError, match="not one of 1 rows can be used.*no token of the assistant's"):
+    with pytest.raises(
+        UserError, match="not one of 1 rows can be used.*no token of the assistant's"
+    ):
         build(data(tmp_path, [{"messages": [{"role": "user", "content": "x"}]}]), TARGET, seed=0)
 
 
 def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path) -> None:
     words = "one two three four five six seven eight nine ten eleven twelve thirteen"
-    rows = [*GOOD, chat("x", f"so {words} it goes"), chat("x", f"so {words.rsplit(' ', 1)[0]} it goes")]
+    rows = [
+        *GOOD,
+        chat("x", f"so {words} it goes"),
+        chat("x", f"so {words.rsplit(' ', 1)[0]} it goes"),
+    ]
     system = {"role": "system", "content": f"always {words} always"}
     shared = [r | {"messages": [system, *r["messages"]]} for r in rows[:3]]
-    held = [chat("y", f"and {words} again") | {}, chat("z", "other") | {"messages": [system, *chat("z", "other")["messages"]]}]
+    held = [
+        chat("y", f"and {words} again") | {},
+        chat("z", "other") | {"messages": [system, *chat("z", "other")["messages"]]},
+    ]
     tables = build(data(tmp_path, [*rows, *shared], held), TARGET, seed=0)
-    assert tables.counts["train"]["shares a 13-gram with held-out rows"] == 1  # and no row for its system prompt
+    # and no row for its system prompt
+    assert tables.counts["train"]["shares a 13-gram with held-out rows"] == 1
 
 
 def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
@@ -104,9 +143,13 @@ def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
 
 def test_held_out_by_time(tmp_path: Path) -> None:
     rows = [chat(f"q {i}", f"a {i}", timestamp=f"2026-01-{i + 1:02d}") for i in range(10)]
-    config = Data([Source(write(tmp_path / "a.jsonl", rows))], held_out=HeldOut("time", since="2026-01-08"))
+    config = Data(
+        [Source(write(tmp_path / "a.jsonl", rows))], held_out=HeldOut("time", since="2026-01-08")
+    )
     assert len(build(config, TARGET, seed=0).held_out) == 3
-    config = Data([Source(write(tmp_path / "b.jsonl", GOOD))], held_out=HeldOut("time", since="2026-01-08"))
+    config = Data(
+        [Source(write(tmp_path / "b.jsonl", GOOD))], held_out=HeldOut("time", since="2026-01-08")
+    )
     with pytest.raises(UserError, match="has no field 'timestamp'"):
         build(config, TARGET, seed=0)
 
@@ -120,16 +163,28 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
 
 
 def test_exact_tokens_of_another_tokenizer_or_vocabulary_are_refused(tmp_path: Path) -> None:
-    row = {"token_ids": [5, 6, 7, 8], "response_spans": [[1, 4]], "regenerated": {"tokenizer_hash": "other"}}
+    row = {
+        "token_ids": [5, 6, 7, 8],
+        "response_spans": [[1, 4]],
+        "regenerated": {"tokenizer_hash": "other"},
+    }
     with pytest.raises(UserError, match="another tokenizer"):
         build(data(tmp_path, [row]), TARGET, seed=0)
     with pytest.raises(UserError, match="outside the target's vocabulary"):
-        build(data(tmp_path, [{**row, "regenerated": None, "token_ids": [5, 6, 7, 999]}]), TARGET, seed=0)
+        build(
+            data(tmp_path, [{**row, "regenerated": None, "token_ids": [5, 6, 7, 999]}]),
+            TARGET,
+            seed=0,
+        )
 
 
 def test_line_separators_inside_a_text_do_not_end_a_row(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps(chat("a\u2028b", "c\x85d"), ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [row["messages"][0]["content"] for _, row in rows_of(str(tmp_path / "a.jsonl"))] == ["a\u2028b"]
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps(chat("a\u2028b", "c\x85d"), ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    assert [row["messages"][0]["content"] for _, row in rows_of(str(tmp_path / "a.jsonl"))] == [
+        "a\u2028b"
+    ]
 
 
 def test_a_prompt_without_a_completion_is_nothing_to_learn(tmp_path: Path) -> None:
@@ -145,7 +200,9 @@ def test_json_parquet_and_folders_are_read(tmp_path: Path) -> None:
     (folder / "a.json").write_text(json.dumps(GOOD[:2]))
     datasets.Dataset.from_list(GOOD[2:5]).to_parquet(str(folder / "b.parquet"))
     write(folder / "c.jsonl", GOOD[5:6])
-    assert [row["messages"][0]["content"] for _, row in rows_of(str(folder))] == [f"question {i}" for i in range(6)]
+    assert [row["messages"][0]["content"] for _, row in rows_of(str(folder))] == [
+        f"question {i}" for i in range(6)
+    ]
 
 
 @pytest.mark.parametrize("path", ["missing.jsonl", "./missing", "/missing/folder", "a/b/c"])
@@ -167,7 +224,9 @@ def test_tables_are_reused_until_something_changes(tmp_path: Path) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
-def test_packs_hold_every_document_once_and_never_overflow(lengths: list[int], capacity: int) -> None:
+def test_packs_hold_every_document_once_and_never_overflow(
+    lengths: list[int], capacity: int
+) -> None:
     packs = pack(lengths, capacity)
     assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in p) <= capacity for p in packs)
@@ -198,13 +257,22 @@ def test_two_ranks_see_in_a_step_what_one_rank_sees_with_twice_the_accumulation(
 
 def test_an_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
     batches = Batches(table(20), 4, rows=5, accumulation=1, ranks=1, seed=0)
-    epochs = [[row[0] for step in range(4) for row in batches.micro_batch(4 * e + step, 0, 0).ids.tolist()] for e in range(2)]
+    epochs = [
+        [
+            row[0]
+            for step in range(4)
+            for row in batches.micro_batch(4 * e + step, 0, 0).ids.tolist()
+        ]
+        for e in range(2)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(20)) and epochs[0] != epochs[1]
 
 
 @pytest.mark.parametrize("file", ["train.safetensors", "held_out.safetensors", "counts.json"])
 @pytest.mark.parametrize("how", ["truncated", "flipped", "missing", "a folder"])
-def test_damaged_tables_are_built_again_and_nothing_else_is(tmp_path: Path, file: str, how: str, caplog) -> None:
+def test_damaged_tables_are_built_again_and_nothing_else_is(
+    tmp_path: Path, file: str, how: str, caplog
+) -> None:
     told, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
     first = prepare(told, TARGET, folder, seed=0)
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -212,14 +280,22 @@ def test_damaged_tables_are_built_again_and_nothing_else_is(tmp_path: Path, file
     if how == "truncated":
         path.write_bytes(sound[file][:-7])
     elif how == "flipped":
-        path.write_bytes(sound[file].replace(b'"key"', b'"kez"', 1) if file == "counts.json" else sound[file][:-9] + b"\7" * 9)
+        path.write_bytes(
+            sound[file].replace(b'"key"', b'"kez"', 1)
+            if file == "counts.json"
+            else sound[file][:-9] + b"\7" * 9
+        )
     else:
         path.unlink()
         if how == "a folder":
             path.mkdir()
     if how != "missing" or file != "counts.json":
-        with pytest.raises(UserError, match="delete .*data and run the command that wrote it again"):
+        with pytest.raises(
+            UserError, match="delete .*data and run the command that wrote it again"
+        ):
             load(folder)
     again = prepare(told, TARGET, folder, seed=0)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound and "built again" in caplog.text
+    assert {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    } == sound and "built again" in caplog.text
     assert np.array_equal(again.train.ids, first.train.ids) and again.counts == first.counts

@@ -12,23 +12,35 @@ from draftsmith.train.data.templates import Encoded, encode
 from tests.conftest import MARKED_TEMPLATE, make_tokenizer
 
 LLAMA3 = (
-    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + message['role'] "
-    "+ '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + "
-    "content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>"
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + message['role'] "
+    "+ '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 "
+    "%}{% set content = bos_token + "
+    "content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>"
     "\n\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
-    "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if message['role'] == 'user' %}{{ "
-    "'[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token}}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != "
+    "(loop.index0 % 2 == 0) %}{{ raise_exception("
+    "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if "
+    "message['role'] == 'user' %}{{ "
+    "'[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == 'assistant' %}{{ "
+    "message['content'] + eos_token}}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% "
+    "endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{% for "
-    "message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles "
-    "must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == 'assistant') %}{% set role = "
-    "'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim "
-    "+ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
+    "supported') }}{% endif %}{% for "
+    "message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('Conversation roles "
+    "must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == "
+    "'assistant') %}{% set role = "
+    "'model' %}{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + "
+    "'\n' + message['content'] | trim "
+    "+ '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt "
+    "%}{{'<start_of_turn>model\n'}}{% endif %}"
 )
 QWEN3 = r"""{%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
@@ -96,21 +108,41 @@ QWEN3 = r"""{%- if messages[0].role == 'system' %}
 {%- endif %}"""
 TOKENIZERS = {
     "llama3": make_tokenizer(
-        ["<|begin|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"], LLAMA3, "<|eot_id|>", "<|begin|>"
+        ["<|begin|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+        LLAMA3,
+        "<|eot_id|>",
+        "<|begin|>",
     ),
     "mistral": make_tokenizer(["<s>", "</s>", "[INST]", "[/INST]"], MISTRAL, "</s>", "<s>"),
-    "gemma": make_tokenizer(["<bos>", "<end_of_turn>", "<start_of_turn>"], GEMMA, "<end_of_turn>", "<bos>"),
+    "gemma": make_tokenizer(
+        ["<bos>", "<end_of_turn>", "<start_of_turn>"], GEMMA, "<end_of_turn>", "<bos>"
+    ),
     "qwen3": make_tokenizer(["<|im_start|>", "<|im_end|>"], QWEN3, "<|im_end|>"),
     "marked": make_tokenizer(["<p>", "<e>", "<u>", "<a>"], MARKED_TEMPLATE, "<e>"),
 }
-END = {"llama3": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "qwen3": "<|im_end|>", "marked": "<e>"}
-TURNS = [("user", "hello there"), ("assistant", "I am fine"), ("user", "the then"), ("assistant", "thank you, the the")]
+END = {
+    "llama3": "<|eot_id|>",
+    "mistral": "</s>",
+    "gemma": "<end_of_turn>",
+    "qwen3": "<|im_end|>",
+    "marked": "<e>",
+}
+TURNS = [
+    ("user", "hello there"),
+    ("assistant", "I am fine"),
+    ("user", "the then"),
+    ("assistant", "thank you, the the"),
+]
 
 
-def encoded(name: str, messages: list[tuple[str, str]] | list[dict], **kwargs: Any) -> list[Encoded]:
+def encoded(
+    name: str, messages: list[tuple[str, str]] | list[dict], **kwargs: Any
+) -> list[Encoded]:
     tokenizer: Any = TOKENIZERS[name]
     dicts = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
-    return encode(Conversation(messages=dicts), tokenizer, frozenset({tokenizer.eos_token_id}), name, kwargs)
+    return encode(
+        Conversation(messages=dicts), tokenizer, frozenset({tokenizer.eos_token_id}), name, kwargs
+    )
 
 
 def learned(name: str, part: Encoded) -> list[str]:
@@ -146,8 +178,14 @@ def test_tokens_are_those_of_the_whole_rendering_cut_at_no_turn(name: str) -> No
 
 
 def test_qwen3_thinking_splits_turns_that_the_template_rewrites() -> None:
-    """With thinking, the last reply is rendered with its thoughts and an earlier one without: two sequences."""
-    thinking = [TURNS[0], ("assistant", "<think>\nthe the\n</think>\n\nI am fine"), TURNS[2], TURNS[3]]
+    """With thinking, the last reply is rendered with its thoughts and an earlier one without: two
+    sequences."""
+    thinking = [
+        TURNS[0],
+        ("assistant", "<think>\nthe the\n</think>\n\nI am fine"),
+        TURNS[2],
+        TURNS[3],
+    ]
     first, second = encoded("qwen3", thinking)
     assert learned("qwen3", first) == ["<think>\nthe the\n</think>\n\nI am fine<|im_end|>"]
     assert learned("qwen3", second) == ["<think>\n\n</think>\n\nthank you, the the<|im_end|>"]
@@ -161,7 +199,11 @@ def test_qwen3_without_thinking_learns_only_behind_the_empty_thoughts() -> None:
 
 
 def test_tool_calls_are_learned_and_tool_results_are_not() -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "look", "arguments": {"x": 1}}}],
+    }
     messages = [
         {"role": "user", "content": "hello"},
         call,
@@ -169,7 +211,9 @@ def test_tool_calls_are_learned_and_tool_results_are_not() -> None:
         {"role": "assistant", "content": "ok"},
     ]
     runs = [run for part in encoded("qwen3", messages) for run in learned("qwen3", part)]
-    assert any('{"name": "look", "arguments": {"x": 1}}' in run for run in runs) and any("ok<|im_end|>" in run for run in runs)
+    assert any('{"name": "look", "arguments": {"x": 1}}' in run for run in runs) and any(
+        "ok<|im_end|>" in run for run in runs
+    )
     assert not any("tool_response" in run for run in runs)
 
 
@@ -181,11 +225,21 @@ def test_a_row_that_the_template_refuses_is_malformed() -> None:
 def test_chat_data_needs_a_template_and_plain_text_does_not() -> None:
     bare = make_tokenizer(["<p>", "<e>"], None, "<e>")
     with pytest.raises(UserError, match="has no chat template"):
-        encode(Conversation(messages=[{"role": "user", "content": "x"}]), bare, frozenset({1}), "bare", {})
+        encode(
+            Conversation(messages=[{"role": "user", "content": "x"}]),
+            bare,
+            frozenset({1}),
+            "bare",
+            {},
+        )
     (part,) = encode(Conversation(text="hello there"), bare, frozenset({1}), "bare", {})
     assert all(part.mask) and part.token_ids[-1] == 1
-    (part,) = encode(Conversation(text="hello", completion=" there"), bare, frozenset({1}), "bare", {})
-    assert bare.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m]) == " there<e>"
+    (part,) = encode(
+        Conversation(text="hello", completion=" there"), bare, frozenset({1}), "bare", {}
+    )
+    assert (
+        bare.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m]) == " there<e>"
+    )
 
 
 def test_exact_tokens_are_kept_as_they_are() -> None:
@@ -198,12 +252,15 @@ def test_exact_tokens_are_kept_as_they_are() -> None:
     ("row", "texts"),
     [
         ({"messages": [{"role": "user", "content": "a", "name": None}]}, ["a"]),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a", "b"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a",
+        "b"]),
         ({"prompt": [{"role": "user", "content": "a"}], "completion": "b"}, ["a", "b"]),
         ({"request": {"messages": [{"role": "user", "content": "a"}]},
-          "response": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}, ["a", "b"]),
+          "response": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}, ["a",
+          "b"]),
         ({"body": {"messages": [{"role": "user", "content": "a"}]},
-          "response": {"body": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}}, ["a", "b"]),
+          "response": {"body": {"choices": [{"message": {"role": "assistant", "content": "b"}}]}}},
+          ["a", "b"]),
         ({"turns": ["a", "later"]}, ["a"]),
     ],
 )  # fmt: skip
@@ -212,8 +269,10 @@ def test_formats_read_into_the_same_messages(row: dict, texts: list[str]) -> Non
     assert messages is not None and [m["content"] for m in messages] == texts
 
 
-@pytest.mark.parametrize("row", [3, {}, {"messages": []}, {"messages": [{"content": "x"}]}, {"conversations": [{"from": "x", "value": "y"}]},
-                                 {"prompt": 3}, {"token_ids": [1], "response_spans": [[0, 5]]}, {"request": {}}])  # fmt: skip
+@pytest.mark.parametrize("row", [3, {}, {"messages": []}, {"messages": [{"content": "x"}]},
+{"conversations": [{"from": "x", "value": "y"}]},
+                                 {"prompt": 3}, {"token_ids": [1], "response_spans": [[0, 5]]},
+                                 {"request": {}}])  # fmt: skip
 def test_malformed_rows_say_why(row: Any) -> None:
     with pytest.raises(RowError):
         conversation_of(row)

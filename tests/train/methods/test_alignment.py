@@ -1,4 +1,5 @@
-"""Which row learns which label from which teacher with which weight, on sequences small enough to check by eye."""
+"""Which row learns which label from which teacher with which weight, on sequences small enough to
+check by eye."""
 
 from __future__ import annotations
 
@@ -24,14 +25,24 @@ def batch_of(*documents: tuple[int, list[tuple[int, int]]], pad: int = 0) -> Bat
             mask[start:end] = True
         row.append((np.arange(length) % 50 + 10 * number + 5, mask))
     batch = collate(
-        [row, [(np.zeros(sum(n for n, _ in documents) + pad, int), np.zeros(sum(n for n, _ in documents) + pad, bool))]]
+        [
+            row,
+            [
+                (
+                    np.zeros(sum(n for n, _ in documents) + pad, int),
+                    np.zeros(sum(n for n, _ in documents) + pad, bool),
+                )
+            ],
+        ]
     )
     return Batch(batch.ids[:1], batch.positions[:1], batch.documents[:1], batch.mask[:1])
 
 
 def cut(batch: Batch, start: int, end: int) -> Batch:
     """Positions `start` .. `end` of every row."""
-    ids, positions, documents, mask = (t[:, start:end] for t in (batch.ids, batch.positions, batch.documents, batch.mask))
+    ids, positions, documents, mask = (
+        t[:, start:end] for t in (batch.ids, batch.positions, batch.documents, batch.mask)
+    )
     return Batch(ids, positions, documents, mask)
 
 
@@ -40,7 +51,8 @@ def rows(batch: Batch, head: int) -> list[int]:
 
 
 def test_rows_of_the_worked_example() -> None:
-    """Prompt 0..3, reply 4..8 (8 = end of turn): head 0 learns labels 5..8 at rows 3..6, head 1 labels 6..8 at rows 3..5."""
+    """Prompt 0..3, reply 4..8 (8 = end of turn): head 0 learns labels 5..8 at rows 3..6, head 1
+    labels 6..8 at rows 3..5."""
     batch = batch_of((9, [(4, 9)]))
     assert [rows(batch, h) for h in range(4)] == [[3, 4, 5, 6], [3, 4, 5], [3, 4], [3]]
 
@@ -52,12 +64,15 @@ def test_the_first_round_of_every_reply_is_trained_and_no_turn_gap_is_crossed() 
 
 
 def test_documents_of_a_packed_row_do_not_supervise_each_other() -> None:
-    """The second document begins with a reply: its first token has no feature before it, and no row of the first reaches it."""
+    """The second document begins with a reply: its first token has no feature before it, and no row
+    of the first reaches it."""
     batch = batch_of((4, [(2, 4)]), (4, [(0, 4)]))
     assert [rows(batch, h) for h in range(3)] == [[1, 4, 5], [4], []]
 
 
-def loss_and_gradient(batch: Batch, last: torch.Tensor, loss: str = "kl") -> tuple[float, torch.Tensor, dict]:
+def loss_and_gradient(
+    batch: Batch, last: torch.Tensor, loss: str = "kl"
+) -> tuple[float, torch.Tensor, dict]:
     torch.manual_seed(1)
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
     heads.start_from(TARGET.head_weight)
@@ -119,7 +134,8 @@ def test_padding_and_the_teacher_behind_the_text_change_nothing() -> None:
 
 
 def test_packed_documents_lose_what_they_lose_apart() -> None:
-    """Features and loss of a packed row equal those of its documents alone, with the same denominators."""
+    """Features and loss of a packed row equal those of its documents alone, with the same
+    denominators."""
     one, two = (9, [(4, 9)]), (7, [(2, 7)])
     packed = batch_of(one, two)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
@@ -138,7 +154,9 @@ def test_a_batch_with_nothing_to_learn_from_touches_every_parameter() -> None:
     batch = batch_of((5, []))
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)
     objective = MedusaObjective(MedusaLoss(), 3, TARGET.head)
-    loss, _ = objective.forward(heads, Features(batch, features_of(batch)), {"head0": 4.0, "head1": 4.0, "head2": 4.0})
+    loss, _ = objective.forward(
+        heads, Features(batch, features_of(batch)), {"head0": 4.0, "head1": 4.0, "head2": 4.0}
+    )
     loss.backward()
     assert float(loss.detach()) == 0
     assert all(p.grad is not None and float(p.grad.abs().sum()) == 0 for p in heads.parameters())
@@ -159,7 +177,9 @@ def test_features_are_hugging_face_hidden_states_bit_for_bit() -> None:
     source = LiveTarget(TARGET, taps=(0, 1))
     batch = collate([[(np.arange(9) + 5, np.ones(9, bool))]])
     features = source.features(batch)
-    out = TARGET.model(batch.ids, position_ids=batch.positions, output_hidden_states=True, use_cache=False)
+    out = TARGET.model(
+        batch.ids, position_ids=batch.positions, output_hidden_states=True, use_cache=False
+    )
     assert torch.equal(features.last, out.hidden_states[-1])
     assert all(torch.equal(tap, out.hidden_states[i]) for i, tap in enumerate(features.taps))
     assert torch.equal(TARGET.head(features.last), out.logits)

@@ -1,4 +1,5 @@
-"""Untrained drafters begin unsure: no method starts far above log V, however large the target's logits are."""
+"""Untrained drafters begin unsure: no method starts far above log V, however large the target's
+logits are."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def test_a_norm_is_scaled_down_to_the_spread_asked_for_and_never_up() -> None:
 
 @pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "dspark", "distill"])
 def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) -> None:
-    """A target whose logits have a standard deviation of 8, of which a guess that is sure and wrong costs 15 and more."""
+    """A target whose logits have a standard deviation of 8, of which a guess that is sure and wrong
+    costs 15 and more."""
     target = tiny_target(num_hidden_layers=4)
     with torch.no_grad():
         target.model.get_output_embeddings().weight.mul_(4.0)
@@ -36,6 +38,8 @@ def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) ->
     assert float(logits.std(-1).mean()) > 6, "what is tried here has to be hard"
     config = make_config(tmp_path, tmp_path / "target", method, max_steps=1)
     train(config, method=method)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     first = next(row for row in rows if "loss@1" in row)
     assert first["loss@1"] < math.log(target.vocab_size) + 1, first

@@ -1,4 +1,5 @@
-"""Blocks of drafts in training: where they stand, what they see, what they are taught, three ways of computing them."""
+"""Blocks of drafts in training: where they stand, what they see, what they are taught, three ways
+of computing them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ CPU = torch.device("cpu")
 
 def packed(rows: list[list[tuple[int, int]]], numbers: tuple[int, ...] = ()) -> Batch:
     """Rows of documents (length, prompt): all behind the prompt is reply."""
-    return collate([[(np.arange(n) % 40 + 5 + i, np.arange(n) >= p) for i, (n, p) in enumerate(row)] for row in rows], numbers)
+    return collate(
+        [
+            [(np.arange(n) % 40 + 5 + i, np.arange(n) >= p) for i, (n, p) in enumerate(row)]
+            for row in rows
+        ],
+        numbers,
+    )
 
 
 def objective_for(drafter: Any, target: Any, **config: Any) -> BlockObjective:
@@ -39,7 +46,8 @@ def objective_for(drafter: Any, target: Any, **config: Any) -> BlockObjective:
 
 
 def test_anchors_are_roots_and_weights_stop_where_the_reply_does() -> None:
-    """A prompt of 0 .. 3 and a reply of 4 .. 8: roots 4 .. 7. Behind it a second document, 9 .. 13, that replies from 11 on."""
+    """A prompt of 0 .. 3 and a reply of 4 .. 8: roots 4 .. 7. Behind it a second document, 9 .. 13,
+    that replies from 11 on."""
     batch = packed([[(9, 4), (5, 2)]])
     anchors = Anchors.drawn(batch, 8, 3, seed=0)
     assert anchors.places.tolist() == [[4, 5, 6, 7, 11, 12, 12, 12]]
@@ -48,8 +56,15 @@ def test_anchors_are_roots_and_weights_stop_where_the_reply_does() -> None:
         [1, 1, 0], [1, 0, 0],
         [0, 0, 0], [0, 0, 0],  # left over
     ]  # fmt: skip
-    labels, teachers = anchors.ahead(batch.ids, CPU, 1), anchors.ahead(torch.arange(14)[None], CPU, 0)
-    assert labels[0, 0].tolist() == batch.ids[0, 5:8].tolist() and teachers[0, 0].tolist() == [4, 5, 6]
+    labels, teachers = (
+        anchors.ahead(batch.ids, CPU, 1),
+        anchors.ahead(torch.arange(14)[None], CPU, 0),
+    )
+    assert labels[0, 0].tolist() == batch.ids[0, 5:8].tolist() and teachers[0, 0].tolist() == [
+        4,
+        5,
+        6,
+    ]
 
 
 def test_a_draft_across_a_turn_is_not_taught() -> None:
@@ -62,7 +77,11 @@ def test_a_draft_across_a_turn_is_not_taught() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=4), min_size=1, max_size=3),
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
     count=st.integers(1, 20),
     drafts=st.integers(1, 6),
     seed=st.integers(0, 10**6),
@@ -79,12 +98,21 @@ def test_anchors_are_distinct_supervised_and_as_many_as_there_can_be(
         valid = [
             n
             for n in range(batch.ids.shape[1] - 1)
-            if batch.mask[row, n] and batch.mask[row, n + 1] and batch.documents[row, n] == batch.documents[row, n + 1]
+            if batch.mask[row, n]
+            and batch.mask[row, n + 1]
+            and batch.documents[row, n] == batch.documents[row, n + 1]
         ]
-        assert taught == sorted(set(taught)) and set(taught) <= set(valid) and len(taught) == min(count, len(valid))
+        assert (
+            taught == sorted(set(taught))
+            and set(taught) <= set(valid)
+            and len(taught) == min(count, len(valid))
+        )
         for place, weight in zip(places, weights, strict=True):
             for d in range(1, drafts + 1):
-                inside = place + d < batch.ids.shape[1] and batch.documents[row, place] == batch.documents[row, place + d]
+                inside = (
+                    place + d < batch.ids.shape[1]
+                    and batch.documents[row, place] == batch.documents[row, place + d]
+                )
                 reached = inside and bool(batch.mask[row, place : place + d + 1].all())
                 assert not weight[d - 1] or reached
                 assert weight[d - 1] or not reached or not weight[0]
@@ -99,20 +127,44 @@ def test_anchors_are_drawn_anew_for_each_row_and_are_the_same_whoever_sees_it() 
     counts = torch.zeros(60)
     for number in range(400):
         counts[Anchors.drawn(packed(documents[:1], (number,)), 6, 2, 0).places[0]] += 1
-    assert counts[:5].sum() == 0 and counts[59] == 0 and counts[5:59].min() > 20 and counts[5:59].max() < 75  # 44 expected
+    # 44 expected
+    assert (
+        counts[:5].sum() == 0
+        and counts[59] == 0
+        and counts[5:59].min() > 20
+        and counts[5:59].max() < 75
+    )
 
 
-def states(batch: Batch, anchors: int, size: int, seed: int, dtype: torch.dtype, heads: int = 4, shared: int = 2) -> tuple:
+def states(
+    batch: Batch,
+    anchors: int,
+    size: int,
+    seed: int,
+    dtype: torch.dtype,
+    heads: int = 4,
+    shared: int = 2,
+) -> tuple:
     generator = torch.Generator().manual_seed(seed)
     rows, length = batch.ids.shape
-    make = lambda h, n: torch.randn(rows, h, n, 8, generator=generator, dtype=dtype)  # noqa: E731
-    context, own = (make(shared, length), make(shared, length)), (make(shared, anchors * size), make(shared, anchors * size))
+
+    def make(h, n):
+        return torch.randn(rows, h, n, 8, generator=generator, dtype=dtype)
+
+    context, own = (
+        (make(shared, length), make(shared, length)),
+        (make(shared, anchors * size), make(shared, anchors * size)),
+    )
     return make(heads, anchors * size), context, own
 
 
 @settings(max_examples=25, deadline=None)
 @given(
-    rows=st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=3), min_size=1, max_size=3),
+    rows=st.lists(
+        st.lists(st.tuples(st.integers(1, 50), st.integers(0, 20)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=3,
+    ),
     count=st.integers(1, 40),
     size=st.integers(2, 9),
     seed=st.integers(0, 10**6),
@@ -120,7 +172,8 @@ def states(batch: Batch, anchors: int, size: int, seed: int, dtype: torch.dtype,
 def test_sdpa_and_flex_equal_the_block_by_block_reference(
     rows: list[list[tuple[int, int]]], count: int, size: int, seed: int
 ) -> None:
-    """Outputs, and for sdpa gradients, to 1e-9 in fp64, with more anchors than the text has blocks, and left-over ones."""
+    """Outputs, and for sdpa gradients, to 1e-9 in fp64, with more anchors than the text has blocks,
+    and left-over ones."""
     batch = packed(rows)
     places = Anchors.drawn(batch, count, size - 1, seed).places
     queries, context, own = states(batch, count, size, seed, torch.float64)
@@ -129,7 +182,9 @@ def test_sdpa_and_flex_equal_the_block_by_block_reference(
     for backend in ("plain", "sdpa"):
         out = BlockAttention(batch, places, size, CPU, backend)(queries, context, own)  # type: ignore[arg-type]
         weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-        grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            (out * weight).sum(), leaves, allow_unused=True, materialize_grads=True
+        )
         found.append((out.detach(), *grads))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
@@ -142,19 +197,25 @@ def test_sdpa_and_flex_equal_the_block_by_block_reference(
 
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "flex"])
 def test_a_block_sees_what_stands_before_its_anchor_and_itself_only(backend: Backend) -> None:
-    """Two documents, 0 .. 5 and 6 .. 9, blocks of 2 at 2, 3 and 8: every forbidden key and value is disturbed, and no output may
-    change in any bit."""
+    """Two documents, 0 .. 5 and 6 .. 9, blocks of 2 at 2, 3 and 8: every forbidden key and value is
+    disturbed, and no output may change in any bit."""
     batch, size = packed([[(6, 0), (4, 0)]]), 2
     places = torch.tensor([[2, 3, 8]])
     queries, context, own = states(batch, 3, size, 1, torch.float32, 2, 2)
     allowed = {0: [0, 1], 1: [0, 1, 2], 2: [6, 7]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = lambda c, o: BlockAttention(batch, places, size, CPU, backend)(queries, c, o)  # noqa: E731
+
+        def run(c, o):
+            return BlockAttention(batch, places, size, CPU, backend)(queries, c, o)
+
         before = run(context, own)
         for block, seen in allowed.items():
             mine = slice(block * size, (block + 1) * size)
-            hidden, others = [t for t in range(10) if t not in seen], [r for r in range(6) if r // size != block]
+            hidden, others = (
+                [t for t in range(10) if t not in seen],
+                [r for r in range(6) if r // size != block],
+            )
             disturbed = []
             for (keys, values), places_hidden in ((context, hidden), (own, others)):
                 keys, values = keys.clone(), values.clone()
@@ -165,12 +226,15 @@ def test_a_block_sees_what_stands_before_its_anchor_and_itself_only(backend: Bac
             for place in seen:  # and what it may see, it does
                 values = context[1].clone()
                 values[:, :, place] += 1.0
-                assert not torch.equal(run((context[0], values), own)[:, :, mine], before[:, :, mine])
+                assert not torch.equal(
+                    run((context[0], values), own)[:, :, mine], before[:, :, mine]
+                )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_feature_at_or_after_an_anchor_has_a_gradient(kind: str) -> None:
-    """Pitfall 9, with more anchors than S / b: the loss of one block at a time against every position's features."""
+    """Pitfall 9, with more anchors than S / b: the loss of one block at a time against every
+    position's features."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)
     batch = packed([[(12, 3), (10, 2)]])
@@ -185,12 +249,15 @@ def test_no_feature_at_or_after_an_anchor_has_a_gradient(kind: str) -> None:
         for grad in grads:
             outside = torch.cat([grad[0, :start], grad[0, place:]])
             assert float(outside.abs().sum()) == 0
-            assert float(grad[0, start:place].abs().sum(-1).min()) > 0, "and everything before it counts"
+            assert float(grad[0, start:place].abs().sum(-1).min()) > 0, (
+                "and everything before it counts"
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_label_changes_its_own_draft_and_no_law(kind: str) -> None:
-    """A token behind the anchor is a label, never an input, but for DSpark's bias, which knows the token before each draft."""
+    """A token behind the anchor is a label, never an input, but for DSpark's bias, which knows the
+    token before each draft."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)
     batch = packed([[(12, 3)]])
@@ -207,7 +274,8 @@ def test_a_label_changes_its_own_draft_and_no_law(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_packed_row_teaches_what_its_documents_teach(kind: str) -> None:
-    """Loss and gradients: one packed row, the same documents each in a row of its own, and with padding behind."""
+    """Loss and gradients: one packed row, the same documents each in a row of its own, and with
+    padding behind."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind).requires_grad_(True)
     objective = objective_for(drafter, target, anchors=30)
@@ -219,7 +287,13 @@ def test_a_packed_row_teaches_what_its_documents_teach(kind: str) -> None:
     for batch in (whole, apart):
         features = LiveTarget(target, drafter.taps).features(batch)
         loss, sums = objective.forward(drafter, features, objective.weights(batch))
-        found.append((loss, *torch.autograd.grad(loss, list(drafter.parameters())), *(t for pair in sums.values() for t in pair)))
+        found.append(
+            (
+                loss,
+                *torch.autograd.grad(loss, list(drafter.parameters())),
+                *(t for pair in sums.values() for t in pair),
+            )
+        )
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
@@ -250,24 +324,37 @@ def test_a_batch_without_roots_touches_every_parameter_and_teaches_nothing(kind:
         {"weighting": "decay", "loss": "kl", "feature_weight": 0.5, "token_weight": 2.0},
     ],
 )
-def test_chunks_and_recomputing_change_nothing_and_the_loss_is_what_the_formulas_say(kind: str, config: dict[str, Any]) -> None:
+def test_chunks_and_recomputing_change_nothing_and_the_loss_is_what_the_formulas_say(
+    kind: str, config: dict[str, Any]
+) -> None:
     """Against a dense loop over blocks and drafts, in fp64."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind).requires_grad_(True)
     batch = packed([[(14, 3), (9, 2)], [(20, 4)]])
     features = LiveTarget(target, drafter.taps).features(batch)
     found = []
-    for more in ({"rows_per_chunk": 100}, {"rows_per_chunk": 2}, {"rows_per_chunk": 3, "recompute": True}):
+    for more in (
+        {"rows_per_chunk": 100},
+        {"rows_per_chunk": 2},
+        {"rows_per_chunk": 3, "recompute": True},
+    ):
         objective = objective_for(drafter, target, anchors=9, **config, **more)
         loss, _ = objective.forward(drafter, features, objective.weights(batch))
         found.append((loss, *torch.autograd.grad(loss, list(drafter.parameters()))))
     for other in found[1:]:
         for one, two in zip(found[0], other, strict=True):
             torch.testing.assert_close(one, two, atol=1e-8, rtol=1e-6)
-    torch.testing.assert_close(found[0][0].double(), dense(drafter, target, batch, features, **config), atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(
+        found[0][0].double(),
+        dense(drafter, target, batch, features, **config),
+        atol=1e-8,
+        rtol=1e-6,
+    )
 
 
-def dense(drafter: Any, target: Any, batch: Batch, features: Features, **config: Any) -> torch.Tensor:
+def dense(
+    drafter: Any, target: Any, batch: Batch, features: Features, **config: Any
+) -> torch.Tensor:
     """The objective, draft by draft, with nothing shared but the blocks' outputs."""
     spark = drafter.method == "dspark"
     weighting = config.get("weighting", "decay" if spark else "d-pace")
@@ -296,14 +383,22 @@ def dense(drafter: Any, target: Any, batch: Batch, features: Features, **config:
                 }[name] * config.get("token_weight", 1.0)
                 if config.get("feature_weight"):
                     gap = (drafter.norm(state) - features.last[row, a + d - 1]).abs()
-                    loss = loss + config["feature_weight"] * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                    loss = (
+                        loss
+                        + config["feature_weight"]
+                        * torch.where(gap < 1, gap**2 / 2, gap - 0.5).mean()
+                    )
                 if spark:
-                    said = drafter.confidence(drafter.state(state, batch.ids[row, a + d - 1])).sigmoid()
+                    said = drafter.confidence(
+                        drafter.state(state, batch.ids[row, a + d - 1])
+                    ).sigmoid()
                     goal = alpha.detach()
                     loss = loss - goal * said.log() - (1 - goal) * (1 - said).log()
                 losses.append(loss)
                 alphas.append(alpha.detach())
-                chances.append((alpha if weighting == "survival" else 0.5 * q[label] + 0.5).detach())
+                chances.append(
+                    (alpha if weighting == "survival" else 0.5 * q[label] + 0.5).detach()
+                )
             for d, loss in enumerate(losses):
                 if weighting == "decay":
                     scale, count = np.exp(-d / gamma), np.exp(-d / gamma)
@@ -330,13 +425,23 @@ def test_recomputing_the_layers_gives_the_same_outputs(kind: str) -> None:
     features = LiveTarget(target, drafter.taps).features(batch)
     places = torch.tensor([[3, 4, 9]])
     plain, again = (
-        run_blocks(drafter, batch, places, contexts(drafter, batch, features.taps), memory=Memory(recompute))
+        run_blocks(
+            drafter,
+            batch,
+            places,
+            contexts(drafter, batch, features.taps),
+            memory=Memory(recompute),
+        )
         for recompute in (False, True)
     )
     assert torch.equal(plain, again)
-    wanted = [p for name, p in drafter.named_parameters() if name.startswith(("fc", "layers", "hidden"))]
+    wanted = [
+        p for name, p in drafter.named_parameters() if name.startswith(("fc", "layers", "hidden"))
+    ]
     for one, other in zip(
-        torch.autograd.grad(plain.square().sum(), wanted), torch.autograd.grad(again.square().sum(), wanted), strict=True
+        torch.autograd.grad(plain.square().sum(), wanted),
+        torch.autograd.grad(again.square().sum(), wanted),
+        strict=True,
     ):
         torch.testing.assert_close(one, other)
 
@@ -348,13 +453,21 @@ def test_flex_on_a_gpu_has_the_gradients_of_the_reference(dtype: torch.dtype) ->
     batch = packed([[(200, 20), (184, 30)], [(384, 10)]])
     places = Anchors.drawn(batch, 64, 7, 0).places
     generator = torch.Generator().manual_seed(0)
-    make = lambda h, n: torch.randn(2, h, n, 64, generator=generator).to(device).requires_grad_()  # noqa: E731
+
+    def make(h, n):
+        return torch.randn(2, h, n, 64, generator=generator).to(device).requires_grad_()
+
     queries, context, own = make(4, 512), (make(2, 384), make(2, 384)), (make(2, 512), make(2, 512))
     leaves = [queries, *context, *own]
     found = []
     for backend, kind in (("plain", torch.float32), ("sdpa", dtype), ("flex", dtype)):
-        cast = lambda pair, kind=kind: tuple(t.to(kind) for t in pair)  # noqa: E731
-        out = BlockAttention(batch, places, 8, device, backend)(queries.to(kind), cast(context), cast(own))  # type: ignore[arg-type]
+
+        def cast(pair, kind=kind):
+            return tuple(t.to(kind) for t in pair)
+
+        out = BlockAttention(batch, places, 8, device, backend)(
+            queries.to(kind), cast(context), cast(own)
+        )  # type: ignore[arg-type]
         found.append((out.detach().float(), *torch.autograd.grad((out.float() ** 2).sum(), leaves)))
     limit = 1e-4 if dtype == torch.float32 else 3e-2
     for other in found[1:]:
@@ -369,14 +482,25 @@ class Counted:
         self.held = held
 
     def token_counts(self, vocab_size: int, prompts: bool = False) -> torch.Tensor:
-        return torch.bincount(torch.tensor(self.held), minlength=vocab_size) if self.held else torch.zeros(vocab_size)
+        return (
+            torch.bincount(torch.tensor(self.held), minlength=vocab_size)
+            if self.held
+            else torch.zeros(vocab_size)
+        )
 
 
 def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> None:
-    """The tiny target's padding has a row of zeros, as torch makes them: queries of such masks are zero, and learn nothing."""
+    """The tiny target's padding has a row of zeros, as torch makes them: queries of such masks are
+    zero, and learn nothing."""
     target = tiny_target()
-    find = lambda asked, *held: mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type] # noqa: E731
-    with pytest.raises(UserError, match=r"no unused token is known .* no training text holds 290 \('.+'\), 289 .*, 288"):
+
+    def find(asked, *held):
+        return mask_token_for(asked, target, Counted(*held))
+
+    with pytest.raises(
+        UserError,
+        match=r"no unused token is known .* no training text holds 290 \('.+'\), 289 .*, 288",
+    ):
         find(None)
     for asked, message in (
         (0, "mask_token 0 has next to no embedding"),
@@ -397,7 +521,8 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
 
 
 def test_a_special_token_without_a_part_in_conversations_is_taken() -> None:
-    """As SmolLM2 has them, which has no reserved token, no row past its tokenizer's, and pads with the end of turn."""
+    """As SmolLM2 has them, which has no reserved token, no row past its tokenizer's, and pads with
+    the end of turn."""
     target = tiny_target(vocab_size=293)
     target.tokenizer.add_special_tokens({"extra_special_tokens": ["<file>", "<issue>"]})
     assert len(target.tokenizer) == target.vocab_size and unused(target) == [0]

@@ -1,4 +1,5 @@
-"""How a draft language model learns, on sequences small enough to check by eye; adaptive chains; what decoding logs of it."""
+"""How a draft language model learns, on sequences small enough to check by eye; adaptive chains;
+what decoding logs of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposer import load_proposer
-from draftsmith.inference.proposers.draft_model import accepted_runs, best_adaptive, calibrate, chain_lengths, make_proposer
+from draftsmith.inference.proposers.draft_model import (
+    accepted_runs,
+    best_adaptive,
+    calibrate,
+    chain_lengths,
+    make_proposer,
+)
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
@@ -43,9 +50,13 @@ def student_of(target: Target = TARGET, **config: object) -> DraftModel:
     return student.to(target.dtype)
 
 
-def objective(student: DraftModel, accepted_weight: float = 1.0, **options: object) -> DistillObjective:
+def objective(
+    student: DraftModel, accepted_weight: float = 1.0, **options: object
+) -> DistillObjective:
     options = {"rows_per_chunk": 2, **options}
-    aim = DistillObjective(DistillLoss(**options), runner_of(student), TARGET, accepted_weight=accepted_weight)  # type: ignore[arg-type]
+    aim = DistillObjective(
+        DistillLoss(**options), runner_of(student), TARGET, accepted_weight=accepted_weight
+    )  # type: ignore[arg-type]
     return aim.to(TARGET.dtype)
 
 
@@ -55,10 +66,17 @@ def loss_of(student: DraftModel, batch: Batch, **options: object) -> torch.Tenso
 
 
 def test_rows_of_the_worked_example() -> None:
-    """Prompt 0..3, reply 4..8: rows 3..7 predict the reply; a second document's rows do not predict the first's."""
+    """Prompt 0..3, reply 4..8: rows 3..7 predict the reply; a second document's rows do not predict
+    the first's."""
     aim = objective(student_of())
     assert aim.row_weights(batch_of((9, [(4, 9)])))[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7]
-    assert aim.row_weights(batch_of((4, [(2, 4)]), (4, [(0, 4)])))[0].nonzero()[:, 0].tolist() == [1, 2, 4, 5, 6]
+    assert aim.row_weights(batch_of((4, [(2, 4)]), (4, [(0, 4)])))[0].nonzero()[:, 0].tolist() == [
+        1,
+        2,
+        4,
+        5,
+        6,
+    ]
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce", "lk-hybrid"])
@@ -95,7 +113,9 @@ def test_temperatures_warp_both_laws_and_zero_teaches_the_best_token() -> None:
         DistillLoss(loss="ce", temperatures=[0.5])
 
 
-def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_kept(tmp_path) -> None:
+def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_kept(
+    tmp_path,
+) -> None:
     student, batch = student_of(hidden_size=16), batch_of((9, [(4, 9)]))
     aim = objective(student, hidden_weight=2.0)
     features = LiveTarget(TARGET).features(batch)
@@ -106,11 +126,15 @@ def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_
     apart = torch.nn.functional.smooth_l1_loss(aim.projection(states), features.last[0, 3:8])
     torch.testing.assert_close(loss, plain + 2 * apart)
     loss.backward()
-    assert aim.projection.weight.grad is not None and float(aim.projection.weight.grad.abs().sum()) > 0
+    assert (
+        aim.projection.weight.grad is not None and float(aim.projection.weight.grad.abs().sum()) > 0
+    )
     Artifact(student, TARGET.fingerprint()).save(tmp_path / "student")
     assert not any(
         "projection" in name
-        for name in Artifact.load(tmp_path / "student", TARGET.fingerprint(), TARGET.ends).drafter.state_dict()
+        for name in Artifact.load(
+            tmp_path / "student", TARGET.fingerprint(), TARGET.ends
+        ).drafter.state_dict()
     )
 
 
@@ -176,7 +200,9 @@ def distilled(target: Target) -> Artifact:
 
 
 def greedy_texts(target: Target, count: int = 6) -> list[tuple[list[int], int]]:
-    plain = generate(target, load_proposer("none", target, print), chat_prompts(target, "test", count), 40)
+    plain = generate(
+        target, load_proposer("none", target, print), chat_prompts(target, "test", count), 40
+    )
     return [(g.prompt_ids + g.token_ids, len(g.prompt_ids)) for g in plain]
 
 
@@ -188,7 +214,9 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
         row = torch.tensor(ids)
         forced.append((teacher_forced(artifact.drafter, quickstart.forward(row[None]), row), start))
     found = calibrate(forced, 1)["adaptive"]
-    assert [row[3] for row in found] == sorted(row[3] for row in found) and found[-1][2] > found[0][2] > 1
+    assert [row[3] for row in found] == sorted(row[3] for row in found) and found[-1][2] > found[0][
+        2
+    ] > 1
     for threshold, longest, expected, _ in found[:: len(found) // 4]:
         proposer = make_proposer(artifact, length=int(longest), threshold=threshold)
         kept = []

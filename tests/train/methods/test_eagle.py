@@ -1,4 +1,5 @@
-"""How EAGLE learns, on sequences small enough to check by eye: rows, labels, teachers, weights, metrics, and every option."""
+"""How EAGLE learns, on sequences small enough to check by eye: rows, labels, teachers, weights,
+metrics, and every option."""
 
 from __future__ import annotations
 
@@ -15,9 +16,22 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.target import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
-from draftsmith.train.methods.eagle import EagleLoss, EagleObjective, TeacherPlaces, accepted_by_root, teacher_forced
+from draftsmith.train.methods.eagle import (
+    EagleLoss,
+    EagleObjective,
+    TeacherPlaces,
+    accepted_by_root,
+    teacher_forced,
+)
 from draftsmith.train.methods.unroll import unroll
-from draftsmith.train.objectives import acceptance_lengths, depth_metrics, end_to_end_tv, smoothed, static_decay, survival_weights
+from draftsmith.train.objectives import (
+    acceptance_lengths,
+    depth_metrics,
+    end_to_end_tv,
+    smoothed,
+    static_decay,
+    survival_weights,
+)
 
 from tests.conftest import tiny_target
 from tests.eagles import random_eagle
@@ -29,7 +43,9 @@ STEPS = 3
 
 def objective(drafter: EagleDrafter, **options: Any) -> EagleObjective:
     options = {"steps": STEPS, "rows_per_chunk": 2, **options}
-    return EagleObjective(EagleLoss(**options).resolved(drafter.shape.version), drafter.taps, TARGET.head)
+    return EagleObjective(
+        EagleLoss(**options).resolved(drafter.shape.version), drafter.taps, TARGET.head
+    )
 
 
 def features_of(batch: Batch, drafter: EagleDrafter) -> Features:
@@ -42,7 +58,8 @@ def pairs(batch: Batch, k: int) -> list[tuple[int, int]]:
 
 
 def test_rows_and_labels_of_the_worked_example() -> None:
-    """Prompt 0..3, reply 4..8: step 0 learns labels 5..8 at rows 3..6, step 1 labels 6..8 at rows 3..5 (drafter-recipes 0.3)."""
+    """Prompt 0..3, reply 4..8: step 0 learns labels 5..8 at rows 3..6, step 1 labels 6..8 at rows
+    3..5 (drafter-recipes 0.3)."""
     batch = batch_of((9, [(4, 9)]))
     assert [pairs(batch, k) for k in range(3)] == [
         [(3, 5), (4, 6), (5, 7), (6, 8)],
@@ -52,7 +69,8 @@ def test_rows_and_labels_of_the_worked_example() -> None:
 
 
 def test_rows_sorted_by_teacher_and_back() -> None:
-    """The worked example: teachers 4..7 of labels 5..8; 6 teaches row 5 at step 0, row 4 at step 1, row 3 at step 2."""
+    """The worked example: teachers 4..7 of labels 5..8; 6 teaches row 5 at step 0, row 4 at step 1,
+    row 3 at step 2."""
     batch = batch_of((9, [(4, 9)]))
     valid = torch.stack([batch.reply_run(1, 2 + k) for k in range(STEPS)], dim=-1)
     places = TeacherPlaces(valid, torch.device("cpu"))
@@ -66,8 +84,11 @@ def test_rows_sorted_by_teacher_and_back() -> None:
     assert torch.equal(places.to_teacher(by_root), by_teacher)
 
 
-def plain_loss(drafter: EagleDrafter, batch: Batch, features: Features, denominators: dict[str, float]) -> float:
-    """Step by step, row by row, straight from the index table; forward KL over the draft vocabulary."""
+def plain_loss(
+    drafter: EagleDrafter, batch: Batch, features: Features, denominators: dict[str, float]
+) -> float:
+    """Step by step, row by row, straight from the index table; forward KL over the draft
+    vocabulary."""
     normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
     weights, total = static_decay(STEPS, 0.8), 0.0
     kept = drafter.kept if drafter.kept is not None else torch.arange(drafter.shape.vocab_size)
@@ -75,7 +96,9 @@ def plain_loss(drafter: EagleDrafter, batch: Batch, features: Features, denomina
         for k in range(STEPS):
             for t in range(batch.ids.shape[1] - 2 - k):
                 run = range(t + 1, t + 3 + k)
-                if not all(batch.mask[b, j] and batch.documents[b, j] == batch.documents[b, t] for j in run):
+                if not all(
+                    batch.mask[b, j] and batch.documents[b, j] == batch.documents[b, t] for j in run
+                ):
                     continue
                 teacher = TARGET.head(features.last[b, t + 1 + k])
                 if int(teacher.argmax()) not in kept.tolist():
@@ -91,13 +114,18 @@ def test_loss_is_the_sum_that_the_index_table_says(kind: str) -> None:
     drafter = random_eagle(TARGET, kind)
     row = batch_of((9, [(4, 9)]), (12, [(3, 6), (8, 12)]))
     other = batch_of((16, [(2, 16)]), pad=5)
-    parts = [torch.cat([getattr(x, n) for x in (row, other)]) for n in ("ids", "positions", "documents", "mask")]
+    parts = [
+        torch.cat([getattr(x, n) for x in (row, other)])
+        for n in ("ids", "positions", "documents", "mask")
+    ]
     batch = Batch(parts[0], parts[1], parts[2], parts[3])
     aim = objective(drafter)
     denominators = aim.weights(batch)
     features = features_of(batch, drafter)
     loss, _ = aim.forward(drafter, features, denominators)
-    assert float(loss.detach()) == pytest.approx(plain_loss(drafter, batch, features, denominators), rel=1e-6)
+    assert float(loss.detach()) == pytest.approx(
+        plain_loss(drafter, batch, features, denominators), rel=1e-6
+    )
 
 
 def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[int]:
@@ -117,7 +145,9 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
     for probe in kept:
-        seen.append([] if probe.grad is None else probe.grad[0].abs().sum(-1).nonzero()[:, 0].tolist())
+        seen.append(
+            [] if probe.grad is None else probe.grad[0].abs().sum(-1).nonzero()[:, 0].tolist()
+        )
     return seen  # type: ignore[return-value]
 
 
@@ -127,7 +157,11 @@ def test_gradient_support_is_exactly_the_rows_with_weight(loss: str, weighting: 
     """The first round of the reply is trained (row 3), and nothing past it."""
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
     batch = batch_of((9, [(4, 9)]), pad=3)
-    assert gradient_rows(drafter, batch, loss=loss, weighting=weighting) == [[3, 4, 5, 6], [3, 4, 5], [3, 4]]
+    assert gradient_rows(drafter, batch, loss=loss, weighting=weighting) == [
+        [3, 4, 5, 6],
+        [3, 4, 5],
+        [3, 4],
+    ]
 
 
 def test_the_tail_of_the_features_is_never_a_teacher() -> None:
@@ -143,7 +177,13 @@ def test_the_tail_of_the_features_is_never_a_teacher() -> None:
                 tap[:, 9:] = garbage
         aim = objective(drafter)
         loss, sums = aim.forward(drafter, features, aim.weights(batch))
-        found.append((loss.detach(), torch.autograd.grad(loss, list(drafter.parameters())), {n: v for n, (v, _) in sums.items()}))
+        found.append(
+            (
+                loss.detach(),
+                torch.autograd.grad(loss, list(drafter.parameters())),
+                {n: v for n, (v, _) in sums.items()},
+            )
+        )
     for other in found[1:]:
         torch.testing.assert_close(found[0][0], other[0])
         for one, two in zip(found[0][1], other[1], strict=True):
@@ -165,7 +205,9 @@ def test_packed_documents_lose_what_they_lose_apart(kind: str) -> None:
         part = cut(packed, start, end)
         value, _ = aim.forward(drafter, features_of(part, drafter), denominators)
         parts.append(value.detach())
-        for total, grad in zip(sums, torch.autograd.grad(value, list(drafter.parameters())), strict=True):
+        for total, grad in zip(
+            sums, torch.autograd.grad(value, list(drafter.parameters())), strict=True
+        ):
             total += grad
     torch.testing.assert_close(loss.detach(), sum(parts))
     for one, other in zip(gradients, sums, strict=True):
@@ -208,13 +250,16 @@ def test_noise_is_of_the_stated_size_and_belongs_to_the_place_in_the_data() -> N
 
 
 def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default() -> None:
-    """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever the drafter learns there."""
+    """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever
+    the drafter learns there."""
     shape = shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), TARGET.config)
     drafter = EagleDrafter(shape, TARGET.ends).double()
     batch = batch_of((120, [(2, 120)]))
     features = features_of(batch, drafter)
     best = TARGET.head(features.last[0]).argmax(-1)
-    inside = torch.cat([best[4:40].unique(), torch.arange(300)]).unique(sorted=False)[:20].sort().values
+    inside = (
+        torch.cat([best[4:40].unique(), torch.arange(300)]).unique(sorted=False)[:20].sort().values
+    )
     drafter.start_from(TARGET.head_weight, None, inside)
     aim = objective(drafter)
     _, sums = aim.forward(drafter, features, aim.weights(batch))
@@ -223,8 +268,12 @@ def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default(
     assert share < 0.9
     total, count = sums["top1@1"]
     assert int(count) == 117 and float(total / count) <= share
-    dropped, _ = objective(drafter, out_of_vocabulary="drop").forward(drafter, features, aim.weights(batch))
-    kept, _ = objective(drafter, out_of_vocabulary="keep").forward(drafter, features, aim.weights(batch))
+    dropped, _ = objective(drafter, out_of_vocabulary="drop").forward(
+        drafter, features, aim.weights(batch)
+    )
+    kept, _ = objective(drafter, out_of_vocabulary="keep").forward(
+        drafter, features, aim.weights(batch)
+    )
     assert float(kept.detach()) > float(dropped.detach())
 
 
@@ -235,21 +284,37 @@ def test_depth_metrics_equal_brute_force() -> None:
     alpha = torch.rand(roots, depths)
     lengths = torch.randint(1, depths + 1, (roots,))
     valid = torch.arange(depths) < lengths[:, None]
-    found = {n: float(a / b) for n, (a, b) in depth_metrics(alpha, right.float(), alpha, valid.float()).items()}
+    found = {
+        n: float(a / b)
+        for n, (a, b) in depth_metrics(alpha, right.float(), alpha, valid.float()).items()
+    }
     for d in range(depths):
         there = [i for i in range(roots) if lengths[i] > d]
         before = [i for i in there if all(right[i, :d])]
-        assert found[f"top1@{d + 1}"] == pytest.approx(sum(bool(right[i, d]) for i in there) / len(there))
-        assert found[f"cond@{d + 1}"] == pytest.approx(sum(bool(right[i, d]) for i in before) / len(before))
-        assert found[f"surv@{d + 1}"] == pytest.approx(sum(all(right[i, : d + 1]) for i in there) / len(there))
-        assert found[f"reach@{d + 1}"] == pytest.approx(sum(float(alpha[i, : d + 1].prod()) for i in there) / len(there))
+        assert found[f"top1@{d + 1}"] == pytest.approx(
+            sum(bool(right[i, d]) for i in there) / len(there)
+        )
+        assert found[f"cond@{d + 1}"] == pytest.approx(
+            sum(bool(right[i, d]) for i in before) / len(before)
+        )
+        assert found[f"surv@{d + 1}"] == pytest.approx(
+            sum(all(right[i, : d + 1]) for i in there) / len(there)
+        )
+        assert found[f"reach@{d + 1}"] == pytest.approx(
+            sum(float(alpha[i, : d + 1].prod()) for i in there) / len(there)
+        )
     lengths_found = acceptance_lengths(found)
-    assert lengths_found["tau_greedy"] == pytest.approx(1 + sum(found[f"surv@{d + 1}"] for d in range(depths)))
-    assert lengths_found["tau_sampled"] == pytest.approx(1 + sum(found[f"reach@{d + 1}"] for d in range(depths)))
+    assert lengths_found["tau_greedy"] == pytest.approx(
+        1 + sum(found[f"surv@{d + 1}"] for d in range(depths))
+    )
+    assert lengths_found["tau_sampled"] == pytest.approx(
+        1 + sum(found[f"reach@{d + 1}"] for d in range(depths))
+    )
 
 
 def test_survival_weights_by_hand() -> None:
-    """Chances .5 .4 .2: prefixes .5 .2 .04; a better first depth earns .74, a second .24, a third .04; a masked one nothing."""
+    """Chances .5 .4 .2: prefixes .5 .2 .04; a better first depth earns .74, a second .24, a third
+    .04; a masked one nothing."""
     chances = torch.tensor([[0.5, 0.4, 0.2], [0.5, 0.4, 0.9]])
     valid = torch.tensor([[True, True, True], [True, True, False]])
     weights = survival_weights(chances, valid)
@@ -258,7 +323,8 @@ def test_survival_weights_by_hand() -> None:
 
 
 def test_weighted_log_overlaps_have_the_gradient_of_end_to_end_tv() -> None:
-    """arXiv 2606.12370: fp64 autograd of 1 - (1/D) sum prod alpha against sum w_i / D (-log alpha_i) with constant weights."""
+    """arXiv 2606.12370: fp64 autograd of 1 - (1/D) sum prod alpha against sum w_i / D (-log
+    alpha_i) with constant weights."""
     torch.manual_seed(1)
     alphas = torch.rand(9, 5, dtype=torch.float64).clamp(0.05, 0.95).requires_grad_()
     valid = torch.arange(5) < torch.randint(1, 6, (9,))[:, None]
@@ -276,13 +342,16 @@ def test_d_pace_without_smoothing_is_the_gradient_of_the_expected_accepted_lengt
     likely = z.softmax(-1).gather(-1, labels[..., None])[..., 0]
     expected = (torch.where(valid, likely, 1.0).cumprod(-1) * valid).sum()
     (whole,) = torch.autograd.grad(-expected, z, retain_graph=True)
-    (parts,) = torch.autograd.grad((survival_weights(smoothed(likely, 0.0), valid) * -likely.log()).sum(), z)
+    (parts,) = torch.autograd.grad(
+        (survival_weights(smoothed(likely, 0.0), valid) * -likely.log()).sum(), z
+    )
     torch.testing.assert_close(whole, parts)
 
 
 @pytest.mark.parametrize("weighting", ["survival", "d-pace"])
 def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: str) -> None:
-    """Against the formula over whole tables: sum of weight x loss over the static count of supervised positions."""
+    """Against the formula over whole tables: sum of weight x loss over the static count of
+    supervised positions."""
     drafter = random_eagle(TARGET, "eagle3")
     batch = batch_of((30, [(4, 30)]), (11, [(3, 11)]))
     features = features_of(batch, drafter)
@@ -300,7 +369,9 @@ def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: s
             alpha = torch.minimum(log_q.exp(), p).sum()
             at_label = log_q[batch.ids[0, label]]
             chances[t, k], losses[t, k] = (
-                (alpha, -alpha.log()) if weighting == "survival" else (0.5 + 0.5 * at_label.exp(), -at_label)
+                (alpha, -alpha.log())
+                if weighting == "survival"
+                else (0.5 + 0.5 * at_label.exp(), -at_label)
             )
             valid[t, k] = 1
     expected = float((survival_weights(chances, valid.bool()) * losses).sum() / valid.sum())
@@ -311,21 +382,36 @@ def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: s
 
 
 CHANGES: dict[str, Any] = {
-    "loss": "jsd", "steps": 2, "weighting": "survival", "decay": 0.5, "feature_weight": 0.5, "token_weight": 0.5, "noise": 0.2,
+    "loss": "jsd", "steps": 2, "weighting": "survival", "decay": 0.5, "feature_weight": 0.5,
+    "token_weight": 0.5, "noise": 0.2,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "smoothing", "out_of_vocabulary"])
 def test_every_option_of_the_objective_changes_the_loss(name: str) -> None:
-    kind = "eagle1" if name == "noise" else "eagle3 draft vocabulary" if name == "out_of_vocabulary" else "eagle3"
+    kind = (
+        "eagle1"
+        if name == "noise"
+        else "eagle3 draft vocabulary"
+        if name == "out_of_vocabulary"
+        else "eagle3"
+    )
     drafter = random_eagle(TARGET, kind)
     batch = batch_of((40, [(4, 40)]))
-    base = {"weighting": "d-pace"} if name == "smoothing" else {"noise": 0.0} if name == "noise" else {}
+    base = (
+        {"weighting": "d-pace"}
+        if name == "smoothing"
+        else {"noise": 0.0}
+        if name == "noise"
+        else {}
+    )
     value = {"smoothing": 0.9, "out_of_vocabulary": "keep"}.get(name, CHANGES.get(name))
     losses = []
     for options in (base, {**base, name: value}):
         aim = objective(drafter, **options)
-        losses.append(float(aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))[0].detach()))
+        losses.append(
+            float(aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))[0].detach())
+        )
     assert losses[0] != losses[1]
 
 
@@ -341,7 +427,9 @@ def test_a_run_may_begin_with_the_first_step_alone() -> None:
     assert counts == [(1, 1), (1, 1), (STEPS, STEPS), (STEPS, STEPS)]
 
 
-@pytest.mark.parametrize("options", [{"attention": "plain"}, {"recompute": True}, {"rows_per_chunk": 7}])
+@pytest.mark.parametrize(
+    "options", [{"attention": "plain"}, {"recompute": True}, {"rows_per_chunk": 7}]
+)
 def test_options_of_how_it_is_computed_change_nothing(options: dict[str, Any]) -> None:
     drafter = random_eagle(TARGET, "eagle3").requires_grad_(True)
     batch = batch_of((30, [(4, 30)]), (11, [(3, 11)]))
@@ -354,12 +442,16 @@ def test_options_of_how_it_is_computed_change_nothing(options: dict[str, Any]) -
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary", "eagle3 of another width", "eagle3.1"])
+@pytest.mark.parametrize(
+    "kind", ["eagle1", "eagle3 draft vocabulary", "eagle3 of another width", "eagle3.1"]
+)
 def test_a_batch_with_nothing_to_learn_from_touches_every_parameter(kind: str) -> None:
     drafter = random_eagle(TARGET, kind).requires_grad_(True)
     batch = batch_of((5, []))
     aim = objective(drafter)
-    loss, _ = aim.forward(drafter, features_of(batch, drafter), {f"step{k}": 4.0 for k in range(STEPS)})
+    loss, _ = aim.forward(
+        drafter, features_of(batch, drafter), {f"step{k}": 4.0 for k in range(STEPS)}
+    )
     loss.backward()
     assert float(loss.detach()) == 0
     assert all(p.grad is not None and float(p.grad.abs().sum()) == 0 for p in drafter.parameters())
@@ -371,7 +463,9 @@ def test_documents_too_short_to_teach_are_harmless(lengths: list[int]) -> None:
     batch = collate([[(np.arange(n) + 5, np.ones(n, bool)) for n in lengths]])
     aim = objective(drafter)
     loss, _ = aim.forward(drafter, features_of(batch, drafter), aim.weights(batch))
-    assert all(torch.isfinite(g).all() for g in torch.autograd.grad(loss, list(drafter.parameters())))
+    assert all(
+        torch.isfinite(g).all() for g in torch.autograd.grad(loss, list(drafter.parameters()))
+    )
 
 
 def test_the_target_stays_frozen() -> None:
@@ -393,7 +487,12 @@ def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
     features = features_of(batch_of((9, [])), drafter)
     hidden = Hidden(features.last[0], tuple(t[0] for t in features.taps))
     found = teacher_forced(drafter, hidden, ids, STEPS)
-    assert found.shape == (9, 3) and (found[0] == -1).all() and (found[8] == -1).all() and found[7, 1] == -1
+    assert (
+        found.shape == (9, 3)
+        and (found[0] == -1).all()
+        and (found[8] == -1).all()
+        and found[7, 1] == -1
+    )
 
 
 @pytest.mark.parametrize(
@@ -413,14 +512,18 @@ def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
         EagleLoss(**options)
 
 
-def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm_and_a_frozen_head_stays() -> None:
+def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm() -> None:
+    """And a frozen head stays as it is."""
     drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
     drafter.freeze_head()
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
     aim = objective(drafter, steps=1, token_weight=0.0, feature_weight=1.0)
     loss, _ = aim.forward(drafter, features, aim.weights(batch))
-    output = unroll(drafter, batch, features.taps, features.last, 1, "plain")[0][0, [3, 4, 5, 6]] * drafter.norm.weight
+    output = (
+        unroll(drafter, batch, features.taps, features.last, 1, "plain")[0][0, [3, 4, 5, 6]]
+        * drafter.norm.weight
+    )
     expected = torch.nn.functional.smooth_l1_loss(output, features.last[0, [4, 5, 6, 7]])
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
     loss.backward()

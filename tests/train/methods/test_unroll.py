@@ -1,4 +1,5 @@
-"""The unrolled attention: three ways of computing it against each other, what it may see, and memory."""
+"""The unrolled attention: three ways of computing it against each other, what it may see, and
+memory."""
 
 from __future__ import annotations
 
@@ -23,16 +24,27 @@ CPU = torch.device("cpu")
 
 def packed(rows: list[list[int]]) -> Batch:
     """Rows of documents of these lengths, all of it reply."""
-    return collate([[(np.arange(n) % 40 + 5 + i, np.ones(n, bool)) for i, n in enumerate(row)] for row in rows])
+    return collate(
+        [[(np.arange(n) % 40 + 5 + i, np.ones(n, bool)) for i, n in enumerate(row)] for row in rows]
+    )
 
 
-def states(batch: Batch, steps: int, seed: int, heads: int, shared: int, dtype: torch.dtype) -> tuple:
+def states(
+    batch: Batch, steps: int, seed: int, heads: int, shared: int, dtype: torch.dtype
+) -> tuple:
     generator = torch.Generator().manual_seed(seed)
-    make = lambda h: torch.randn(*batch.ids.shape, h, 8, generator=generator, dtype=dtype).transpose(1, 2)  # noqa: E731
-    return make(heads), [(make(shared).requires_grad_(), make(shared).requires_grad_()) for _ in range(steps)]
+
+    def make(h):
+        return torch.randn(*batch.ids.shape, h, 8, generator=generator, dtype=dtype).transpose(1, 2)
+
+    return make(heads), [
+        (make(shared).requires_grad_(), make(shared).requires_grad_()) for _ in range(steps)
+    ]
 
 
-def check_against_plain(rows: list[list[int]], steps: int, seed: int, dtype: torch.dtype, tolerance: float) -> None:
+def check_against_plain(
+    rows: list[list[int]], steps: int, seed: int, dtype: torch.dtype, tolerance: float
+) -> None:
     batch = packed(rows)
     queries, pairs = states(batch, steps, seed, 4, 2, dtype)
     queries.requires_grad_()
@@ -57,7 +69,9 @@ def check_against_plain(rows: list[list[int]], steps: int, seed: int, dtype: tor
     steps=st.integers(1, 5),
     seed=st.integers(0, 10**6),
 )
-def test_sdpa_and_flex_equal_the_plain_reference_on_any_packing(rows: list[list[int]], steps: int, seed: int) -> None:
+def test_sdpa_and_flex_equal_the_plain_reference_on_any_packing(
+    rows: list[list[int]], steps: int, seed: int
+) -> None:
     """Outputs, and for sdpa gradients, to 1e-5 in fp32 and 1e-9 in fp64."""
     check_against_plain(rows, steps, seed, torch.float32, 1e-5)
     check_against_plain(rows, steps, seed, torch.float64, 1e-9)
@@ -72,21 +86,29 @@ def test_low_precision_keeps_the_mass_of_the_diagonals() -> None:
     batch = packed([[70]])
     queries, pairs = states(batch, 4, 0, 2, 2, torch.float32)
     queries, pairs = queries * 4, [((4 * k).detach(), v.detach()) for k, v in pairs]
-    plain = UnrolledAttention(batch, CPU, "plain")(queries.bfloat16().float(), [(k.bfloat16().float(), v) for k, v in pairs])
-    low = UnrolledAttention(batch, CPU, "sdpa")(queries.bfloat16(), [(k.bfloat16(), v.bfloat16()) for k, v in pairs])
+    plain = UnrolledAttention(batch, CPU, "plain")(
+        queries.bfloat16().float(), [(k.bfloat16().float(), v) for k, v in pairs]
+    )
+    low = UnrolledAttention(batch, CPU, "sdpa")(
+        queries.bfloat16(), [(k.bfloat16(), v.bfloat16()) for k, v in pairs]
+    )
     assert float((plain - low.float()).abs().mean()) < 0.005
 
 
 @pytest.mark.parametrize("backend", ["plain", "sdpa", "flex"])
 def test_a_row_sees_its_causal_block_and_its_own_later_steps_only(backend: Backend) -> None:
-    """Six rows in two documents, three steps: every forbidden key and value is disturbed, and no output may change in any bit."""
+    """Six rows in two documents, three steps: every forbidden key and value is disturbed, and no
+    output may change in any bit."""
     batch = packed([[4, 2]])
     queries, pairs = states(batch, 3, 1, 2, 2, torch.float32)
     pairs = [(k.detach(), v.detach()) for k, v in pairs]
     allowed = {0: [0], 1: [0, 1], 2: [0, 1, 2], 3: [0, 1, 2, 3], 4: [4], 5: [4, 5]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = lambda p: UnrolledAttention(batch, CPU, backend)(queries, p)  # noqa: E731
+
+        def run(p):
+            return UnrolledAttention(batch, CPU, backend)(queries, p)
+
         before = run(pairs)
         for row, seen in allowed.items():
             disturbed = []
@@ -105,7 +127,8 @@ def test_a_row_sees_its_causal_block_and_its_own_later_steps_only(backend: Backe
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_learn_nothing_of_each_other_at_any_step(kind: str) -> None:
-    """Outputs of a packed row equal those of its documents alone, and have no gradient to another document's features."""
+    """Outputs of a packed row equal those of its documents alone, and have no gradient to another
+    document's features."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_eagle(target, kind)
     batch = packed([[9, 6, 8]])
@@ -117,9 +140,13 @@ def test_packed_documents_learn_nothing_of_each_other_at_any_step(kind: str) -> 
         alone = unroll(drafter, part, tuple(t[:, start:end] for t in taps), last[:, start:end], 3)
         for k in range(3):
             inside = slice(start, end - 1 - k)  # rows whose tokens stay within the document
-            torch.testing.assert_close(whole[k][:, inside], alone[k][:, : end - start - 1 - k], atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(
+                whole[k][:, inside], alone[k][:, : end - start - 1 - k], atol=1e-9, rtol=1e-9
+            )
             sources = (*taps, last) if kind.startswith("eagle1") else taps
-            grads = torch.autograd.grad(whole[k][:, inside].sum(), sources, retain_graph=True, allow_unused=True)
+            grads = torch.autograd.grad(
+                whole[k][:, inside].sum(), sources, retain_graph=True, allow_unused=True
+            )
             for grad in grads:
                 if grad is not None:
                     outside = torch.cat([grad[:, :start], grad[:, end:]], dim=1)
@@ -135,7 +162,9 @@ def test_recomputing_the_steps_gives_the_same_gradients(kind: str) -> None:
     found = []
     for recompute in (False, True):
         outputs = unroll(drafter, batch, features.taps, features.last, 4, memory=Memory(recompute))
-        total = torch.stack([(k + 1) * drafter.logits(x).square().sum() for k, x in enumerate(outputs)]).sum()
+        total = torch.stack(
+            [(k + 1) * drafter.logits(x).square().sum() for k, x in enumerate(outputs)]
+        ).sum()
         found.append(torch.autograd.grad(total, list(drafter.parameters())))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -147,7 +176,10 @@ def test_flex_on_a_gpu_has_the_gradients_of_the_plain_reference(dtype: torch.dty
     device = torch.device("cuda")
     batch = packed([[200, 100, 84], [384]])
     generator = torch.Generator().manual_seed(0)
-    make = lambda h: torch.randn(2, h, 384, 64, generator=generator).to(device).requires_grad_()  # noqa: E731
+
+    def make(h):
+        return torch.randn(2, h, 384, 64, generator=generator).to(device).requires_grad_()
+
     queries, pairs = make(4), [(make(2), make(2)) for _ in range(3)]
     leaves = [queries, *(t for pair in pairs for t in pair)]
     found = []

@@ -1,2 +1,2 @@
-"""What distillation is here: divergences between the target's law and a drafter's, shared by every
-method."""
+"""What distillation is here: divergences between the target's distribution and a drafter's, shared
+by every method."""

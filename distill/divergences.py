@@ -1,12 +1,12 @@
-"""Losses between a drafter's law q and the target's law p, per position, and their sums over many
-positions in bounded memory.
+"""Losses between a drafter's distribution q and the target's distribution p, per position, and
+their sums over many positions in bounded memory.
 
-Laws come as log-probabilities over the drafter's vocabulary, so that one softmax serves a loss and
-its metrics. `log_p` may be a slice of the target's law that sums to less than one (a draft
-vocabulary): overlaps take it as it is, since that is what decoding accepts; losses of the KL family
-renormalise it, since a drafter cannot put mass elsewhere. Gradients with respect to the logits z of
-q are those of reference/objectives.md section 2; p is a constant. Shapes: R rows (positions), V
-vocabulary; p may have 1 in place of a row axis of q, one teacher for several drafts.
+Distributions come as log-probabilities over the drafter's vocabulary, so that one softmax serves a
+loss and its metrics. `log_p` may be a slice of the target's distribution that sums to less than one
+(a draft vocabulary): overlaps take it as it is, since that is what decoding accepts; losses of the
+KL family renormalise it, since a drafter cannot put mass elsewhere. Gradients with respect to the
+logits z of q are those of reference/objectives.md section 2; p is a constant. Shapes: R rows
+(positions), V vocabulary; p may have 1 in place of a row axis of q, one teacher for several drafts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOP_K = 10
 CE_SHARE = 0.1
 
 
-def log_law(logits: Tensor) -> Tensor:
+def log_probs(logits: Tensor) -> Tensor:
     """log softmax in fp32 at least: bf16 logits lose the tail."""
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
 
@@ -55,7 +55,7 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
     """sum_v p log q `[R]`."""
     if p.dim() > 1 and p.shape[-2] == 1 and log_q.shape[-2] > 1:
-        # it would round a difference of laws to bf16
+        # it would round a difference of distributions to bf16
         with torch.autocast(log_q.device.type, enabled=False):
             # one teacher for several rows: no [R, V] product is made
             return (log_q @ p.transpose(-1, -2))[..., 0]
@@ -110,10 +110,11 @@ def lk_hybrid(log_q: Tensor, log_p: Tensor, eta: float = HYBRID_ETA) -> Tensor:
 
 
 def top_k_kl(log_q: Tensor, log_p: Tensor, k: int = TOP_K) -> Tensor:
-    """KL of both laws restricted to the target's k best tokens and renormalised, `[R]`. What q
-    leaks elsewhere is unpunished.
+    """KL of both distributions restricted to the target's k best tokens and renormalised, `[R]`.
+    What q leaks elsewhere is unpunished.
 
-    d/dz = q' - p' on those tokens, q' and p' being the restricted laws (objectives.md section 2).
+    d/dz = q' - p' on those tokens, q' and p' being the restricted distributions (objectives.md
+    section 2).
     """
     best = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
     there = best.indices.expand(*log_q.shape[:-1], -1)

@@ -21,7 +21,7 @@ from ..heads.pretrained import make_causal_lm, read_config
 from ..inference.spread import decoder_layers
 from ..inference.target import Target
 from ..inference.target_files import check_there
-from .divergences import divergence, log_law
+from .divergences import divergence, log_probs
 
 Choice = Literal["even", "ends", "importance"]
 FACTORS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
@@ -135,7 +135,7 @@ def make_student(
     """
     if config.path is not None:
         check_there(config.path)
-        student = DraftModel.load(Path(config.path), torch.float32, target.ends)
+        student = DraftModel.load(Path(config.path), torch.float32, target.embedding_and_head)
     elif config.config is not None:
         student = DraftModel(
             _from_scratch(config.config, target), target.tokenizer, target.vocab_size
@@ -282,9 +282,9 @@ def begin_calibrated(student: Target, target: Target, texts: Sequence[Tensor]) -
             target.forward(part).last[0],
             student.forward(part.clamp(max=student.vocab_size - 1)).last[0],
         )
-        log_p = log_law(target.head(theirs))[:, : student.vocab_size]
+        log_p = log_probs(target.head(theirs))[:, : student.vocab_size]
         for i, factor in enumerate(FACTORS):
-            log_q = log_law(student.head(ours * factor))[:, : log_p.shape[-1]]
+            log_q = log_probs(student.head(ours * factor))[:, : log_p.shape[-1]]
             losses[i] += divergence("kl", log_q, log_p, part[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
     return factor if factor == 1.0 or scale_norm(norm, factor, student.hidden_size) else 1.0
@@ -293,8 +293,8 @@ def begin_calibrated(student: Target, target: Target, texts: Sequence[Tensor]) -
 @torch.no_grad()
 def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     """Multiply what a final norm gives by `factor`, by way of its parameters; False, and nothing
-    changed, where its form is not known. The forms are x * w, x * w + b and x * (1 + w), told apart
-    by trying."""
+    changed, where its form is not known. The forms are x * w, x * w + b and x * (1 + w),
+    distinguished by trying."""
     parameters = dict(norm.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     first = next(iter(parameters.values()))

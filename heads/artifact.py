@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
@@ -45,7 +45,9 @@ class DrafterModule(Protocol):
         ...
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> DrafterModule:
+    def load(
+        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
+    ) -> DrafterModule:
         """Read it back; raises `UserError`, or `KeyError` and its kin for a config that lacks or
         garbles a field."""
         ...
@@ -89,14 +91,14 @@ class Artifact:
         cls,
         directory: str | Path,
         target: Fingerprint,
-        ends: TargetEnds | None = None,
+        embedding_and_head: EmbeddingAndHead | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> Artifact:
         """Read a directory and check it against the target that it is to be used with.
 
         Raises `UserError` for a missing or broken file, for a missing, surplus, misshapen or
         miscast tensor, and for a target of another shape. A target of equal shape but other
-        weights, tokenizer or template is told through `warn`.
+        weights, tokenizer or template is reported through `warn`.
         """
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
@@ -113,7 +115,7 @@ class Artifact:
         check_target(trained_for, target, drafter_type.bound_to, directory, warn)
         config_path = directory / "config.json"
         try:
-            drafter = drafter_type.load(directory, dtype, ends)
+            drafter = drafter_type.load(directory, dtype, embedding_and_head)
         except DocumentError as error:
             raise UserError(f"{config_path}: {error}; save or copy the drafter again") from error
         except (
@@ -137,7 +139,7 @@ class Artifact:
 
 def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> None:
     """Demand the files that were written, bit by bit. Raises `UserError` that names the one that is
-    not; a drafter of version 0.1, which noted no checksums, is told through `warn`."""
+    not; a drafter of version 0.1, which noted no checksums, is reported through `warn`."""
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
@@ -203,15 +205,10 @@ def check_shape(
             )
 
 
-MODULES = {"draft_lm": "draft_model"}
-"""Methods whose file has another name."""
-
-
 def drafter_class(method: str) -> Any:
     """The module class of a method: `Drafter` in the file of that name in this folder."""
-    module = MODULES.get(method, method)
-    if not module.isidentifier() or importlib.util.find_spec(f".{module}", __package__) is None:
+    if not method.isidentifier() or importlib.util.find_spec(f".{method}", __package__) is None:
         raise UserError(
             f"unknown drafting method {method!r}; this version may be too old for that drafter"
         )
-    return importlib.import_module(f".{module}", __package__).Drafter
+    return importlib.import_module(f".{method}", __package__).Drafter

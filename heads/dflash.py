@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .documents import BlockFile
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
@@ -112,8 +112,8 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 class DFlashDrafter(EngineLayout, nn.Module):
-    """The layers with what stands before and behind them. `ends` are the target's embedding and
-    head, borrowed, not owned."""
+    """The layers with what stands before and behind them. `embedding_and_head` are the target's
+    embedding and head, borrowed, not owned."""
 
     method = "dflash"
     document = BlockFile
@@ -123,9 +123,9 @@ class DFlashDrafter(EngineLayout, nn.Module):
     """The first slot that drafts; its draft is about the token after the anchor."""
     tap_scales: Tensor
 
-    def __init__(self, shape: BlockShape, ends: TargetEnds) -> None:
+    def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        self.shape, self.taps, self.ends = shape, shape.taps, ends
+        self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
         hidden = shape.hidden_size
         self.fc = nn.Linear(len(shape.taps) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
@@ -225,7 +225,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         many, if not b."""
         ids = anchors[..., None].expand(*anchors.shape, slots or self.shape.block_size).clone()
         ids[..., 1:] = self.shape.mask_token
-        return self.ends.rows(ids.flatten(1)).to(self.fc.weight.dtype)
+        return self.embedding_and_head.rows(ids.flatten(1)).to(self.fc.weight.dtype)
 
     def layer(
         self, index: int, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
@@ -235,8 +235,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return layer(index, state, layer.qkv(self.input_norms[index](state)), rotary, attend)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
-        """What a draft's law is made of: the layers' output `[..., H]` in its slot, whatever the
-        token `before` it `[...]`."""
+        """What a draft's distribution is made of: the layers' output `[..., H]` in its slot,
+        whatever the token `before` it `[...]`."""
         return output
 
     def logits(self, state: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     def base_logits(self, output: Tensor) -> Tensor:
         """What the slots alone say `[..., V]`."""
-        return self.ends.head(self.norm(output))
+        return self.embedding_and_head.head(self.norm(output))
 
     @property
     def _layers(self) -> list[DecoderLayer]:
@@ -319,13 +319,15 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return config
 
     @classmethod
-    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
-        if ends is None:
+    def from_serving_config(
+        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
+        if embedding_and_head is None:
             raise UserError(
                 "a block drafter needs the target's embedding and head; load it together with its "
                 "target"
             )
-        return cls(cls.shape_from(config), ends)
+        return cls(cls.shape_from(config), embedding_and_head)
 
     @classmethod
     def shape_from(cls, config: dict[str, Any]) -> BlockShape:

@@ -19,7 +19,8 @@ from .errors import UserError
 from .files import read_json
 from .fingerprint import Fingerprint
 
-SCHEMA = 1  # of draftsmith.json
+SCHEMA = 2  # of draftsmith.json; 1 called the method draft_model draft_lm
+FORMER_METHODS = {"draft_lm": "draft_model"}
 T = TypeVar("T")
 D = TypeVar("D", bound="Document")
 
@@ -152,6 +153,7 @@ class OwnFile(Document):
     export: Export | None = None
 
     def __post_init__(self) -> None:
+        self.method = FORMER_METHODS.get(self.method, self.method)
         layers = self.target.num_layers
         demand(
             all(tap <= layers for tap in self.taps),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
@@ -24,7 +24,7 @@ PROBES = (
 class DraftModel(nn.Module):
     """The model with the target's tokenizer. Trained and used without dropout."""
 
-    method = "draft_lm"
+    method = "draft_model"
     taps: tuple[int, ...] = ()
     bound_to: tuple[str, ...] = ()  # any target with this tokenizer
 
@@ -51,10 +51,12 @@ class DraftModel(nn.Module):
         return {}  # its own config.json is all, and has no second reader here
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype | str, ends: TargetEnds | None) -> DraftModel:
+    def load(
+        cls, directory: Path, dtype: torch.dtype | str, embedding_and_head: EmbeddingAndHead | None
+    ) -> DraftModel:
         """The model in `directory`. Raises `UserError` if it is incomplete, or has another
         tokenizer than the target."""
-        if ends is None:
+        if embedding_and_head is None:
             raise UserError(
                 "a draft model needs the target's tokenizer to be checked against; load it "
                 "together with its target"
@@ -71,13 +73,13 @@ class DraftModel(nn.Module):
                 f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} "
                 "is missing or surplus"
             )
-        if difference := tokenizer_difference(ends.tokenizer, tokenizer):
+        if difference := tokenizer_difference(embedding_and_head.tokenizer, tokenizer):
             raise UserError(
                 f"draft model {directory} has another tokenizer than the target: {difference}; "
                 "its token ids mean other text, "
                 "use a model of the same family"
             )
-        return cls(model, tokenizer, ends.vocab_size)
+        return cls(model, tokenizer, embedding_and_head.vocab_size)
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:

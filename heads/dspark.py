@@ -4,7 +4,7 @@ each (arXiv 2607.05147).
 Slot j of a block at anchor a says what stands at a + j + 1. To its logits comes W2 W1[x], x being
 the token before the draft: the anchor's or the draft before, so drafts are chosen one after
 another, though all layers run once. A confidence head tells from the slot's state and W1[x], before
-the draft is chosen, how much of its law the target will accept.
+the draft is chosen, how much of its distribution the target will accept.
 
 Shapes: H hidden size, V vocabulary, r rank of the transition.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from . import dflash
 from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
 from .documents import DSparkFile
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 
 INIT_STD = 0.02
@@ -60,8 +60,8 @@ class DSparkDrafter(DFlashDrafter):
     first_slot = 0
     shape: DSparkShape
 
-    def __init__(self, shape: DSparkShape, ends: TargetEnds) -> None:
-        super().__init__(shape, ends)
+    def __init__(self, shape: DSparkShape, embedding_and_head: EmbeddingAndHead) -> None:
+        super().__init__(shape, embedding_and_head)
         self.transition_in = nn.Embedding(shape.vocab_size, shape.markov_rank)
         self.transition_out = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
         self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
@@ -86,7 +86,8 @@ class DSparkDrafter(DFlashDrafter):
         return self.transition_out(self.transition_in(before))
 
     def confidence(self, state: Tensor) -> Tensor:
-        """The logit `[...]` of how much of each draft's law the target is expected to accept."""
+        """The logit `[...]` of how much of each draft's distribution the target is expected to
+        accept."""
         hidden = self.shape.hidden_size
         normed = torch.cat([self.norm(state[..., :hidden]), state[..., hidden:]], dim=-1)
         return self.confidence_head(normed)[..., 0]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from .documents import EagleFile
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
@@ -119,16 +119,16 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleDrafter(EngineLayout, nn.Module):
-    """The layer with what stands before and behind it. `ends` are the target's embedding and head,
-    borrowed, not owned."""
+    """The layer with what stands before and behind it. `embedding_and_head` are the target's
+    embedding and head, borrowed, not owned."""
 
     method = "eagle"
     document = EagleFile
     weights_file = WEIGHTS_FILE
 
-    def __init__(self, shape: EagleShape, ends: TargetEnds) -> None:
+    def __init__(self, shape: EagleShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
-        self.shape, self.taps, self.ends = shape, shape.taps, ends
+        self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
         hidden, wide = shape.hidden_size, shape.target_hidden_size
         third = shape.version == 3
         self.fc = nn.Linear(
@@ -251,9 +251,9 @@ class EagleDrafter(EngineLayout, nn.Module):
     def token_part(self, ids: Tensor) -> Tensor:
         """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for
         every unrolled step."""
-        embedded = (self.embedding if self.embedding is not None else self.ends.embed)(ids).to(
-            self.fc.weight.dtype
-        )
+        embedded = (
+            self.embedding if self.embedding is not None else self.embedding_and_head.embed
+        )(ids).to(self.fc.weight.dtype)
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             return functional.linear(embedded, self.fc.weight[:, :hidden])
@@ -304,7 +304,9 @@ class EagleDrafter(EngineLayout, nn.Module):
     def logits(self, output: Tensor) -> Tensor:
         """The layers' output `[..., H]` -> logits `[..., Vd]`."""
         return (
-            self.ends.head(output) if self.shape.version == 1 else self.lm_head(self.norm(output))
+            self.embedding_and_head.head(output)
+            if self.shape.version == 1
+            else self.lm_head(self.norm(output))
         )
 
     @property
@@ -399,8 +401,10 @@ class EagleDrafter(EngineLayout, nn.Module):
         return config
 
     @classmethod
-    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> EagleDrafter:
-        if ends is None:
+    def from_serving_config(
+        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+    ) -> EagleDrafter:
+        if embedding_and_head is None:
             raise UserError(
                 "an EAGLE drafter needs the target's embedding and head; load it together with "
                 "its target"
@@ -431,7 +435,7 @@ class EagleDrafter(EngineLayout, nn.Module):
             attention_bias=config["attention_bias"],
             fc_bias=config["bias"],
         )
-        return cls(shape, ends)
+        return cls(shape, embedding_and_head)
 
 
 ARCHITECTURES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class TargetEnds:
+class EmbeddingAndHead:
     """The frozen target's two ends and its vocabulary. They are not parameters of a drafter and are
     not stored with it."""
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .documents import convert
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import read_json, write_json
 from .stored_tensors import header
@@ -50,7 +50,9 @@ class EngineLayout(ABC):
 
     @classmethod
     @abstractmethod
-    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> Self:
+    def from_serving_config(
+        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
         """An untrained module of the shape that `config.json` describes; `KeyError` when a key is
         missing."""
 
@@ -73,18 +75,20 @@ class EngineLayout(ABC):
         save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype, ends: TargetEnds | None) -> Self:
+    def load(
+        cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
+    ) -> Self:
         config = read_json(directory / "config.json")
         convert(config, cls.document)
         stored = header(directory / cls.weights_file)
         with torch.device("meta"):  # a damaged size must not be allocated
-            expected = cls.from_serving_config(config, ends).serving_state()
+            expected = cls.from_serving_config(config, embedding_and_head).serving_state()
         check_same(
             expected,
             {name: tuple(facts.shape) for name, facts in stored.items()},
             directory / cls.weights_file,
         )
-        drafter = cls.from_serving_config(config, ends)
+        drafter = cls.from_serving_config(config, embedding_and_head)
         fill(drafter.serving_state(), directory / drafter.weights_file, dtype)
         drafter.check()
         return drafter

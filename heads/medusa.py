@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .documents import MedusaFile
-from .embedding_and_head import TargetEnds
+from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .layout import EngineLayout
 
@@ -154,7 +154,9 @@ class MedusaHeads(EngineLayout, nn.Module):
         }
 
     @classmethod
-    def from_serving_config(cls, config: dict[str, Any], ends: TargetEnds | None) -> MedusaHeads:
+    def from_serving_config(
+        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+    ) -> MedusaHeads:
         shape = MedusaConfig(
             config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]
         )
@@ -162,7 +164,7 @@ class MedusaHeads(EngineLayout, nn.Module):
             shape,
             config["hidden_size"],
             config["vocab_size"],
-            ends.head if ends is not None else None,
+            embedding_and_head.head if embedding_and_head is not None else None,
         )
 
 

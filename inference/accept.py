@@ -37,7 +37,7 @@ class Verdict:
     drafts at T > 0 only."""
     overlap: Tensor | None = None
     """[B, N] float: sum of min(p, q) at each node, the best any rule could accept there; rules that
-    compare laws only."""
+    compare distributions only."""
 
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
@@ -47,8 +47,8 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
     )
-    if sampling.draws_from_law and tree.laws is not None:
-        return _by_law(tree, scores, draws)
+    if sampling.compares_distributions and tree.probs is not None:
+        return _by_rejection(tree, scores, draws)
     if not sampling.greedy and not sampling.lossless:
         return _typical(tree, scores, draws)
     choices = draws.choices(scores, tables.depths, tree.levels)
@@ -77,8 +77,8 @@ def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
     """The target's probability `[B, N]` of each node's token after its parent; 1 at the root, 0
     where there is no node."""
     parents = tree.tables.parents.expand_as(tree.tokens)
-    log_law = scores.log_softmax(-1)
-    above = log_law.gather(1, parents[..., None].expand(-1, -1, log_law.shape[-1]))
+    log_probs = scores.log_softmax(-1)
+    above = log_probs.gather(1, parents[..., None].expand(-1, -1, log_probs.shape[-1]))
     chances = above.gather(2, tree.tokens.clamp(min=0)[..., None])[..., 0].exp()
     chances = torch.where(tree.tokens < 0, 0.0, chances)
     chances[:, 0] = 1
@@ -96,23 +96,27 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
     return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
 
 
-def _by_law(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    law = scores.softmax(-1)
-    assert tree.laws is not None and tree.shape is not None, (
-        "rules that compare laws need trees of a shape fixed beforehand"
+def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
+    probs = scores.softmax(-1)
+    assert tree.probs is not None and tree.shape is not None, (
+        "rules that compare distributions need trees of a shape fixed beforehand"
     )
     rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
-    plan = verifier(tree.shape, tree.tokens, law, tree.laws)
+    plan = verifier(tree.shape, tree.tokens, probs, tree.probs)
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
-    last = draws.last(plan.laws.gather(1, node[:, None, None].expand(-1, 1, law.shape[-1]))[:, 0])
-    return Verdict(node, last, rule, overlap=torch.minimum(law, tree.laws).sum(-1))
+    last = draws.last(
+        plan.probs.gather(1, node[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
+    )
+    return Verdict(node, last, rule, overlap=torch.minimum(probs, tree.probs).sum(-1))
 
 
 def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text does not have
-    the target's law."""
-    log_law = scores.log_softmax(-1)
-    entropy = -torch.where(log_law > -torch.inf, log_law.exp() * log_law, 0.0).sum(-1)  # [B, N]
+    the target's distribution."""
+    log_probs = scores.log_softmax(-1)
+    entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(
+        -1
+    )  # [B, N]
     bar = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)
     right = token_chances(tree, scores) > bar.gather(1, tree.tables.parents.expand_as(tree.tokens))
     right[:, 0] = True

@@ -91,8 +91,8 @@ class Decoder:
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        law = _known(Sampling, sampling)
-        if samples > 1 and law.greedy:
+        chosen = _known(Sampling, sampling)
+        if samples > 1 and chosen.greedy:
             raise UserError("samples are all the same at temperature 0; give a temperature too")
         stops = _stops(stop)
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
@@ -110,7 +110,7 @@ class Decoder:
         for start in range(0, len(requests), batch_size):
             part = requests[start : start + batch_size]
             for found in generate(
-                self.target, self.proposer, part, max_new_tokens, law, eos, stops
+                self.target, self.proposer, part, max_new_tokens, chosen, eos, stops
             ):
                 replies.append(Reply(**vars(found), text=self._text(found, stops)))
         return replies[0] if one and samples == 1 else replies

@@ -22,7 +22,7 @@ class TreeCache(Cache):
     that are not decided yet.
 
     A forward writes its N positions after those. `stage` keeps them for the next forward without
-    committing (a drafter that walks its own tree); `commit` keeps the accepted path and drops the
+    committing (a drafter that runs its own tree); `commit` keeps the accepted path and drops the
     rest. What is dropped is simply overwritten, so nothing is ever shifted or padded: slot =
     position for all that is committed.
 

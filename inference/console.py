@@ -20,8 +20,8 @@ SPARSE_S = 300.0  # or after so long
 
 
 class Console(rich.console.Console):
-    """rich's, but that a reader who has gone (`| head`) is told to the caller; rich itself ends the
-    process with status 1."""
+    """rich's, but that a reader who has gone (`| head`) is reported to the caller; rich itself ends
+    the process with status 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

@@ -69,7 +69,7 @@ class Round:
     where that is defined."""
     overlap: list[float] | None = None
     """sum of min(p, q) at each node of the accepted path where drafts were offered; rules that
-    compare laws only."""
+    compare distributions only."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
@@ -92,7 +92,7 @@ class Generation:
 
     @property
     def lossless(self) -> bool:
-        """Whether every round was decided by a rule that keeps the target's law."""
+        """Whether every round was decided by a rule that keeps the target's distribution."""
         return all(round_.rule != "typical" for round_ in self.rounds)
 
 
@@ -242,24 +242,24 @@ class _Batch:
         )
         hidden = target.prefill(ids, self.cache, self.proposer.taps)
         self.cache.lengths = list(lengths)
-        ends = torch.tensor(lengths, device=device)
+        row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         text = torch.where(
-            torch.arange(ids.shape[1], device=device) < ends[:, None], ids, ids[:, :1]
+            torch.arange(ids.shape[1], device=device) < row_lengths[:, None], ids, ids[:, :1]
         )
         keys = row_keys(self.sampling.seed, [(r.id, r.sample) for r in self.requests], device)
         # the last prompt token is the root of the first choice
-        self.draws = Draws(self.sampling, keys, text, ends - 1)
-        before = ids[rows, ends - 1][:, None]
-        logits = target.head(hidden.last[rows, ends - 1])[:, None]
+        self.draws = Draws(self.sampling, keys, text, row_lengths - 1)
+        before = ids[rows, row_lengths - 1][:, None]
+        logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
         self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), 0)[:, 0]
-        self.draws.extend(before, torch.ones_like(ends))
+        self.draws.extend(before, torch.ones_like(row_lengths))
         first = self.root.tolist()
         self.proposer.prefill(
             Prompts(
                 [[*t, f] for t, f in zip(self.texts, first, strict=True)],
                 ids,
-                ends,
+                row_lengths,
                 hidden,
                 self.cache,
             )

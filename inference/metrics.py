@@ -132,7 +132,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 def alpha(overlaps: Sequence[Sequence[float] | None]) -> list[float] | None:
     """Mean of sum min(p, q) at depths 1, 2, .. over the rounds that reached them; `None` where the
-    rule does not compare laws."""
+    rule does not compare distributions."""
     there = [row for row in overlaps if row is not None]
     if not there:
         return None

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..heads.artifact import MODULES, OWN_FILE, Artifact
+from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
 from .cache import TreeCache
@@ -162,7 +162,16 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     return name, settings
 
 
-TREE_SETTINGS = ("length", "width", "nodes", "tree", "threshold", "cost", "heat", "shape")
+TREE_SETTINGS = (
+    "length",
+    "width",
+    "nodes",
+    "tree",
+    "threshold",
+    "cost",
+    "score_temperature",
+    "shape",
+)
 """What says how far and how wide to draft; the other settings of a drafter say what it is."""
 
 
@@ -203,12 +212,12 @@ def load_proposer(
         make = getattr(importlib.import_module(f".{module}", __package__), cls)
         arguments: Sequence[Any] = (target,) if name == "early-exit" else ()
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
-        artifact = Artifact.load(name, target.fingerprint(), target.ends, warn)
+        artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
         place(artifact.drafter, target.device, target.dtype)
         make = method_module(artifact.method).make_proposer
         arguments = (artifact,)
     else:
-        make = importlib.import_module(".proposers.draft_model", __package__).load_draft_lm
+        make = importlib.import_module(".proposers.draft_model", __package__).load_draft_model
         arguments = (name, target)
     known = [
         p
@@ -243,7 +252,7 @@ def _weights(part: Any) -> Iterable[Tensor]:
 
 def method_module(method: str) -> ModuleType:
     """The file of a method in `proposers/`: how it drafts."""
-    return importlib.import_module(f".proposers.{MODULES.get(method, method)}", __package__)
+    return importlib.import_module(f".proposers.{method}", __package__)
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:

@@ -1,9 +1,9 @@
-"""Estimated tau: the rounds that decoding would take over a known text, walked on teacher-forced
+"""Estimated tau: the rounds that decoding would take over a known text, replayed on teacher-forced
 correctness.
 
 The average over all rows is another number: decoding visits positions that its own accepts select.
-In trials the row average was 4 to 13% too high. On target-greedy text in fp32 the walk below counts
-exactly what the decode loop counts.
+In trials the row average was 4 to 13% too high. On target-greedy text in fp32 the replay below
+counts exactly what the decode loop counts.
 """
 
 from __future__ import annotations

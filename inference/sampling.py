@@ -1,4 +1,4 @@
-"""How the next token is chosen: processed laws, keyed noise, and what a proposer may draw.
+"""How the next token is chosen: processed distributions, keyed noise, and what a proposer may draw.
 
 Shapes: B batch, M nodes, V vocabulary, K children, C text capacity.
 """
@@ -15,12 +15,12 @@ from .settings import Sampling
 
 
 class Draws:
-    """The choices of one running batch: the processed laws at any node, and the noise that belongs
-    to it.
+    """The choices of one running batch: the processed distributions at any node, and the noise that
+    belongs to it.
 
-    One object serves the loop and the proposer, so both see the same laws and, in the coupled mode,
-    the same noise. A node of depth d below a root at position r chooses the token of position r + d
-    + 1.
+    One object serves the loop and the proposer, so both see the same distributions and, in the
+    coupled mode, the same noise. A node of depth d below a root at position r chooses the token of
+    position r + d + 1.
     """
 
     def __init__(self, sampling: Sampling, keys: Tensor, text: Tensor, lengths: Tensor) -> None:
@@ -63,8 +63,8 @@ class Draws:
         """Processed log-scores `[B, M, V]` after nodes whose tokens, from the root on, are `paths`
         `[B, M, d]` (-1 = none).
 
-        The law of the next token is their softmax. Penalties count the node's own path, which
-        differs between siblings; `paths` may be None if nothing asks for it
+        The distribution of the next token is their softmax. Penalties count the node's own path,
+        which differs between siblings; `paths` may be None if nothing asks for it
         (`Sampling.history_processor`).
         """
         sampling = self.sampling
@@ -125,7 +125,12 @@ class Draws:
         return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
     def rank(
-        self, logits: Tensor, depth: int, count: int, paths: Tensor | None, heat: float = 1.0
+        self,
+        logits: Tensor,
+        depth: int,
+        count: int,
+        paths: Tensor | None,
+        score_temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by
         the drafter's `logits`.
@@ -133,11 +138,11 @@ class Draws:
         Tokens and their log-scores `[B, M, count]`, best first. In the coupled mode the target's
         own noise is added first, so the best one is what the target will choose wherever the two
         agree; the score is in units of the logits, which at T -> 0 becomes the plain
-        log-probability. Never for a rule that compares laws: use `sample` there.
+        log-probability. Never for a rule that compares distributions: use `sample` there.
 
-        `heat` is the score temperature: log-scores of the logits over it. Below 1 the best token of
-        each node counts for more, as it should at T = 0, where the target takes its best one always
-        (verification-and-trees 8.8).
+        `score_temperature` is the score temperature: log-scores of the logits over it. Below 1 the
+        best token of each node counts for more, as it should at T = 0, where the target takes its
+        best one always (verification-and-trees 8.8).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
@@ -147,7 +152,7 @@ class Draws:
         # sums along a path would be rounded to bf16
         scores = scores if scores.dtype == torch.float64 else scores.float()
         best = (
-            (scores / heat if heat != 1 else scores)
+            (scores / score_temperature if score_temperature != 1 else scores)
             .log_softmax(-1)
             .topk(min(count, scores.shape[-1]))
         )
@@ -157,29 +162,29 @@ class Draws:
         self, logits: Tensor, nodes: Tensor | int, count: int, paths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`count` tokens `[B, M, count]` drawn without replacement, in the order of the draws, and
-        the law `[B, M, V]`.
+        the distribution `[B, M, V]`.
 
         Fresh noise for every root and every node id in `nodes` (`[M]`, or one), independent of what
         the verifier uses: the first `count` of Gumbel-perturbed log-probabilities are such draws
-        (Kool et al., arXiv 1903.06059). -1 where the law has run out of tokens.
+        (Kool et al., arXiv 1903.06059). -1 where the distribution has run out of tokens.
         """
         scores = self.scores(logits, paths)
-        law = scores.softmax(-1)
+        probs = scores.softmax(-1)
         # Root and node together name the place; 1 << 20 nodes are more than any tree has.
         places = self.lengths[:, None] * (1 << 20) + nodes
         noisy = scores + noise.gumbel(
             self._keys[:, None], noise.DRAFT, places, scores.shape[-1]
         ).to(scores.dtype)
         best = noisy.topk(min(count, scores.shape[-1]))
-        return torch.where(law.gather(-1, best.indices) > 0, best.indices, -1), law
+        return torch.where(probs.gather(-1, best.indices) > 0, best.indices, -1), probs
 
     def coins(self, nodes: int) -> Tensor:
         """Uniforms `[B, nodes]` of this round, for the verifier."""
         return noise.uniform(self._keys, noise.COIN, self.lengths, nodes)
 
-    def last(self, law: Tensor) -> Tensor:
-        """A draw `[B]` from `law` `[B, V]` that ends this round."""
+    def last(self, probs: Tensor) -> Tensor:
+        """A draw `[B]` from `probs` `[B, V]` that ends this round."""
         return (
-            law.log()
-            + noise.gumbel(self._keys, noise.FINAL, self.lengths, law.shape[-1]).to(law.dtype)
+            probs.log()
+            + noise.gumbel(self._keys, noise.FINAL, self.lengths, probs.shape[-1]).to(probs.dtype)
         ).argmax(-1)

@@ -1,4 +1,4 @@
-"""What every command that decodes is told: where the target is, and how the next token is
+"""Settings of every command that decodes: where the target is, and how the next token is
 chosen."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample, and which acceptance rule keeps the target's law. Raises `UserError` for
-    values out of range."""
+    """How to sample, and which acceptance rule keeps the target's distribution. Raises `UserError`
+    for values out of range."""
 
     temperature: float = 0.0
     """0 is greedy decoding."""
@@ -80,7 +80,7 @@ class Sampling:
     the drafter), match (the same text, but drafts are the drafter's best tokens and know nothing of
     the noise, as in most engines), rejection (block verification of a sampled chain, traversal of a
     sampled tree, match of a deterministic draft), recursive (recursive rejection instead of
-    traversal), lossy-typical (Medusa's typical acceptance: NOT the target's law)."""
+    traversal), lossy-typical (Medusa's typical acceptance: NOT the target's distribution)."""
 
     def __post_init__(self) -> None:
         def demand(holds: bool, what: str) -> None:
@@ -138,13 +138,14 @@ class Sampling:
 
     @property
     def lossless(self) -> bool:
-        """Whether the text has the target's law; greedy decoding has, whatever the rule."""
+        """Whether the text has the target's distribution; greedy decoding has, whatever the
+        rule."""
         return self.greedy or self.rule != "lossy-typical"
 
     @property
-    def draws_from_law(self) -> bool:
-        """Whether the rule compares laws, so that drafts have to be fresh draws from a law that is
-        kept."""
+    def compares_distributions(self) -> bool:
+        """Whether the rule compares distributions, so that drafts have to be fresh draws from a
+        distribution that is kept."""
         return not self.greedy and self.rule in ("rejection", "recursive")
 
     @property

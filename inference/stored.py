@@ -29,7 +29,7 @@ from .documents import Manifest
 from .target import Hidden, Target, resolve_device
 
 MANIFEST = "manifest.json"
-ENDS_FILE = "ends.safetensors"
+EMBEDDING_AND_HEAD_FILE = "ends.safetensors"
 TEXTS_FILE = "held_out.safetensors"
 SAMPLE_FILE = "sample.safetensors"
 
@@ -90,7 +90,7 @@ class StoredTarget(Target):
         )
 
 
-def save_ends(target: Target, folder: Path) -> None:
+def save_embedding_and_head(target: Target, folder: Path) -> None:
     """Write what `load_stored` reads: config, tokenizer, and the tensors of both ends."""
     folder.mkdir(parents=True, exist_ok=True)
     target.model.config.save_pretrained(folder)
@@ -105,7 +105,7 @@ def save_ends(target: Target, folder: Path) -> None:
         for name, p in target.model.named_parameters()
         if id(p) in ours
     }
-    save_file(tensors, folder / ENDS_FILE)
+    save_file(tensors, folder / EMBEDDING_AND_HEAD_FILE)
 
 
 def manifest_of(store: str | Path) -> Manifest:
@@ -129,8 +129,8 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     for name in manifest.files:
         if name != TEXTS_FILE:
             verify_noted(Path(store), manifest, name)
-    tensors = tensors_of(folder / ENDS_FILE)
-    model = model_of_ends(
+    tensors = tensors_of(folder / EMBEDDING_AND_HEAD_FILE)
+    model = model_of_embedding_and_head(
         folder, resolve_device(device), next(iter(tensors.values())).dtype, tensors.get
     )
     sizes = {int(tap): size for tap, size in manifest.tap_sizes.items()}
@@ -140,7 +140,7 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
     return StoredTarget(model, read_tokenizer(folder), manifest.target, sizes, sample)
 
 
-def model_of_ends(
+def model_of_embedding_and_head(
     folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]
 ) -> Any:
     """The model of a folder with its embedding, final norm and head, and shapes for all else.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.embedding_and_head import TargetEnds
+from ..heads.embedding_and_head import EmbeddingAndHead
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import clear_errors
@@ -165,11 +165,13 @@ class Target:
         return Fingerprint.of(self.model, self.tokenizer, self.name, self._digest)
 
     @property
-    def ends(self) -> TargetEnds:
+    def embedding_and_head(self) -> EmbeddingAndHead:
         """What drafters borrow."""
         embedding = self.model.get_input_embeddings()
         scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0)).to(embedding.weight.dtype)
-        return TargetEnds(self.embed, self.head, self.vocab_size, self.tokenizer, float(scale))
+        return EmbeddingAndHead(
+            self.embed, self.head, self.vocab_size, self.tokenizer, float(scale)
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids `[...]` -> embeddings `[..., H]`."""
@@ -312,8 +314,8 @@ class Target:
         positions = depths + starts
         if cache.longest + slots > self.max_positions:
             positions = positions.clamp(max=self.max_positions - 1)
-        # A lone node of an even batch that sees everything is what the model assumes without being
-        # told.
+        # A single node of a batch of equally long rows sees everything, which is what the model
+        # does without a mask.
         alone = (
             count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
         )

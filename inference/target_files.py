@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
 from ..heads import pretrained
-from ..heads.documents import AdapterFile, read_document
+from ..heads.documents import FORMER_METHODS, AdapterFile, read_document
 from ..heads.errors import UserError, first_line
 from ..heads.files import read_json
 from ..heads.pretrained import clear_errors
@@ -57,10 +57,8 @@ def check_there(path: str) -> None:
 
 def check_folder(folder: Path) -> None:
     """Demand that a folder looks like a model's, or like a LoRA adapter's. Raises `UserError`."""
-    if (own := folder / DRAFTER_FILE).is_file() and (method := method_in(own)) not in (
-        None,
-        "draft_lm",
-    ):
+    method = method_in(own) if (own := folder / DRAFTER_FILE).is_file() else None
+    if method not in (None, "draft_model"):
         raise UserError(
             f"{folder} is a drafter ({method}), not a target; give it as --drafter, and its "
             "target as --target"
@@ -79,7 +77,8 @@ def method_in(own: Path) -> Any:
     """What a drafter's `draftsmith.json` calls its method, None if it says nothing. Raises
     `UserError` for what is no JSON."""
     facts = read_json(own)
-    return facts.get("method") if isinstance(facts, dict) else None
+    method = facts.get("method") if isinstance(facts, dict) else None
+    return FORMER_METHODS.get(method, method) if isinstance(method, str) else method
 
 
 def read_model(path: str, options: dict[str, Any]) -> nn.Module:

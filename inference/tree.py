@@ -142,15 +142,15 @@ class DraftTree:
     where a row has no such node.
 
     `shape` if all rows share one static shape; `parents` `[B, N]` and `levels` otherwise (the
-    root's parent is 0; a missing node hangs on the root). `laws` `[B, N, V]`: what the children of
-    each node were drawn from, for the rules that compare laws.
+    root's parent is 0; a missing node hangs on the root). `probs` `[B, N, V]`: what the children of
+    each node were drawn from, for the rules that compare distributions.
     """
 
     tokens: Tensor
     shape: TreeShape | None = None
     parents: Tensor | None = None
     levels: int = 0
-    laws: Tensor | None = None
+    probs: Tensor | None = None
     scores: Tensor | None = None
     """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen
     by, a sum along each path; the root's is inf."""

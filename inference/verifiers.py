@@ -1,14 +1,14 @@
-"""The rules that compare laws: which sampled drafts are kept, so that the text has exactly the
-target's law.
+"""The rules that compare distributions: which sampled drafts are kept, so that the text has exactly
+the target's distribution.
 
-A verifier turns a drafted tree, the target's laws p and the draft's laws q into a `Plan`: one
-acceptance chance for each node, the law of the round's last token at each node, and how coins pick
-the node. All of it is deterministic, which is what lets a test enumerate every outcome. Rules and
-proofs: verification-and-trees 4.4 to 4.7.
+A verifier turns a drafted tree, the target's distributions p and the draft's distributions q into a
+`Plan`: one acceptance chance for each node, the distribution of the round's last token at each
+node, and how coins pick the node. All of it is deterministic, which is what lets a test enumerate
+every outcome. Rules and proofs: verification-and-trees 4.4 to 4.7.
 
 Shapes: B batch, N tree nodes with the root, V vocabulary. `tokens` `[B, N]`, `p` and `q` `[B, N,
-V]`: laws of the token after each node. Children are draws without replacement from their parent's
-q, in order; NO_NODE where q had run out of tokens.
+V]`: distributions of the token after each node. Children are draws without replacement from their
+parent's q, in order; NO_NODE where q had run out of tokens.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Plan:
 
     chances: Tensor
     """[B, N]: how likely the coin of a node, when its turn comes, accepts."""
-    laws: Tensor
-    """[B, N, V]: law of the round's last token if the path ends at this node."""
+    probs: Tensor
+    """[B, N, V]: distribution of the round's last token if the path ends at this node."""
     select: Callable[[Tensor], Tensor]
     """Coins `[B, N]` bool -> the node `[B]` where the path ends."""
 
@@ -58,9 +58,9 @@ def ratio(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
 
 
-def at(law: Tensor, tokens: Tensor) -> Tensor:
-    """Entry of `law` `[..., V]` at `tokens` `[...]`; 0 for NO_NODE."""
-    return torch.where(tokens < 0, 0.0, law.gather(-1, tokens.clamp(min=0)[..., None])[..., 0])
+def at(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Entry of `probs` `[..., V]` at `tokens` `[...]`; 0 for NO_NODE."""
+    return torch.where(tokens < 0, 0.0, probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0])
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
     """Leviathan et al. (2211.17192), Chen et al. (2302.01318): the reference for chains, which the
     loop does not use."""
     assert shape.is_chain
-    laws, chances = p.clone(), torch.ones_like(p[..., 0])
+    probs, chances = p.clone(), torch.ones_like(p[..., 0])
     for i in range(1, shape.nodes):
         chances[:, i] = ratio(at(p[:, i - 1], tokens[:, i]), at(q[:, i - 1], tokens[:, i])).clamp(
             max=1
         )
-        laws[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
-    return Plan(chances, laws, partial(select_down, shape))
+        probs[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
+    return Plan(chances, probs, partial(select_down, shape))
 
 
 def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
@@ -119,12 +119,12 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         weights.append((weights[-1] * ratio(at(p[:, i - 1], x), at(q[:, i - 1], x))).clamp(max=1))
     # [B, N]: P_i, and Pr[the path ends at i or deeper | drafts 1 .. i]
     weight = torch.stack(weights, dim=1)
-    chances, laws = weight.clone(), p.clone()
+    chances, probs = weight.clone(), p.clone()
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
         chances[:, :last] = share_of(mass, weight[:, :last])
-        laws[:, :last] = rest
-    return Plan(chances, laws, partial(select_first, tuple(range(last, -1, -1))))
+        probs[:, :last] = rest
+    return Plan(chances, probs, partial(select_first, tuple(range(last, -1, -1))))
 
 
 def residual_weighted(weight: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ def share_of(mass: Tensor, weight: Tensor) -> Tensor:
 def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
     """Recursive rejection without replacement (Sequoia, arXiv 2402.12374): children in order, each
     against what is left."""
-    laws, chances = p.clone(), torch.ones_like(p[..., 0])
+    probs, chances = p.clone(), torch.ones_like(p[..., 0])
     for node, below in enumerate(shape.children):
         left, drawn = p[:, node], q[:, node]
         for child in below:
@@ -154,8 +154,8 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
             chances[:, child] = ratio(at(left, x), at(drawn, x)).clamp(max=1)
             left = torch.where((x < 0)[:, None], left, residual(left, drawn))
             drawn = without(drawn, x)
-        laws[:, node] = left
-    return Plan(chances, laws, partial(select_down, shape))
+        probs[:, node] = left
+    return Plan(chances, probs, partial(select_down, shape))
 
 
 def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:

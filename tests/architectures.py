@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from draftsmith.inference.proposer import Accepted, PlainDecoding, Prompts, Proposer
-from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.proposers.lookahead import Lookahead
@@ -140,9 +140,13 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "ngram": NgramLookup(length=5),
         "suffix": SuffixLookup(length=5),
         "lookahead": Lookahead(window=3, ngram=3, candidates=3),
-        "draft-lm chain": DraftLM(drafter, target.vocab_size, length=3),
-        "draft-lm adaptive": DraftLM(drafter, target.vocab_size, length=5, threshold=0.3),
-        "draft-lm tree": DraftLM(drafter, target.vocab_size, length=3, width=3, nodes=9),
+        "draft-model chain": DraftModelProposer(drafter, target.vocab_size, length=3),
+        "draft-model adaptive": DraftModelProposer(
+            drafter, target.vocab_size, length=5, threshold=0.3
+        ),
+        "draft-model tree": DraftModelProposer(
+            drafter, target.vocab_size, length=3, width=3, nodes=9
+        ),
         "medusa": MedusaProposer(heads, ranks),
         "medusa best-first": MedusaProposer(heads, 9),
         "eagle3 chain": EagleProposer(

@@ -35,11 +35,13 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
     mask = target.vocab_size - 1
     if kind.startswith("dspark"):
         drafter: DFlashDrafter = DSparkDrafter(
-            dspark.shape_for(DSparkConfig(**settings), target.config, mask), target.ends
+            dspark.shape_for(DSparkConfig(**settings), target.config, mask),
+            target.embedding_and_head,
         )
     else:
         drafter = DFlashDrafter(
-            dflash.shape_for(DFlashConfig(**settings), target.config, mask), target.ends
+            dflash.shape_for(DFlashConfig(**settings), target.config, mask),
+            target.embedding_and_head,
         )
     drafter.start_from(target.final_norm_weight())
     for name, parameter in drafter.named_parameters():
@@ -62,7 +64,9 @@ def changed_block(
     and small."""
     before = committed(kind, target)
     torch.manual_seed(1)
-    drafter = type(before.drafter)(replace(before.drafter.shape, **shape), target.ends)
+    drafter = type(before.drafter)(
+        replace(before.drafter.shape, **shape), target.embedding_and_head
+    )
     for name, parameter in drafter.named_parameters():
         torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
             parameter, std=0.02

@@ -39,7 +39,7 @@ def random_eagle(target: Target, kind: str = "eagle3", seed: int = 0, **more: An
     """An untrained drafter with weights away from their start, norms included."""
     torch.manual_seed(seed)
     shape = shape_for(EagleConfig(**taps_for(target, KINDS[kind] | more)), target.config)
-    drafter = EagleDrafter(shape, target.ends)
+    drafter = EagleDrafter(shape, target.embedding_and_head)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:
         ids = most_frequent(
@@ -59,7 +59,7 @@ def committed(name: str, target: Target) -> Artifact:
     artifact = Artifact.load(
         ROOT / "scripts" / "quickstart" / "drafters" / name,
         target.fingerprint(),
-        target.ends,
+        target.embedding_and_head,
         pytest.fail,
     )
     artifact.drafter.to(target.dtype)
@@ -71,7 +71,7 @@ def changed(target: Target, change: Callable[[EagleDrafter], None], **shape: Any
     small."""
     before = committed("eagle3_plain", target)
     torch.manual_seed(1)
-    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.ends)
+    drafter = EagleDrafter(replace(before.drafter.shape, **shape), target.embedding_and_head)
     for name, parameter in drafter.named_parameters():
         torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
             parameter, std=0.02
@@ -100,7 +100,9 @@ def all_tokens(target: Target) -> Artifact:
     state["lm_head.weight"] = target.head_weight.index_copy(
         0, before.drafter.kept, state["lm_head.weight"]
     )
-    drafter = EagleDrafter(replace(shape, draft_vocab_size=shape.vocab_size), target.ends)
+    drafter = EagleDrafter(
+        replace(shape, draft_vocab_size=shape.vocab_size), target.embedding_and_head
+    )
     drafter.load_state_dict(
         {name: tensor for name, tensor in state.items() if name not in ("d2t", "t2d")}
     )
@@ -114,7 +116,9 @@ def widened(target: Target, hidden: int) -> Artifact:
     before = committed("eagle3_plain", target)
     narrow, state = before.drafter.shape.hidden_size, before.drafter.state_dict()
     torch.manual_seed(1)
-    drafter = EagleDrafter(replace(before.drafter.shape, hidden_size=hidden), target.ends)
+    drafter = EagleDrafter(
+        replace(before.drafter.shape, hidden_size=hidden), target.embedding_and_head
+    )
     for name, parameter in drafter.named_parameters():
         old = (
             target.model.get_input_embeddings().weight

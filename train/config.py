@@ -1,4 +1,4 @@
-"""What a training run is told. Every method's run is these parts plus its own two (heads,
+"""The configuration of a training run. Every method's run is these parts plus its own two (heads,
 objective); unknown keys are errors."""
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class TrainerState(Document, kw_only=True):
     best_step: Annotated[int, Meta(ge=-1)] = -1
     evaluations_without_gain: Count = 0
     evaluated: Count = 0
-    """The last step that was evaluated: one that was told to stop leaves that to the run that goes
+    """The last step that was evaluated: one that was asked to stop leaves that to the run that goes
     on."""
     rows_per_step: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Ranks times accumulation times batch; a resume under another value would skip or repeat

@@ -50,7 +50,7 @@ class Shape:
     """This and what follows: see `Outline`."""
     borrowed_params: int = 0
     layers: int = 1
-    laws: int = 1
+    distributions: int = 1
 
 
 def shape_of(method: Any, config: Any) -> Shape:
@@ -70,7 +70,7 @@ def shape_of(method: Any, config: Any) -> Shape:
     trained = sum(p.numel() for p in found.drafter.parameters())
     return Shape(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        found.passes, found.borrowed_params, found.layers, found.laws,
+        found.passes, found.borrowed_params, found.layers, found.distributions,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def plan_for(shape: Shape, options: PlanOptions, config: Any) -> dict[str, float
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": float(activations + 3 * chunk * shape.laws * shape.vocab * 4),
+        "activation_bytes": float(activations + 3 * chunk * shape.distributions * shape.vocab * 4),
     }
 
 

@@ -3,7 +3,7 @@ with the saved drafter.
 
 The texts are the target's own greedy replies to held-out prompts, written by the same loop that
 measures. Four numbers, which are two pairs that must agree: what the training pass says of every
-row (tau_training), replayed, against what drafting does on the same features (tau_walked); and
+row (tau_training), replayed, against what drafting does on the same features (tau_drafted); and
 drafting along the known text (tau_estimated) against decoding with the saved drafter
 (tau_measured).
 """
@@ -55,11 +55,11 @@ class Estimate:
     """What is known of a drafter without decoding."""
 
     tau: float
-    """Its drafting along the texts, as `rounds_on_text` walks them."""
+    """Its drafting along the texts, as `rounds_on_text` replays them."""
     tau_training: float
     """The same for what the training pass itself says of every row: for Medusa the tree, for the
     others a chain."""
-    tau_walked: float
+    tau_drafted: float
     """What drafting gives for exactly that: equal in fp32, or training and drafting disagree."""
     tau_rows: float
     """The average over all rows: biased upwards, logged so that nobody has to wonder, never
@@ -154,15 +154,15 @@ class HeldOut:
             accepted = self._method.accepted_by_root(outcome, artifact.calibration)
             trained.append(replay(accepted, start, len(accepted)))
             rows += accepted[start:-1]
-        kept = self._walk(artifact, {})
-        walked = self._walk(artifact, self._method.REPLAYED) if self._method.REPLAYED else kept
+        kept = self._replay(artifact, {})
+        drafted = self._replay(artifact, self._method.REPLAYED) if self._method.REPLAYED else kept
         accepted = [k - 1 for request in kept for k in request]
         return Estimate(
-            tau(kept), tau(trained), tau(walked), 1 + sum(rows) / max(len(rows), 1),
+            tau(kept), tau(trained), tau(drafted), 1 + sum(rows) / max(len(rows), 1),
             survival(accepted, max(accepted, default=0)),
         )  # fmt: skip
 
-    def _walk(self, artifact: Artifact, settings: dict[str, int]) -> list[list[int]]:
+    def _replay(self, artifact: Artifact, settings: dict[str, int]) -> list[list[int]]:
         proposer = method_module(artifact.method).make_proposer(artifact, **settings)
         weight = next(artifact.drafter.parameters())
         kept = []
@@ -241,7 +241,7 @@ def evaluate(
         (
             "tau %.3f by the training pass and %.3f by drafting",
             estimate.tau_training,
-            estimate.tau_walked,
+            estimate.tau_drafted,
         ),
     ):
         if abs(one - other) > max(0.05 * other, (high - low) / 2):

@@ -17,7 +17,13 @@ from safetensors import safe_open
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint, hash_of
 from ..heads.pretrained import read_tokenizer
-from ..inference.stored import HeldOutText, load_stored, load_texts, manifest_of, model_of_ends
+from ..inference.stored import (
+    HeldOutText,
+    load_stored,
+    load_texts,
+    manifest_of,
+    model_of_embedding_and_head,
+)
 from ..inference.target import Target, load_target, resolve_device, resolve_dtype
 from ..inference.target_files import check_there
 from .data import tables as data_module
@@ -41,7 +47,7 @@ class Inputs:
     identity: dict[str, str]
     """Hashes of the target's weights and of the data."""
     make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
-    """The last argument says whether the run has been told to stop."""
+    """The last argument says whether the run has been asked to stop."""
     make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
     """Held-out texts with the features of these taps, where they are not the target's to write
     here."""
@@ -116,14 +122,16 @@ def served_inputs(
 def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
     """The ends of the run's target, and a client of the server that has the rest."""
     options = run.features
-    target = ends_in(run.target.path, resolve_device(str(accelerator.device)), run.target.dtype)
+    target = embedding_and_head_in(
+        run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
+    )
     target.client = Client(
         options.server, options.server_model, options.server_layers, options.concurrency
     )
     return target
 
 
-def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
+def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
     """Embedding, final norm and head of the model in a folder, or of that name on the hub."""
     check_there(path)
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
@@ -142,7 +150,9 @@ def ends_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
 
     kind = resolve_dtype(dtype, device)
     stored = next(t.dtype for t in map(read, place) if t is not None and t.is_floating_point())
-    model = model_of_ends(folder, device, kind if isinstance(kind, torch.dtype) else stored, read)
+    model = model_of_embedding_and_head(
+        folder, device, kind if isinstance(kind, torch.dtype) else stored, read
+    )
     tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)
     return ServedTarget(model, tokenizer, Fingerprint.of(model, tokenizer, path, digest), {})

@@ -318,7 +318,7 @@ def evaluate_and_save(
     save(trainer, folder, state, calibration, config_yaml)
     metrics = {
         "tau_training": estimate.tau_training, "tau_rows": estimate.tau_rows,
-        "tau_walked": estimate.tau_walked,
+        "tau_drafted": estimate.tau_drafted,
         "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the commands that prepare data, move drafters and look at the machine are told.
+"""Options of the commands that prepare data, move drafters and look at the machine.
 
 Their modules need torch and transformers, which take seconds to import; a help text or a mistyped
 option needs only these.

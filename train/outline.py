@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..heads.embedding_and_head import TargetEnds
+from ..heads.embedding_and_head import EmbeddingAndHead
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config
 from ..inference.target_files import check_there
 
@@ -26,7 +26,7 @@ class Outline:
     a drafter's heads."""
     layers: int = 1
     """Decoder layers whose states a pass keeps."""
-    laws: int = 1
+    distributions: int = 1
     """Rows of logits for each of objective.rows_per_chunk."""
 
 
@@ -36,9 +36,11 @@ class ConfigOnly:
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
         self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
-        ends = getattr(config, "eos_token_id", None)
-        self.eos_ids = frozenset([ends] if isinstance(ends, int) else ends or [])
-        self.ends = TargetEnds(lambda ids: ids, lambda last: last, self.vocab_size)
+        eos = getattr(config, "eos_token_id", None)
+        self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+        self.embedding_and_head = EmbeddingAndHead(
+            lambda ids: ids, lambda last: last, self.vocab_size
+        )
 
 
 def config_at(path: str, trust: bool = False) -> Any:

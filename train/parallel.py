@@ -57,7 +57,7 @@ def end_training(accelerator: Accelerator) -> None:
 
 def load_models_whole(accelerator: Accelerator) -> None:
     """Keep transformers from splitting all that is loaded from here on, the frozen target too, once
-    accelerate has told it of ZeRO-3."""
+    accelerate has set it up for ZeRO-3."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from transformers.integrations import unset_hf_deepspeed_config
 

@@ -207,7 +207,9 @@ def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
     """The drafter to start from, which must be of this method and, unless the run says `retarget`,
     of this very target."""
     differences: list[str] = []
-    loaded = Artifact.load(run.init_from, target.fingerprint(), target.ends, differences.append)
+    loaded = Artifact.load(
+        run.init_from, target.fingerprint(), target.embedding_and_head, differences.append
+    )
     if loaded.method != (name := method.__name__.rpartition(".")[2]):
         raise UserError(
             f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains "

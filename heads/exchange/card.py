@@ -13,14 +13,14 @@ import torch
 from ..artifact import Artifact
 from .exports import CHAINS_ONLY, TITLES, Order, Recipe, kind_of
 
-NAMES = TITLES | {"draft_lm": "Draft model"}
+NAMES = TITLES | {"draft_model": "Draft model"}
 PAPERS = {
     "eagle1": "arXiv 2401.15077",
     "eagle3": "arXiv 2503.01840",
     "dflash": "arXiv 2602.06036",
     "dspark": "arXiv 2607.05147",
     "medusa": "arXiv 2401.10774",
-    "draft_lm": "arXiv 2302.01318",
+    "draft_model": "arXiv 2302.01318",
 }
 
 

@@ -47,7 +47,7 @@ def export(
     check_numbers(artifact, order.dtype)
     drafter = artifact.drafter
     with whole_directory(order.out) as aside:
-        if artifact.method == "draft_lm":
+        if artifact.method == "draft_model":
             drafter.save(aside, order.target, order.dtype)
         else:
             config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint, head)
@@ -101,7 +101,7 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
 def check_vocabulary(artifact: Artifact) -> None:
     """Demand a draft model whose logits are as many as the target's: engines compare the sizes, not
     the tokenizers."""
-    if artifact.method != "draft_lm":
+    if artifact.method != "draft_model":
         return
     ours, theirs = (
         artifact.drafter.model.config.get_text_config().vocab_size,
@@ -129,14 +129,14 @@ def load_alone(directory: str | Path) -> Artifact:
         raise not_a_drafter(directory)
     own, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
     trained_for = own.target
-    ends = side_of(trained_for).ends
-    if own.method == "draft_lm":
-        ends = replace(
-            ends,
+    embedding_and_head = side_of(trained_for).embedding_and_head
+    if own.method == "draft_model":
+        embedding_and_head = replace(
+            embedding_and_head,
             vocab_size=trained_for.vocab_size,
             tokenizer=_own_tokenizer(directory, trained_for),
         )
-    artifact = Artifact.load(directory, trained_for, ends)
+    artifact = Artifact.load(directory, trained_for, embedding_and_head)
     place(artifact.drafter, torch.device("cpu"), getattr(torch, own.dtype))
     return artifact
 
@@ -174,7 +174,9 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
         )
     if len(ids) == len(kept):
         return artifact
-    smaller = EagleDrafter(replace(drafter.shape, draft_vocab_size=len(ids)), drafter.ends)
+    smaller = EagleDrafter(
+        replace(drafter.shape, draft_vocab_size=len(ids)), drafter.embedding_and_head
+    )
     state = {
         name: tensor for name, tensor in drafter.state_dict().items() if name not in ("d2t", "t2d")
     }

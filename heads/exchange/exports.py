@@ -73,7 +73,7 @@ class Recipe:
 
 
 def kind_of(drafter: Any) -> str:
-    """eagle1, eagle3, dflash, dspark, medusa or draft_lm."""
+    """eagle1, eagle3, dflash, dspark, medusa or draft_model."""
     return f"eagle{drafter.shape.version}" if drafter.method == "eagle" else drafter.method
 
 
@@ -492,7 +492,7 @@ def _hf(order: Order, drafter: Any) -> str:
 TITLES = {
     "eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark",
     "medusa": "Medusa heads",
-    "draft_lm": "a draft model",
+    "draft_model": "a draft model",
 }  # fmt: skip
 BLOCKS = ("dflash", "dspark")
 O_BIAS = ("vllm", "speculators", "sglang")
@@ -527,7 +527,7 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "dspark": Recipe(
             "native", _vllm("dspark"), (_CHAIN, _FEWER, _DSPARK_VLLM, _READ_ONLY), _SHARED
         ),
-        "draft_lm": Recipe("native", _vllm("draft_model"), (), _MODEL),
+        "draft_model": Recipe("native", _vllm("draft_model"), (), _MODEL),
         "medusa": Recipe("native", _vllm("medusa"), (_CHAIN, _MEDUSA_VLLM), ("vllm", "tgi")),
     },
     "speculators": {
@@ -540,13 +540,13 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "eagle1": Recipe("sglang-eagle1", _sglang("EAGLE"), (_READ_ONLY,)),
         "dflash": Recipe("native", _sglang_block, (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
         "dspark": Recipe("native", _sglang_block, (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
-        "draft_lm": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), _MODEL),
+        "draft_model": Recipe("native", _sglang("STANDALONE"), (_READ_ONLY,), _MODEL),
     },
     "trtllm": {
         "eagle3": Recipe("native", _trtllm("Eagle3"), (_CHAIN, _READ_ONLY), _SHARED),
         "dflash": Recipe("native", _trtllm("DFlash"), (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
         "dspark": Recipe("native", _trtllm("DSpark"), (_CHAIN, _FEWER, _READ_ONLY), _SHARED),
-        "draft_lm": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), _MODEL),
+        "draft_model": Recipe("native", _trtllm("Draft_Target"), (_READ_ONLY,), _MODEL),
     },
     "llamacpp": {
         "eagle3": Recipe("native", _llamacpp("draft-eagle3"), (_CHAIN, _CONVERTER), _SHARED),
@@ -556,10 +556,10 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "dspark": Recipe(
             "native", _llamacpp("draft-dspark"), (_CHAIN, _FEWER, _CUT, _CONVERTER), _SHARED
         ),
-        "draft_lm": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), _MODEL),
+        "draft_model": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), _MODEL),
     },
     "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
-    "hf": {"draft_lm": Recipe("native", _hf, (), _MODEL)},
+    "hf": {"draft_model": Recipe("native", _hf, (), _MODEL)},
 }
 
 
@@ -571,7 +571,7 @@ def vllm_guess(path: str, kind: str) -> str | None:
     EAGLE-1. Only the folder's own name is ours to judge; the commands that we print name the
     method.
     """
-    methods = {"eagle1": "eagle", "draft_lm": "draft_model"}
+    methods = {"eagle1": "eagle", "draft_model": "draft_model"}
     signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
     name = Path(path).name.lower()
     guess = next((method for sign, method in signs if sign in name), None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..embedding_and_head import TargetEnds
+from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..layout import fill_from, place
 
@@ -25,7 +25,7 @@ class TargetSide:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    ends: TargetEnds
+    embedding_and_head: EmbeddingAndHead
     embedding: Tensor | None = None
     """[V, H]."""
     head: Tensor | None = None

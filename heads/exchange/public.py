@@ -173,7 +173,7 @@ def medusa(found: Checkpoint) -> Public:
             "the heads stand in a whole model, with which they were trained: give that very model "
             "as target"
         )
-    head = found.target.ends.head if shared else None
+    head = found.target.embedding_and_head.head if shared else None
     drafter = MedusaHeads(
         MedusaConfig(heads, layers, shared), hidden, found.target.vocab_size, head
     )
@@ -195,7 +195,9 @@ def eagle1(found: Checkpoint) -> Public:
             "config.json says that fc has a bias, of which there is none: none is taken"
         )
     native = _llama_layers(found, version=1) | {"bias": bias}
-    return found.finished(EagleDrafter.from_serving_config(native, found.target.ends), "eagle1")
+    return found.finished(
+        EagleDrafter.from_serving_config(native, found.target.embedding_and_head), "eagle1"
+    )
 
 
 def eagle3(found: Checkpoint) -> Public:
@@ -316,7 +318,9 @@ def _eagle3(
         "eagle_aux_hidden_state_layer_ids": taps,
         "target_hidden_size": wide,
     }
-    return found.finished(EagleDrafter.from_serving_config(native, found.target.ends), layout)
+    return found.finished(
+        EagleDrafter.from_serving_config(native, found.target.embedding_and_head), layout
+    )
 
 
 def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:

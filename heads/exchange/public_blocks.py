@@ -146,7 +146,9 @@ def _read(
             f"config names {taps}"
         )
     kind = DSparkDrafter if spark else DFlashDrafter
-    return found.finished(kind.from_serving_config(_native(found, taps), target.ends), layout)
+    return found.finished(
+        kind.from_serving_config(_native(found, taps), target.embedding_and_head), layout
+    )
 
 
 def _native(found: Checkpoint, taps: list[int]) -> dict[str, Any]:
@@ -216,7 +218,8 @@ def _refuse_others(found: Checkpoint, spark: bool, anchored: bool) -> None:
         reason = "it has no confidence head, which some engines demand of DSpark, and we too"
     elif spark and keys.get("confidence_head_with_markov") is False:
         reason = (
-            "its confidence is told without the token before (confidence_head_with_markov is false)"
+            "its confidence is computed without the token before (confidence_head_with_markov is "
+            "false)"
         )
     elif spark and keys.get("final_logit_softcapping") is not None:
         reason = (

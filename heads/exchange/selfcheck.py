@@ -2,7 +2,7 @@
 without a word.
 
 Dropping `fc.weight`, or one norm, costs a head most of its acceptance and raises nothing in two
-engines; the text stays right, so nobody is told. Hence everything is read back from the files alone
+engines; the text stays right, so nobody notices. Hence everything is read back from the files alone
 and held against the drafter.
 """
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from ..artifact import Artifact
 from ..draft_model import DraftModel
-from ..embedding_and_head import TargetEnds
+from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import read_json
 from ..fingerprint import Fingerprint
@@ -29,7 +29,7 @@ from .exports import BLOCKS, Order, Recipe, kind_of, sglang_taps, vllm_guess
 from .foreign import Answers, TargetSide
 from .public import read_public
 
-BORROWED = ("ends", "target_head")  # attributes of drafters
+BORROWED = ("embedding_and_head", "target_head")  # attributes of drafters
 LENGTH = 12  # positions of the forward that is compared
 
 
@@ -49,7 +49,7 @@ def check_export(
 ) -> None:
     """Read `folder` back and demand that it is `artifact`'s drafter. Raises `UserError`."""
     config = read_json(folder / "config.json")
-    if artifact.method != "draft_lm" and (null := next(nulls(config), None)) is not None:
+    if artifact.method != "draft_model" and (null := next(nulls(config), None)) is not None:
         _fail(f"config.json has no value for {null}")
     _check_taps(config, artifact, order)
     loaded = load_back(folder, artifact, order, recipe, head)
@@ -70,11 +70,11 @@ def load_back(
 ) -> Any:
     """The drafter that stands in `folder`, built from what stands there alone."""
     trained_for = artifact.fingerprint
-    if artifact.method == "draft_lm":
-        ends = TargetEnds(
+    if artifact.method == "draft_model":
+        embedding_and_head = EmbeddingAndHead(
             embed, lambda last: last, trained_for.vocab_size, artifact.drafter.tokenizer
         )
-        return DraftModel.load(folder, order.dtype, ends)
+        return DraftModel.load(folder, order.dtype, embedding_and_head)
     found = read_public(folder, replace(side_of(trained_for), head=head), Answers(ours=True))
     family = {"speculators": "speculators", "sglang-eagle1": "eagle1"}.get(
         recipe.layout, kind_of(artifact.drafter)
@@ -102,7 +102,7 @@ def side_of(target: Fingerprint) -> TargetSide:
         target.num_layers,
         wide,
         target.vocab_size,
-        TargetEnds(made_up, lambda last: last, target.vocab_size),
+        EmbeddingAndHead(made_up, lambda last: last, target.vocab_size),
     )
 
 
@@ -139,9 +139,9 @@ def outputs(drafter: Any) -> Tensor:
 
     if drafter.method == "medusa":
         return drafter(normal(1, LENGTH, drafter.hidden_size))
-    vocab = drafter.vocab_size if drafter.method == "draft_lm" else drafter.shape.vocab_size
+    vocab = drafter.vocab_size if drafter.method == "draft_model" else drafter.shape.vocab_size
     ids = torch.randint(0, vocab, (1, LENGTH), generator=chance)
-    if drafter.method == "draft_lm":
+    if drafter.method == "draft_model":
         return drafter.model(ids).logits
     if drafter.method in BLOCKS:
         return block_outputs(drafter, normal, ids)
@@ -166,8 +166,8 @@ def outputs(drafter: Any) -> Tensor:
 
 
 def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> Tensor:
-    """The same of the block at the last of `ids` `[1, S]`: logits, and what is told of each draft's
-    chances."""
+    """The same of the block at the last of `ids` `[1, S]`: logits, and the confidence head's input
+    for each draft's chances."""
     shape, anchor, before = drafter.shape, ids[:, -1:], ids.shape[1] - 1
     taps = tuple(normal(1, before, shape.hidden_size) for _ in drafter.taps)
     context = drafter.context(drafter.fuse(taps), drafter.rotary(torch.arange(before)[None]))

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...heads.errors import UserError
 from ..decode import Generation, Request, Round
-from ..proposers.draft_model import DraftLM
+from ..proposers.draft_model import DraftModelProposer
 from ..settings import Sampling
 from ..target import Target
 
@@ -28,7 +28,7 @@ class Assisted:
     """`model.generate(assistant_model=...)`, with a constant draft length and no confidence
     threshold: equal terms."""
 
-    def __init__(self, target: Target, drafter: DraftLM) -> None:
+    def __init__(self, target: Target, drafter: DraftModelProposer) -> None:
         """Raises `UserError` for a drafter that transformers does not take."""
         own, theirs = (
             model.config.get_text_config().vocab_size
@@ -73,7 +73,7 @@ class Assisted:
                 pad_token_id=0,
                 eos_token_id=sorted(target.eos_ids) or None,
                 streamer=watch,
-                **_law(sampling),
+                **_generation_options(sampling),
             )
         found = watch.generation(request, self._length, "greedy" if sampling.greedy else "assisted")
         if found.token_ids[-1] in target.eos_ids:
@@ -94,7 +94,7 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def _law(sampling: Sampling) -> dict[str, Any]:
+def _generation_options(sampling: Sampling) -> dict[str, Any]:
     penalty = {"repetition_penalty": sampling.repetition_penalty or 1.0}
     if sampling.greedy:
         return {"do_sample": False, **penalty}

@@ -16,7 +16,7 @@ from ...heads.exchange.exports import block_obstacle, eagle_obstacle
 from ..decode import Generation, Request, generate
 from ..proposer import Proposer, load_proposer, parse_spec, positive, without_tree
 from ..proposers.dflash import DFlashProposer
-from ..proposers.draft_model import DraftLM
+from ..proposers.draft_model import DraftModelProposer
 from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
@@ -62,13 +62,13 @@ class Engine:
             raise UserError(f"vllm's verify is standard or block, not {self.settings['verify']!r}")
 
     def rule(self, kind: type) -> Rule:
-        """The rule at T > 0. Greedy drafts are one-hot laws, of which all lossless rules accept
-        alike: match.
+        """The rule at T > 0. Greedy drafts are one-hot distributions, of which all lossless rules
+        accept alike: match.
 
         Standard rejection of a drawn chain is recursive rejection with one child a node.
         """
         if self.settings.get("draws") == "probabilistic" and issubclass(
-            kind, EagleProposer | DFlashProposer | DraftLM
+            kind, EagleProposer | DFlashProposer | DraftModelProposer
         ):
             return "rejection" if self.settings["verify"] == "block" else "recursive"
         return "match"
@@ -92,7 +92,7 @@ class Engine:
         if self.name == "sglang":
             return self._sglang(proposer)
         drafts = self.settings["drafts"]
-        if isinstance(proposer, EagleProposer | DraftLM):
+        if isinstance(proposer, EagleProposer | DraftModelProposer):
             return {"length": drafts, "width": 1}
         if isinstance(proposer, NgramLookup):
             return {"length": drafts}
@@ -122,7 +122,7 @@ class Engine:
     def _sglang(self, proposer: Proposer) -> dict[str, Any]:
         """A tree of `tokens` with the root for EAGLE; a chain for small models, and for EAGLE where
         topk is 1."""
-        if not isinstance(proposer, EagleProposer | DraftLM):
+        if not isinstance(proposer, EagleProposer | DraftModelProposer):
             raise UserError(
                 "sglang takes no such drafter, or drafts with one of its own that is not imitated "
                 "here"
@@ -164,5 +164,5 @@ class AsIn:
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
     ) -> list[Generation]:
         """As `decode.generate`."""
-        law = sampling if sampling.greedy else replace(sampling, rule=self._rule)
-        return generate(self._target, self._proposer, requests, max_new_tokens, law)
+        as_ruled = sampling if sampling.greedy else replace(sampling, rule=self._rule)
+        return generate(self._target, self._proposer, requests, max_new_tokens, as_ruled)

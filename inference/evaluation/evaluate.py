@@ -30,7 +30,7 @@ from ..conversations.prompts import Prompt, check_batches, check_room, read_prom
 from ..conversations.sources import source_files
 from ..metrics import kept_per_round
 from ..proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
-from ..proposers.draft_model import DraftLM
+from ..proposers.draft_model import DraftModelProposer
 from ..settings import check_url
 from ..target import Target, load_target
 from . import replayed
@@ -49,7 +49,7 @@ from .measure import (
     model_batches,
 )
 from .options import EvaluateOptions as Options
-from .report.tables import firsts, law, loop_shares
+from .report.tables import caption, firsts, loop_shares
 from .server import report as live_report
 from .tuning.profile import Profile, Tuned, key_of, machine_of
 
@@ -227,7 +227,7 @@ def assisted(
 ) -> list[Assisted]:
     """transformers' own loop with the first of the small models, if baselines are wanted and there
     is one that it takes."""
-    models = [proposer for proposer in proposers if isinstance(proposer, DraftLM)]
+    models = [proposer for proposer in proposers if isinstance(proposer, DraftModelProposer)]
     if not options.baselines:
         return []
     try:
@@ -245,7 +245,7 @@ def tuned_and_served(
     """For each setting, the named drafters as `options.profile` has them, and as in each engine of
     `options.like`."""
     profile = Profile(options.profile, target) if options.profile is not None else None
-    # trees of one drafter are told apart by their settings alone
+    # trees of one drafter differ in their settings alone
     apart = {key_of(spec): spec for spec in options.drafter}
     tuned = [spec for spec in apart.values() if profile is not None and spec in profile]
     if profile is not None and not tuned:
@@ -302,10 +302,10 @@ def check(options: Options) -> list[Setting]:
     temperatures = numbers(options.temperatures, "--temperatures", float) or [
         options.sampling.temperature
     ]
-    laws = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
+    samplings = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
     return [
-        Setting(law, size, options.max_new_tokens, options.repeats)
-        for law in laws
+        Setting(sampling, size, options.max_new_tokens, options.repeats)
+        for sampling in samplings
         for size in sizes
     ]
 
@@ -483,12 +483,12 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
 def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
     drafters = setting["drafters"]
     requests = drafters["plain"]["requests"]
-    law = f"T = {setting['temperature']:g}" + (
+    conditions = f"T = {setting['temperature']:g}" + (
         "" if setting["lossless"] else ", LOSSY typical acceptance"
     )
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
     table = Table(
-        title=f"{report['target']['name']}\n{prompts}, {law}, batch {setting['batch']}, "
+        title=f"{report['target']['name']}\n{prompts}, {conditions}, batch {setting['batch']}, "
         f"{report['dtype']}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -521,7 +521,7 @@ def _categories(setting: dict[str, Any]) -> Table:
         name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]
     }
     table = Table(
-        title=f"tau by category, {law(setting)}",
+        title=f"tau by category, {caption(setting)}",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),

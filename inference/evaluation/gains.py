@@ -81,8 +81,8 @@ def simulated_tokens(
     target: torch.Tensor, drafter: torch.Tensor, length: int, rounds: int, seed: int = 0
 ) -> float:
     """Mean tokens of `rounds` rounds of accept or reject, one by one: drafts from `drafter` `[V]`,
-    kept with chance min(1, p / q) of `target` `[V]`, up to the first that is not. Both laws are the
-    same at every position."""
+    kept with chance min(1, p / q) of `target` `[V]`, up to the first that is not. Both
+    distributions are the same at every position."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

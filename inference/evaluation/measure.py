@@ -362,11 +362,12 @@ DEFINITIONS = {
     "traversal, rrs, or typical (lossy)",
     "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
     "for fixed drafts at T > 0",
-    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare laws "
+    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
+    "distributions "
     "only",
     "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
     "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null "
-    "for rules that keep the law only",
+    "for rules that keep the distribution only",
     "first_divergence": "index of the first token that differs from plain decoding",
     "top2_gap": "the target's best logit minus its second best there: near-ties flip in low "
     "precision, others must not",
@@ -392,9 +393,9 @@ def model_batches(settings: Sequence[dict[str, Any]]) -> None:
     batch sizes measured; drafting grows with the batch as a plain step does. Needs two batch sizes
     of one temperature.
     """
-    for law in {(s["temperature"], s["lossless"]) for s in settings}:
+    for kind in {(s["temperature"], s["lossless"]) for s in settings}:
         same = sorted(
-            (s for s in settings if (s["temperature"], s["lossless"]) == law),
+            (s for s in settings if (s["temperature"], s["lossless"]) == kind),
             key=lambda s: s["batch"],
         )
         steps = {
@@ -462,9 +463,9 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> dict[str, Any]
         scores = torch.cat(
             [penalise(ids[:, : start + 1 + i], scores[i : i + 1]) for i in range(len(scores))]
         )
-    laws = sampling.warpers(ids, scores).softmax(-1)
-    chances = laws.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
-    best = laws.topk(min(3, laws.shape[-1]))
+    probs = sampling.warpers(ids, scores).softmax(-1)
+    chances = probs.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
+    best = probs.topk(min(3, probs.shape[-1]))
 
     def words(tokens):
         return [tokenizer.decode([token]) for token in tokens]
@@ -538,8 +539,8 @@ def divergence(
 
 
 def comparable(generation: Generation) -> bool:
-    """Whether plain decoding with the same noise must write the same text; rules that compare laws
-    keep the law, not the text."""
+    """Whether plain decoding with the same noise must write the same text; rules that compare
+    distributions keep the distribution, not the text."""
     return all(round_.rule in ("greedy", "gumbel", "match") for round_ in generation.rounds)
 
 

@@ -1,4 +1,4 @@
-"""What the commands that decode and measure are told.
+"""Options of the commands that decode and measure.
 
 Their modules need torch and transformers, which take seconds to import; a help text or a mistyped
 option needs only these.

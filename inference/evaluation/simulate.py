@@ -104,7 +104,7 @@ def simulation(options: Options) -> dict[str, Any]:
 
 
 def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two laws whose overlap is `acceptance`."""
+    """Two distributions whose overlap is `acceptance`."""
     drafter = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     return torch.tensor(
         [acceptance / 2, acceptance / 2, 1 - acceptance], dtype=torch.float64

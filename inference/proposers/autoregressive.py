@@ -1,5 +1,5 @@
 """What drafters that write one token after another have in common: a runner with its own cache
-walks a chain or a tree.
+drafts a chain or a tree.
 
 Shapes: B batch, N tree nodes with the root, V vocabulary.
 """
@@ -41,10 +41,10 @@ class TreePlan:
     """How far and how wide to draft: a chain of `length`, or a tree.
 
     `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is
-    surest (EAGLE-2), except under a rule that compares laws, which needs its shape fixed
+    surest (EAGLE-2), except under a rule that compares distributions, which needs its shape fixed
     beforehand: there it is the shape of greatest expected acceptance. `threshold` > 0 makes a chain
-    adaptive, see `grow_chain`. `heat` is the score temperature of the first kind of tree
-    (`Draws.rank`). `shape`, rank tuples as in `shape_of_ranks`, fixes the tree for every rule,
+    adaptive, see `grow_chain`. `score_temperature` is the score temperature of the first kind of
+    tree (`Draws.rank`). `shape`, rank tuples as in `shape_of_ranks`, fixes the tree for every rule,
     whatever the drafter is sure of.
     """
 
@@ -54,7 +54,7 @@ class TreePlan:
         width: int,
         nodes: int | None,
         threshold: float = 0.0,
-        heat: float = 1.0,
+        score_temperature: float = 1.0,
         shape: Sequence[Ranks] | None = None,
     ) -> None:
         self.whole = False
@@ -85,16 +85,16 @@ class TreePlan:
             )
         pool = width + (length - 1) * width * width
         if (
-            isinstance(heat, bool)
-            or not isinstance(heat, int | float)
-            or not 0 < heat < float("inf")
+            isinstance(score_temperature, bool)
+            or not isinstance(score_temperature, int | float)
+            or not 0 < score_temperature < float("inf")
         ):
-            raise UserError(f"heat, the score temperature, must be above 0, not {heat!r}")
-        self.heat = float(heat)
+            raise UserError(f"score_temperature must be above 0, not {score_temperature!r}")
+        self.score_temperature = float(score_temperature)
         self.nodes = length if width == 1 else min(nodes if nodes is not None else 4 * length, pool)
         if self.fixed is not None:
             self.nodes = len(self.fixed)
-        self.walked = 1 + width * (length - 1)
+        self.expanded = 1 + width * (length - 1)
         """Most nodes that the drafter itself runs in a round, the root included."""
         ranks = self.fixed or grow([SAMPLED_ACCEPTANCE[:width]] * length, self.nodes)
         self.shape = TreeShape.chain(length) if width == 1 else shape_of_ranks(ranks)
@@ -108,14 +108,14 @@ class TreePlan:
             return grow_chain(
                 first, root, draws, go_on, self.length, self.threshold
             ), first.new_zeros(0)
-        if self.fixed is not None or draws.sampling.draws_from_law:
+        if self.fixed is not None or draws.sampling.compares_distributions:
             return grow_fixed(first, root, draws, go_on, self.shape)
         if isinstance(go_on, Slots):
             return go_on.tree(
-                root, draws, self.width, self.nodes, self.heat, self.whole
+                root, draws, self.width, self.nodes, self.score_temperature, self.whole
             ), first.new_zeros(0)
         return grow_dynamic(
-            first, root, draws, go_on, self.length, self.width, self.nodes, self.heat
+            first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
         )
 
 
@@ -190,7 +190,7 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
     return logits[..., :size]
 
 
-def commit_walk(cache: TreeCache, plan: TreePlan, slots: Tensor, accepted: Accepted) -> None:
+def commit_accepted(cache: TreeCache, plan: TreePlan, slots: Tensor, accepted: Accepted) -> None:
     """Keep in a drafter's cache what it has seen of the accepted drafts; `slots` `[B, N]` as from
     `TreePlan.draft`.
 

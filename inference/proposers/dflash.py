@@ -1,5 +1,5 @@
 """A block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree
-of their laws (DDTree).
+of their distributions (DDTree).
 
 The drafter's cache holds keys and values of the target's fused features for the positions before
 the root, and nothing else: a block's own rows are overwritten in the next round, and what was
@@ -35,7 +35,7 @@ RANKS = 10  # places among the best that `calibrate` counts
 
 
 class DFlashProposer(Planned):
-    """`length`, `width`, `nodes`, `heat`, `threshold` and `shape` as in `TreePlan`.
+    """`length`, `width`, `nodes`, `score_temperature`, `threshold` and `shape` as in `TreePlan`.
 
     Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths
     (`growth.best_first`), `width` candidates a slot, and going deeper costs nothing.
@@ -51,7 +51,7 @@ class DFlashProposer(Planned):
         width: int = 1,
         nodes: int | None = None,
         name: str = "dflash",
-        heat: float = 1.0,
+        score_temperature: float = 1.0,
         threshold: float = 0.0,
         shape: Sequence[Ranks] | None = None,
         slots: int | None = None,
@@ -60,7 +60,12 @@ class DFlashProposer(Planned):
         self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
         self.replan(
             TreePlan(
-                self.longest if length is None else length, width, nodes, threshold, heat, shape
+                self.longest if length is None else length,
+                width,
+                nodes,
+                threshold,
+                score_temperature,
+                shape,
             )
         )
         if self.plan.length > self.longest:
@@ -94,22 +99,22 @@ class DFlashProposer(Planned):
         return self._draft(self._block(root)[:, : self.plan.length], root, draws)
 
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
-        first, go_on = self._laws(outputs, root)
+        first, go_on = self._logits(outputs, root)
         if not self.plan.threshold:
             return self.plan.draft(first, root, draws, go_on)[0]
         tree = grow_chain(first, root, draws, go_on, self.plan.length)
         return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
-        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, told by the drafts
+        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, from the drafts
         before it alone: that every acceptance rule stays lossless where chains are cut rests on it
         (verification-and-trees 1, non-anticipation). Of the first one it is sure; of a later one as
-        its law was of the draft before."""
-        law = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
-        said = law.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
+        its distribution was of the draft before."""
+        probs = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
+        said = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
         return functional.pad(said, (1, 0), value=1.0)
 
-    def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
+    def _logits(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
         """Logits `[B, V]` after the root, and those after any node, from the drafting slots'
         `outputs` `[B, D, H]`."""
         slots = Slots(self._drafter.base_logits(outputs))
@@ -189,17 +194,17 @@ def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
     false stays false.
 
     As long as the longest row: one synchronisation. The node before a cut has no children, so no
-    law is compared there.
+    distribution is compared there.
     """
     longest = int(kept.sum(-1).max())
     kept = kept[:, :longest]
     tokens = torch.cat(
         [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
     )
-    laws = None
-    if tree.laws is not None:
-        laws = tree.laws[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
-    return DraftTree(tokens, TreeShape.chain(longest), laws=laws)
+    probs = None
+    if tree.probs is not None:
+        probs = tree.probs[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
+    return DraftTree(tokens, TreeShape.chain(longest), probs=probs)
 
 
 def make_proposer(
@@ -208,7 +213,7 @@ def make_proposer(
     length: int | None = None,
     width: int | None = None,
     nodes: int | None = None,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     threshold: float = 0.0,
     shape: Sequence[Ranks] | None = None,
     slots: int | None = None,
@@ -216,8 +221,8 @@ def make_proposer(
     """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from
     `width` candidates a slot (all that could be among them if not given); `width` 1 is a chain.
 
-    What is not given is as it was evaluated in training. `heat`, `threshold`, `shape`: see
-    `TreePlan`; `slots`: `DFlashProposer`.
+    What is not given is as it was evaluated in training. `score_temperature`, `threshold`, `shape`:
+    see `TreePlan`; `slots`: `DFlashProposer`.
     """
     length, width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
     return DFlashProposer(
@@ -226,7 +231,7 @@ def make_proposer(
         width,
         nodes,
         name or artifact.method,
-        heat,
+        score_temperature,
         threshold,
         shape,
         slots,

@@ -20,7 +20,14 @@ from ..replay import replay
 from ..sampling import Draws
 from ..target import Target
 from ..tree import DraftTree
-from .autoregressive import Planned, TreePlan, TreeRunner, commit_walk, depth_row, fit_vocabulary
+from .autoregressive import (
+    Planned,
+    TreePlan,
+    TreeRunner,
+    commit_accepted,
+    depth_row,
+    fit_vocabulary,
+)
 from .growth import Ranks
 
 DEFAULT_LENGTH = 4
@@ -29,7 +36,7 @@ DRAFT_COST = 0.25  # of a draft, in target passes, if nobody measured it
 THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
-class DraftLM(Planned):
+class DraftModelProposer(Planned):
     """Its cache holds the decided text; the one token that a fully accepted draft leaves unseen is
     fed with the next root."""
 
@@ -43,13 +50,13 @@ class DraftLM(Planned):
         width: int = 1,
         nodes: int | None = None,
         threshold: float = 0.0,
-        heat: float = 1.0,
+        score_temperature: float = 1.0,
         shape: Sequence[Ranks] | None = None,
     ) -> None:
         """The last six as in `TreePlan`."""
-        self.name = "draft-lm"
+        self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
-        self.replan(TreePlan(length, width, nodes, threshold, heat, shape))
+        self.replan(TreePlan(length, width, nodes, threshold, score_temperature, shape))
         self._cache = TreeCache(0, 0)
         self._before: Tensor  # [B], the token before the root
         self._slots: Tensor
@@ -94,7 +101,7 @@ class DraftLM(Planned):
         return hidden.last[:, -1]
 
     def commit(self, accepted: Accepted) -> None:
-        commit_walk(self._cache, self.plan, self._slots, accepted)
+        commit_accepted(self._cache, self.plan, self._slots, accepted)
         self._text_lengths = [
             length + len(nodes)
             for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True)
@@ -118,9 +125,9 @@ def make_proposer(
     nodes: int | None = None,
     threshold: float | str = 0.0,
     cost: float = DRAFT_COST,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     shape: Sequence[Ranks] | None = None,
-) -> DraftLM:
+) -> DraftModelProposer:
     """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out
     texts for this `cost`."""
     if threshold == "auto":
@@ -131,21 +138,21 @@ def make_proposer(
         threshold, longest = best_adaptive(artifact.calibration, cost)
         length = longest if length is None else length
     length = DEFAULT_LENGTH if length is None else length
-    proposer = on_model(artifact.drafter, length, width, nodes, threshold, heat, shape)
+    proposer = on_model(artifact.drafter, length, width, nodes, threshold, score_temperature, shape)
     proposer.name = "distilled-lm"
     return proposer
 
 
-def load_draft_lm(
+def load_draft_model(
     folder: str,
     target: Target,
     length: int = DEFAULT_LENGTH,
     width: int = 1,
     nodes: int | None = None,
     threshold: float | str = 0.0,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     shape: Sequence[Ranks] | None = None,
-) -> DraftLM:
+) -> DraftModelProposer:
     """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the
     target's tokenizer."""
     if threshold == "auto":
@@ -153,9 +160,9 @@ def load_draft_lm(
             f"{folder} was not trained here and has no calibrated threshold; give a number, such "
             "as threshold=0.3"
         )
-    drafter = DraftModel.load(Path(folder), target.dtype, target.ends)
+    drafter = DraftModel.load(Path(folder), target.dtype, target.embedding_and_head)
     drafter.model.to(target.device)
-    return on_model(drafter, length, width, nodes, threshold, heat, shape)
+    return on_model(drafter, length, width, nodes, threshold, score_temperature, shape)
 
 
 def on_model(
@@ -164,13 +171,14 @@ def on_model(
     width: int,
     nodes: int | None,
     threshold: float | str,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     shape: Sequence[Ranks] | None = None,
-) -> DraftLM:
+) -> DraftModelProposer:
     """The proposer of a loaded small model."""
     runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
-    return DraftLM(runner, drafter.vocab_size, length, width, nodes, threshold, heat, shape)  # type: ignore[arg-type]  # TreePlan checks it
+    settings: tuple[Any, ...] = (length, width, nodes, threshold, score_temperature, shape)
+    return DraftModelProposer(runner, drafter.vocab_size, *settings)  # `TreePlan` checks them
 
 
 def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
@@ -195,8 +203,8 @@ def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[s
 
     `outcomes`: for each text `[S, 2]`, whether the drafter's best token after each row is the
     text's own next one, and how likely the drafter held it; and where the reply begins. Rounds are
-    walked as decoding walks them; drafts past the first wrong one are taken to be as sure as those
-    of the text.
+    replayed as decoding replays them; drafts past the first wrong one are taken to be as sure as
+    those of the text.
     """
     replies = [outcome[start:] for outcome, start in outcomes]
     right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]

@@ -28,10 +28,10 @@ TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth 
 
 
 class DSparkProposer(DFlashProposer):
-    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`; `threshold` cuts chains by
-    confidence, each row by itself.
+    """`length`, `width`, `nodes`, `score_temperature` and `shape` as in `TreePlan`; `threshold`
+    cuts chains by confidence, each row by itself.
 
-    Trees are EAGLE-2's, over the block's laws with each node's own bias.
+    Trees are EAGLE-2's, over the block's distributions with each node's own bias.
     """
 
     _drafter: DSparkDrafter
@@ -50,7 +50,7 @@ class DSparkProposer(DFlashProposer):
             [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device
         )
 
-    def _laws(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
+    def _logits(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
         drafter = self._drafter
         base = drafter.base_logits(outputs)
 
@@ -71,17 +71,17 @@ def make_proposer(
     length: int | None = None,
     width: int | None = None,
     nodes: int | None = None,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     threshold: float = 0.0,
     shape: Sequence[Ranks] | None = None,
     slots: int | None = None,
 ) -> DSparkProposer:
     """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
-    children a node; `width` 1 is a chain, which ends early, above `threshold` 0, once the
-    calibrated chance that all its drafts are right is below it.
+    children a node; `width` 1 is a chain, which ends early, above `threshold` 0, once
+    the calibrated chance that all its drafts are right is below it.
 
-    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`; `slots`:
-    see `DFlashProposer`.
+    What is not given is as it was evaluated in training. `score_temperature`, `shape`: see
+    `TreePlan`; `slots`: see `DFlashProposer`.
     """
     length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
     if width is None:
@@ -93,7 +93,7 @@ def make_proposer(
         tree_width,
         nodes,
         name or "dspark",
-        heat,
+        score_temperature,
         threshold,
         shape,
         slots,

@@ -36,7 +36,7 @@ RANKS = 10  # places among the best that `calibrate` counts
 
 
 class EagleProposer(Planned):
-    """`length`, `width`, `nodes`, `heat` and `shape` as in `TreePlan`."""
+    """`length`, `width`, `nodes`, `score_temperature` and `shape` as in `TreePlan`."""
 
     def __init__(
         self,
@@ -45,11 +45,13 @@ class EagleProposer(Planned):
         width: int = DEFAULT_WIDTH,
         nodes: int | None = None,
         name: str = "eagle",
-        heat: float = 1.0,
+        score_temperature: float = 1.0,
         shape: Sequence[Ranks] | None = None,
     ) -> None:
         self.name, self.taps = name, drafter.taps
-        self.replan(TreePlan(length, width, nodes, heat=heat, shape=shape))
+        self.replan(
+            TreePlan(length, width, nodes, score_temperature=score_temperature, shape=shape)
+        )
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._kept = drafter.kept
@@ -190,13 +192,14 @@ def make_proposer(
     length: int | None = None,
     width: int | None = None,
     nodes: int | None = None,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> EagleProposer:
     """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
     children a node; `width` 1 is a chain.
 
-    What is not given is as it was evaluated in training. `heat`, `shape`: see `TreePlan`.
+    What is not given is as it was evaluated in training. `score_temperature`, `shape`: see
+    `TreePlan`.
     """
     known = artifact.calibration
     width = known.get("width", DEFAULT_WIDTH) if width is None else width
@@ -210,7 +213,7 @@ def make_proposer(
         width,
         nodes,
         name or f"eagle{artifact.drafter.shape.version}",
-        heat,
+        score_temperature,
         shape,
     )
 

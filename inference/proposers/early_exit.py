@@ -47,7 +47,7 @@ class EarlyExit:
         self.plan = TreePlan(length, width, nodes)
         # Walking a wide tree may take more undecided slots of the target's cache than verifying its
         # best nodes.
-        self.max_drafted = max(self.plan.nodes, self.plan.walked)
+        self.max_drafted = max(self.plan.nodes, self.plan.expanded)
         self._cache: TreeCache | None = None
 
     def prefill(self, prompts: Prompts) -> None:

@@ -181,13 +181,19 @@ class Slots:
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
     def tree(
-        self, root: Tensor, draws: Draws, width: int, nodes: int, heat: float, whole: bool = False
+        self,
+        root: Tensor,
+        draws: Draws,
+        width: int,
+        nodes: int,
+        score_temperature: float,
+        whole: bool = False,
     ) -> DraftTree:
         """The `nodes` likeliest paths, with `width` candidates at each depth; `whole` as in
         `best_first`."""
         levels = self.logits.shape[1]
         tokens, scores = independent(
-            lambda depth: self.logits[:, depth], levels, root, draws, width, heat
+            lambda depth: self.logits[:, depth], levels, root, draws, width, score_temperature
         )
         return best_first(tokens, scores, root, nodes, whole)
 
@@ -198,13 +204,13 @@ def independent(
     root: Tensor,
     draws: Draws,
     width: int,
-    heat: float,
+    score_temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Best tokens and their log-scores `[B, levels, width]` where drafts do not know each other:
     `logits(depth)` `[B, V]`."""
     paths, found = root[:, None, None], []
     for depth in range(levels):
-        tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, heat)
+        tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, score_temperature)
         found.append((tokens, scores))
         # penalties: of all paths, as if the best one were taken
         paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)
@@ -221,18 +227,18 @@ def grow_dynamic(
     levels: int,
     width: int,
     nodes: int,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
 ) -> tuple[DraftTree, Tensor]:
     """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the
     best `nodes` of all.
 
     `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path,
-    at score temperature `heat`. Returns the tree and, for each of its nodes `[B, N]`, its place
-    among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
+    at score temperature `score_temperature`. Returns the tree and, for each of its nodes `[B, N]`,
+    its place among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
     """
     pool = _Pool(root, nodes)
     paths = root[:, None, None]  # [B, M, d]
-    tokens, scores = draws.rank(first[:, None], 0, width, paths, heat)
+    tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
     tokens, scores = tokens[:, 0], scores[:, 0]
     index = pool.add(tokens, scores, torch.zeros_like(tokens))
     seen = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
@@ -247,7 +253,7 @@ def grow_dynamic(
         _mark(seen, index, torch.arange(asked, asked + count, device=tokens.device))
         asked += count
         children, gains = draws.rank(
-            go_on(Level(tokens, above, visible, depth)), depth, width, paths, heat
+            go_on(Level(tokens, above, visible, depth)), depth, width, paths, score_temperature
         )
         sums = (scores[..., None] + gains).flatten(1)
         all_index = pool.add(
@@ -276,15 +282,15 @@ def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
 def grow_chain(
     first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0
 ) -> DraftTree:
-    """`length` tokens, each the choice after the ones before it (or a draw, with its law, if the
-    rule compares laws).
+    """`length` tokens, each the choice after the ones before it (or a draw, with its distribution,
+    if the rule compares distributions).
 
     Arguments as `grow_dynamic`. Above 0, `threshold` ends the chain once the product of the drafts'
     own probabilities is below it in every row; asking costs a synchronisation a draft. Whether a
     chain goes on depends on its own past drafts alone, which is all that the rules that compare
-    laws need (a test enumerates it).
+    distributions need (a test enumerates it).
     """
-    logits, tokens, laws = first[:, None], [root[:, None]], []
+    logits, tokens, probs = first[:, None], [root[:, None]], []
     sure = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
@@ -293,10 +299,10 @@ def grow_chain(
             if draws.sampling.history_processor is not None
             else None
         )
-        if draws.sampling.draws_from_law:
-            drawn, law = draws.sample(logits, depth, 1, paths)
+        if draws.sampling.compares_distributions:
+            drawn, drawn_from = draws.sample(logits, depth, 1, paths)
             chosen = drawn[:, :, 0]
-            laws.append(law)
+            probs.append(drawn_from)
         else:
             chosen = draws.guess(logits, depth, paths)
         tokens.append(chosen)
@@ -308,8 +314,10 @@ def grow_chain(
                 break
         logits = go_on(Level(chosen, above, None, depth + 1))
     # the last node has no children
-    laws_of_nodes = torch.cat([*laws, torch.zeros_like(laws[0])], dim=1) if laws else None
-    return DraftTree(torch.cat(tokens, dim=1), TreeShape.chain(len(tokens) - 1), laws=laws_of_nodes)
+    probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
+    return DraftTree(
+        torch.cat(tokens, dim=1), TreeShape.chain(len(tokens) - 1), probs=probs_of_nodes
+    )
 
 
 @dataclass(frozen=True)
@@ -379,17 +387,17 @@ def grow_fixed(
     first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape
 ) -> tuple[DraftTree, Tensor]:
     """Fill a fixed shape level by level with each node's likeliest tokens; for rules that compare
-    laws, with draws without replacement, whose laws are kept.
+    distributions, with draws without replacement, whose distributions are kept.
 
     Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what
     keeps those rules lossless.
     """
-    compares = draws.sampling.draws_from_law
+    compares = draws.sampling.compares_distributions
     batch = len(root)
     levels, places = _fixed_levels(shape, root.device)
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
-    laws = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
+    probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
     for level in levels:
         logits = (
             go_on(
@@ -404,16 +412,16 @@ def grow_fixed(
             else first[:, None]
         )
         paths = tokens[:, level.paths]
-        if laws is not None:
-            drawn, law = draws.sample(logits, level.at, level.width, paths)
-            laws = laws.to(law.dtype)
-            laws[:, level.at] = law
+        if probs is not None:
+            drawn, drawn_from = draws.sample(logits, level.at, level.width, paths)
+            probs = probs.to(drawn_from.dtype)
+            probs[:, level.at] = drawn_from
         else:
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
         padded = torch.nn.functional.pad(
             drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE
         ).flatten(1)
-        # nothing hangs on a node that the law had no token for
+        # nothing hangs on a node that the distribution had no token for
         there = tokens[:, level.parents] >= 0
         tokens[:, level.children] = torch.where(there, padded[:, level.source], NO_NODE)
-    return DraftTree(tokens, shape, laws=laws), places.expand(batch, -1)
+    return DraftTree(tokens, shape, probs=probs), places.expand(batch, -1)

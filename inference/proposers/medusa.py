@@ -41,10 +41,11 @@ class MedusaProposer:
         heads: MedusaHeads,
         nodes: Sequence[Ranks] | int,
         name: str = "medusa",
-        heat: float = 1.0,
+        score_temperature: float = 1.0,
     ) -> None:
-        """`heat`: score temperature of a tree that follows each context (`Draws.rank`)."""
-        self.name, self.heat = name, heat
+        """`score_temperature`: score temperature of a tree that follows each context
+        (`Draws.rank`)."""
+        self.name, self.score_temperature = name, score_temperature
         self._heads = heads
         self.shape: TreeShape | None = None
         self.ranks = (
@@ -70,9 +71,11 @@ class MedusaProposer:
         self._width = min(self._width, heads.vocab_size)
         self._state: Tensor
 
-    def with_tree(self, nodes: Sequence[Ranks] | int, heat: float = 1.0) -> MedusaProposer:
+    def with_tree(
+        self, nodes: Sequence[Ranks] | int, score_temperature: float = 1.0
+    ) -> MedusaProposer:
         """The same heads with another tree."""
-        return MedusaProposer(self._heads, nodes, self.name, heat)
+        return MedusaProposer(self._heads, nodes, self.name, score_temperature)
 
     @property
     def heads(self) -> int:
@@ -90,7 +93,9 @@ class MedusaProposer:
         def logits(head):
             return self._heads.logits(self._state, head)
 
-        tokens, scores = independent(logits, self._levels, root, draws, self._width, self.heat)
+        tokens, scores = independent(
+            logits, self._levels, root, draws, self._width, self.score_temperature
+        )
         if self.shape is None:
             return best_first(tokens, scores, root, self.max_drafted)
         return DraftTree(
@@ -112,17 +117,17 @@ def make_proposer(
     name: str | None = None,
     nodes: int | None = None,
     tree: str | None = None,
-    heat: float = 1.0,
+    score_temperature: float = 1.0,
     shape: Sequence[Ranks] | None = None,
 ) -> MedusaProposer:
     """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies
     (`tree` calibrated), in each context from the heads' own probabilities (best-first, at score
-    temperature `heat`), or each head's best token in a row (chain). Not given: calibrated;
-    best-first for heads that were imported, of which no accuracies are known. `shape` gives the
-    tree outright, as rank tuples."""
+    temperature `score_temperature`), or each head's best token in a row (chain). Not given:
+    calibrated; best-first for heads that were imported, of which no accuracies are known. `shape`
+    gives the tree outright, as rank tuples."""
     name = name or artifact.method
-    if not isinstance(heat, int | float) or not 0 < heat < float("inf"):
-        raise UserError(f"heat, the score temperature, must be above 0, not {heat!r}")
+    if not isinstance(score_temperature, int | float) or not 0 < score_temperature < float("inf"):
+        raise UserError(f"score_temperature must be above 0, not {score_temperature!r}")
     if shape is not None:
         return MedusaProposer(artifact.drafter, [tuple(map(int, ranks)) for ranks in shape], name)
     table = artifact.calibration.get("rank_accuracy")
@@ -145,7 +150,10 @@ def make_proposer(
             f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}"
         )
     return MedusaProposer(
-        artifact.drafter, grow(table or [], count) if tree == "calibrated" else count, name, heat
+        artifact.drafter,
+        grow(table or [], count) if tree == "calibrated" else count,
+        name,
+        score_temperature,
     )
 
 

@@ -2,11 +2,11 @@
 or coupled to the target's noise.
 
     python scripts/bench/acceptance.py --target scripts/quickstart/target \
-        --draft-lm scripts/quickstart/draft_lm \
+        --draft-model scripts/quickstart/draft_model \
         --prompts runs/bench/prompts.jsonl
 
-At every position of texts that the target wrote at the given temperature, with the laws p and q of
-target and drafter there: how likely is it that one of k children is accepted, by match
+At every position of texts that the target wrote at the given temperature, with the distributions p
+and q of target and drafter there: how likely is it that one of k children is accepted, by match
 (deterministic top-k of q), by recursive rejection (k draws from q without replacement), by match
 under shared noise (top-k of log q + noise)? The first is exact (the mass of p on the k tokens); the
 others are means over `--draws` sets of draws, by the functions that the loop calls.
@@ -24,7 +24,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.proposers.draft_model import load_draft_lm
+from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.early_exit import first_layers
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling, TargetConfig
@@ -77,11 +77,11 @@ def accepted(
     drawn, q = apart.sample(q_logits[:, None], 0, width, None)
     shape = TreeShape.wide((width,))
     tokens = torch.cat([text, drawn[:, 0]], dim=1)
-    laws = (
+    probs = (
         torch.cat([p, p.expand(-1, width, -1)], dim=1),
         torch.cat([q, q.expand(-1, width, -1)], dim=1),
     )
-    plan = recursive(shape, tokens, *laws)
+    plan = recursive(shape, tokens, *probs)
     rejection = 1 - (1 - plan.chances[:, 1:]).prod(-1)
 
     children, _ = shared.rank(q_logits[:, None], 0, width, None)
@@ -97,7 +97,7 @@ def main() -> None:
     )
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
-    parser.add_argument("--draft-lm", help="folder of a small model with the target's tokenizer")
+    parser.add_argument("--draft-model", help="folder of a small model with the target's tokenizer")
     parser.add_argument(
         "--early-exit", type=int, help="draft with the target's own first layers instead"
     )
@@ -107,10 +107,10 @@ def main() -> None:
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
     target = load_target(TargetConfig(arguments.target))
-    if (arguments.draft_lm is None) == (arguments.early_exit is None):
-        parser.error("give one of --draft-lm and --early-exit")
-    if arguments.draft_lm:
-        drafter = load_draft_lm(arguments.draft_lm, target).model
+    if (arguments.draft_model is None) == (arguments.early_exit is None):
+        parser.error("give one of --draft-model and --early-exit")
+    if arguments.draft_model:
+        drafter = load_draft_model(arguments.draft_model, target).model
     else:
         drafter = first_layers(target, arguments.early_exit)
     prompts = [

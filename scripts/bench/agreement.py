@@ -3,7 +3,8 @@ held-out prompts.
 
     python scripts/bench/agreement.py --target scripts/quickstart/target \
         --prompts runs/bench/prompts.jsonl \
-        --draft-lm scripts/quickstart/draft_lm --draft-lm scripts/quickstart/drafters/distill
+        --draft-model scripts/quickstart/draft_model \
+        --draft-model scripts/quickstart/drafters/distill
 
 Greedy agreement: share of positions of greedy texts at which both have the same best token. Alpha:
 mean of sum min(p, q) over the positions of texts sampled at T = 1, which is how often a sampled
@@ -22,7 +23,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposer import PlainDecoding
-from draftsmith.inference.proposers.draft_model import load_draft_lm
+from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import load_target
 from rich.console import Console
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
     parser.add_argument(
-        "--draft-lm",
+        "--draft-model",
         required=True,
         action="append",
         help="folder of a small model; may be repeated",
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
     target = load_target(TargetConfig(arguments.target))
-    drafters = {folder: load_draft_lm(folder, target).model for folder in arguments.draft_lm}
+    drafters = {folder: load_draft_model(folder, target).model for folder in arguments.draft_model}
     prompts = [
         p.token_ids
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)

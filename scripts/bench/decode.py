@@ -3,7 +3,7 @@ over N nodes costs.
 
     python scripts/quickstart/functions.py --split test --count 16 --out runs/bench/prompts.jsonl
     OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target \
-        --draft-lm scripts/quickstart/draft_lm \
+        --draft-model scripts/quickstart/draft_model \
         --prompts runs/bench/prompts.jsonl --drafter ngram --drafter suffix
 
 Ways: plain decoding in our loop, `target.generate`, transformers' assisted generation with the
@@ -32,7 +32,7 @@ from draftsmith.inference.decode import Generation, Request, generate_one
 from draftsmith.inference.evaluation.assisted import Assisted
 from draftsmith.inference.metrics import kept_per_round, split, tau
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
-from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
@@ -94,7 +94,7 @@ def theirs(target: Target, limit: int, **options: Any) -> Callable[[list[int]], 
     return decode
 
 
-def assisted(target: Target, drafter: DraftLM, limit: int) -> Callable[[list[int]], Run]:
+def assisted(target: Target, drafter: DraftModelProposer, limit: int) -> Callable[[list[int]], Run]:
     way = Assisted(target, drafter)
 
     def decode(prompt: list[int]) -> Run:
@@ -111,8 +111,8 @@ def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[
         Arm("plain (ours)", ours(target, PlainDecoding(), limit)),
         Arm("target.generate", theirs(target, limit)),
     ]
-    if arguments.draft_lm:
-        spec = f"{arguments.draft_lm}:length={arguments.draft_length}"
+    if arguments.draft_model:
+        spec = f"{arguments.draft_model}:length={arguments.draft_length}"
         drafter: Any = load_proposer(spec, target, print)
         arms.append(
             Arm(
@@ -120,7 +120,7 @@ def make_arms(target: Target, arguments: argparse.Namespace, prompts: list[list[
                 assisted(target, drafter, limit),
             )
         )
-        arms.append(Arm(f"draft-lm, {arguments.draft_length}", ours(target, drafter, limit)))
+        arms.append(Arm(f"draft-model, {arguments.draft_length}", ours(target, drafter, limit)))
     for spec in arguments.drafter:
         arms.append(
             Arm(
@@ -236,7 +236,7 @@ def main() -> None:
     )
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True, help="JSON or JSONL file of prompts")
-    parser.add_argument("--draft-lm", help="folder of a small model with the target's tokenizer")
+    parser.add_argument("--draft-model", help="folder of a small model with the target's tokenizer")
     parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument(
         "--drafter",

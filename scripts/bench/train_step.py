@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
-from draftsmith.heads.embedding_and_head import TargetEnds
+from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import Features
 from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
@@ -72,11 +72,11 @@ def make_step(case: Case, recompute: bool):
     # limited size for long rows).
     places = min(case.rows * case.length, 4096)
     logits = 2 * torch.randn(places, case.vocab)
-    ends = TargetEnds(
+    embedding_and_head = EmbeddingAndHead(
         lambda ids: torch.nn.functional.embedding(ids, embedding),
         lambda last: logits[last[:, 0].long()],
     )
-    drafter = EagleDrafter(shape, ends)
+    drafter = EagleDrafter(shape, embedding_and_head)
     drafter.start_from(
         torch.randn(case.vocab, HIDDEN),
         None,
@@ -94,7 +94,9 @@ def make_step(case: Case, recompute: bool):
         batch, last, tuple(torch.randn(case.rows, case.length, HIDDEN) for _ in shape.taps)
     )
     objective = EagleObjective(
-        EagleLoss(steps=case.steps, recompute=recompute).resolved(3), drafter.taps, ends.head
+        EagleLoss(steps=case.steps, recompute=recompute).resolved(3),
+        drafter.taps,
+        embedding_and_head.head,
     )
     denominators = objective.weights(batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4)

@@ -52,7 +52,7 @@ def check(options: argparse.Namespace) -> int:
         plain = decoded(target, "none", prompts, 1, sampling, options.max_new_tokens)
         if sampling.greedy:
             oracle = [by_transformers(target, prompt, options.max_new_tokens) for prompt in prompts]
-            wrong += told("target.generate", target, plain, oracle, sampling)
+            wrong += count_wrong("target.generate", target, plain, oracle, sampling)
         for spec in [*BASELINES, *options.drafter]:
             for batch in map(int, options.batch_sizes.split(",")):
                 try:
@@ -63,7 +63,7 @@ def check(options: argparse.Namespace) -> int:
                     print(f"{spec}: left out: {error}")
                     break
                 label = f"{spec}, T = {sampling.temperature:g}, batch {batch}"
-                wrong += told(label, target, plain, [g.token_ids for g in found], sampling)
+                wrong += count_wrong(label, target, plain, [g.token_ids for g in found], sampling)
     return wrong
 
 
@@ -96,7 +96,7 @@ def by_transformers(target: Target, prompt: Prompt, longest: int) -> list[int]:
     return found[0, ids.shape[1] :].tolist()
 
 
-def told(
+def count_wrong(
     label: str,
     target: Target,
     plain: Sequence[Generation],

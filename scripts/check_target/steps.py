@@ -26,7 +26,7 @@ KINDS = {
     "eagle": "eagle3",
     "dflash": "dflash",
     "dspark": "dspark",
-    "distill": "draft_lm",
+    "distill": "draft_model",
 }
 """What `RECIPES` calls the drafters of each training command."""
 ROW = 96  # tokens of a packed row
@@ -273,7 +273,7 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
         while first.poll() is None and not metrics.is_file():
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        assert first.wait() == 143, f"told to stop, it ended with exit code {first.returncode}"
+        assert first.wait() == 143, f"asked to stop, it ended with exit code {first.returncode}"
         stopped = sorted((plan.folder / "eagle_resumed" / "checkpoints").glob("step-*"))[-1].name
         assert subprocess.run(command, stdout=file, stderr=file).returncode == 0, (
             "the same command did not go on"

@@ -90,7 +90,7 @@ if __name__ == "__main__":
     server = subprocess.Popen(command, env=launch_environment(), stdout=sys.stderr)
     try:
         wait_for(server, url)
-        law = {
+        parameters = {
             "temperature": 0,
             "n_predict": job["max_tokens"],
             "return_tokens": True,
@@ -100,7 +100,7 @@ if __name__ == "__main__":
         for ids in job["prompts"]:
             before = counters(url)
             found["tokens"].append(
-                json.loads(ask(f"{url}/completion", {"prompt": ids, **law}))["tokens"]
+                json.loads(ask(f"{url}/completion", {"prompt": ids, **parameters}))["tokens"]
             )
             found["counts"].append(between(before, counters(url)))
         cut = [

@@ -2,7 +2,7 @@
 it.
 
     python scripts/quickstart/make_target.py --out scripts/quickstart/target --tokens 16e6
-    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_lm --draft-lm \\
+    python scripts/quickstart/make_target.py --out scripts/quickstart/draft_model --draft-model \\
         --tokens 16e6 \\
         --tokenizer scripts/quickstart/target
 
@@ -180,7 +180,7 @@ def _evaluation_batches(rows: list[list[int]], pad: int) -> Iterator[torch.Tenso
         yield torch.tensor([row + [pad] * (len(group[-1]) - len(row)) for row in group])
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForCausalLM:
+def build_model(tokenizer: PreTrainedTokenizerFast, draft_model: bool) -> LlamaForCausalLM:
     """An 8-layer target of 3.6M parameters, or a 2-layer draft LM of 0.7M."""
     size: dict[str, Any] = (
         dict(
@@ -190,7 +190,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, draft_lm: bool) -> LlamaForC
             num_attention_heads=4,
             num_key_value_heads=2,
         )
-        if draft_lm
+        if draft_model
         else dict(
             hidden_size=192,
             intermediate_size=512,
@@ -268,7 +268,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=float, required=True, help="training tokens")
-    parser.add_argument("--draft-lm", action="store_true", help="make the 2-layer draft LM")
+    parser.add_argument("--draft-model", action="store_true", help="make the 2-layer draft LM")
     parser.add_argument(
         "--tokenizer", type=Path, help="take the tokenizer of this model instead of training one"
     )
@@ -278,8 +278,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    if args.draft_lm and args.tokenizer is None:
-        parser.error("--draft-lm needs --tokenizer TARGET, so that both models share it")
+    if args.draft_model and args.tokenizer is None:
+        parser.error("--draft-model needs --tokenizer TARGET, so that both models share it")
 
     torch.manual_seed(args.seed)
     train_functions, valid_functions = collect()
@@ -288,7 +288,7 @@ def main() -> None:
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
     rows, valid = encode(tokenizer, train_functions), encode(tokenizer, valid_functions)
-    model = build_model(tokenizer, args.draft_lm)
+    model = build_model(tokenizer, args.draft_model)
     size = sum(p.numel() for p in model.parameters())
     print(
         f"{len(rows):,} functions, {sum(map(len, rows)):,} tokens; {len(valid):,} held out; "

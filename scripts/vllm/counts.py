@@ -31,9 +31,9 @@ if __name__ == "__main__":
         disable_log_stats=False,
         **speculation,
     )
-    law = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False)
     outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in job["prompts"]], law, use_tqdm=False
+        [{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False
     )
     found: dict[str, Any] = {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
     for metric in llm.get_metrics():

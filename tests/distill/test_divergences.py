@@ -15,7 +15,7 @@ from draftsmith.distill.divergences import (
     forward_kl,
     jensen_shannon,
     lk_alpha,
-    log_law,
+    log_probs,
     overlap,
     renormalised,
     sum_in_chunks,
@@ -34,8 +34,8 @@ V = 12
 def random_case(
     seed: int, rows: int = 6, kept: int = V
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draft logits over `kept` tokens, the target's log-law over them (whole only if all are kept),
-    labels."""
+    """Draft logits over `kept` tokens, the target's log-probabilities over them (whole only if all
+    are kept), labels."""
     generator = torch.Generator().manual_seed(seed)
     z = 2 * torch.randn(rows, kept, generator=generator, dtype=torch.float64)
     p = 2 * torch.randn(rows, V, generator=generator, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_gradients_have_the_closed_forms_of_the_reference(name: Divergence) -> N
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_LABELS])
-def test_equal_laws_lose_nothing_and_learn_nothing(name: Divergence) -> None:
+def test_equal_distributions_lose_nothing_and_learn_nothing(name: Divergence) -> None:
     z, _, labels = random_case(1)
     z.requires_grad_()
     loss = divergence(name, torch.log_softmax(z, -1), torch.log_softmax(z.detach(), -1), labels)
@@ -165,8 +165,8 @@ def test_limits() -> None:
 
 
 def test_a_draft_vocabulary_is_paid_by_what_decoding_accepts() -> None:
-    """The overlap with a part of the law is at most that part's mass; KL looks at the part made
-    whole."""
+    """The overlap with a part of the distribution is at most that part's mass; KL looks at the part
+    made whole."""
     z, log_p, _ = random_case(4, kept=7)
     log_q = torch.log_softmax(z, -1)
     assert (overlap(log_q, log_p) <= log_p.exp().sum(-1) + 1e-12).all()
@@ -177,11 +177,11 @@ def test_a_draft_vocabulary_is_paid_by_what_decoding_accepts() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_finite_where_the_laws_are_sharp_and_disjoint(name: Divergence) -> None:
+def test_finite_where_the_distributions_are_sharp_and_disjoint(name: Divergence) -> None:
     sharp = torch.full((2, 12), -60.0)
     sharp[0, 0] = sharp[1, 1] = 60.0
     z = sharp.clone().requires_grad_()
-    loss = divergence(name, log_law(z), log_law(sharp.flip(0)), torch.tensor([1, 0]))
+    loss = divergence(name, log_probs(z), log_probs(sharp.flip(0)), torch.tensor([1, 0]))
     assert (
         torch.isfinite(loss).all() and torch.isfinite(torch.autograd.grad(loss.sum(), z)[0]).all()
     )
@@ -207,7 +207,7 @@ def test_top_k_looks_at_the_targets_best_tokens_only() -> None:
 
 def head_loss(layer: torch.nn.Linear):
     def function(hidden: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        losses = divergence("ce", log_law(layer(hidden)), torch.zeros(()), labels)
+        losses = divergence("ce", log_probs(layer(hidden)), torch.zeros(()), labels)
         return losses.sum(), losses
 
     return function
@@ -286,7 +286,7 @@ def test_memory_never_holds_a_full_table_of_logits(name: Divergence) -> None:
     def function(
         hidden: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        losses = divergence(name, log_law(layer(hidden)), log_law(teacher @ weight.T), labels)
+        losses = divergence(name, log_probs(layer(hidden)), log_probs(teacher @ weight.T), labels)
         return (losses.sum(),)
 
     with PeakMemory() as memory:

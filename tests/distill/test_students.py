@@ -102,10 +102,9 @@ def test_importance_is_one_minus_cosine_and_zero_for_a_layer_that_does_nothing()
         apart += (1 - torch.cosine_similarity(taps[0][0], taps[1][0], dim=-1)).tolist()
     assert found[0] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
     kept = make_student(StudentConfig(layers=2, choose="importance"), target, texts)
-    assert torch.equal(
-        layers_of(target_of(kept))[1][1].mlp.up_proj.weight,
-        layers_of(target)[1][2].mlp.up_proj.weight,
-    )  # type: ignore[union-attr]
+    ours: Any = layers_of(target_of(kept))[1][1]
+    theirs: Any = layers_of(target)[1][2]
+    assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
 def target_of(student: DraftModel) -> Target:
@@ -113,7 +112,7 @@ def target_of(student: DraftModel) -> Target:
 
 
 @pytest.mark.parametrize("kind", FULL_WIDTH)
-def test_a_cut_has_the_targets_law_with_the_other_layers_gone(kind: str) -> None:
+def test_a_cut_has_the_targets_distribution_with_the_other_layers_gone(kind: str) -> None:
     """All layers: the target itself. One of them: the target when its other layers are skipped, but
     for how sure it is."""
     target = architecture(kind, dtype=torch.float32)
@@ -177,7 +176,7 @@ def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_t
     assert loudest(target, TEXTS, 16).tolist() == list(range(0, 32, 2))
     # Half of the heads go too: those of the second group are silenced in the target. Dimensions
     # that are always 0 halve the mean square that norms divide by: with the norms of the student
-    # scaled by that, both have the same law.
+    # scaled by that, both have the same distribution.
     with torch.no_grad():
         for layer in layers_of(target)[1]:
             layer.self_attn.o_proj.weight[:, 16:] = 0  # type: ignore[union-attr,index]

@@ -155,8 +155,8 @@ def test_training_logits_are_decoding_logits(kind: str, right: int) -> None:
 
 
 def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) -> float:
-    """Chain: training pass, walk and decode agree. Trees: walk and decode agree. Returns the share
-    of rounds that accepted."""
+    """Chain: training pass, replay and decoding agree. Trees: replay and decoding agree. Returns
+    the share of rounds that accepted."""
     method: Any = dspark if drafter.method == "dspark" else dflash
     busy = rounds = 0
     for prompt in prompts:
@@ -166,9 +166,9 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
         )
         for settings in ({}, {"width": 3, "nodes": 9}, {"threshold": 0.2}):
             proposer = proposer_of(drafter, **settings)
-            walked = rounds_on_text(proposer, ids, len(prompt), hidden)
+            expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
             found = kept_per_round(generate_one(target, proposer, prompt, limit))
-            assert walked == found
+            assert expanded == found
             if not settings:
                 assert replay(accepted, len(prompt), len(ids)) == found
                 busy += sum(kept > 1 for kept in found)
@@ -218,9 +218,9 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
     length, draws = torch.tensor([start]), draws_on(ids, start)
     for steps in ((start, [2, 1, 3]), (start + 6, [])):
         first, accepted = steps
-        proposer.prefill(
-            Prompts([ids[: first + 1]], torch.tensor([ids[:first]]), length, part(0, first), None)
-        )  # type: ignore[arg-type]
+        no_cache: Any = None
+        prompt = torch.tensor([ids[:first]])
+        proposer.prefill(Prompts([ids[: first + 1]], prompt, length, part(0, first), no_cache))
         at = first
         for count in accepted:
             proposer.propose(torch.tensor([ids[at]]), draws)

@@ -34,7 +34,7 @@ from tests.conftest import ROOT
 from tests.trained import chat_prompts, story_prompts
 
 LENGTH = 12
-LAWS: list[dict[str, Any]] = [
+SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 10},
     {"temperature": 1.3, "top_p": 0.8},
@@ -61,18 +61,18 @@ def oracle(
     request: int,
     sample: int,
     seed: int,
-    law: dict[str, Any],
+    settings: dict[str, Any],
 ) -> list[int]:
     steps: list[Any] = []
-    if "repetition_penalty" in law:
-        steps.append(RepetitionPenaltyLogitsProcessor(law["repetition_penalty"]))
-    steps.append(TemperatureLogitsWarper(law["temperature"]))
-    if "top_k" in law:
-        steps.append(TopKLogitsWarper(law["top_k"]))
-    if "top_p" in law:
-        steps.append(TopPLogitsWarper(law["top_p"]))
-    if "min_p" in law:
-        steps.append(MinPLogitsWarper(law["min_p"]))
+    if "repetition_penalty" in settings:
+        steps.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
+    steps.append(TemperatureLogitsWarper(settings["temperature"]))
+    if "top_k" in settings:
+        steps.append(TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        steps.append(TopPLogitsWarper(settings["top_p"]))
+    if "min_p" in settings:
+        steps.append(MinPLogitsWarper(settings["min_p"]))
     ids = torch.tensor([prompt])
     out = target.model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit,
@@ -115,7 +115,7 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
     ended = 0
     accepted: dict[str, int] = dict.fromkeys(drafters, 0)
     for seed in range(*seeds):
-        law = LAWS[seed % len(LAWS)]
+        settings = SETTINGS[seed % len(SETTINGS)]
         draw = random.Random(seed)
         requests = [
             Request(
@@ -123,10 +123,11 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
                 draw.randrange(1000),
                 k,
             )
-            for k in range((1, 3, 16)[seed // len(LAWS) % 3])
+            for k in range((1, 3, 16)[seed // len(SETTINGS) % 3])
         ]
         expected = [
-            oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, law) for r in requests
+            oracle(target, list(r.prompt_ids), LENGTH, r.id, r.sample, seed, settings)
+            for r in requests
         ]
         texts = {tuple(r.prompt_ids): reply for r, reply in zip(requests, expected, strict=True)}
         future = {
@@ -134,20 +135,24 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
             for n in ("oracle", "adversary")
         }
         for name, proposer in {**drafters, **future}.items():
-            found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **law))
+            found = generate(target, proposer, requests, LENGTH, Sampling(seed=seed, **settings))
             assert [g.token_ids for g in found] == expected, f"{name}, seed {seed}"
-            # half of the seeds, with every law and every batch size among them
-            if (seed + seed // len(LAWS)) % 2:
+            # half of the seeds, with every distribution and every batch size among them
+            if (seed + seed // len(SETTINGS)) % 2:
                 matched = generate(
-                    target, proposer, requests, LENGTH, Sampling(seed=seed, rule="match", **law)
+                    target,
+                    proposer,
+                    requests,
+                    LENGTH,
+                    Sampling(seed=seed, rule="match", **settings),
                 )
                 assert [g.token_ids for g in matched] == expected, f"{name} by match, seed {seed}"
             if name in accepted:
                 accepted[name] += sum(r.accepted for g in found for r in g.rounds)
             ended += sum(g.finish_reason == "eos" for g in found)
-    assert all(accepted[name] > least for name in ("draft-lm chain", "draft-lm tree", "medusa")), (
-        accepted
-    )
+    assert all(
+        accepted[name] > least for name in ("draft-model chain", "draft-model tree", "medusa")
+    ), accepted
     assert ended, "replies that end inside the batch must occur"
 
 
@@ -163,7 +168,7 @@ def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) ->
     specs = ["none", "ngram", "suffix", "lookahead", "early-exit:layers=2,length=3"]
     if which == "quickstart":
         specs += [
-            str(ROOT / "scripts/quickstart/draft_lm") + f":{s}"
+            str(ROOT / "scripts/quickstart/draft_model") + f":{s}"
             for s in ("length=4", "length=3,width=3,nodes=9")
         ]
         specs += [
@@ -175,11 +180,17 @@ def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) ->
                 str(ROOT / "scripts/quickstart/drafters" / name) + f":{s}"
                 for s in ("length=4,width=1", "length=4,nodes=12")
             ]
-    for law in LAWS if count > 2 else (LAWS[0], LAWS[-1]):
-        expected = [oracle(target, prompt, 24, i, 0, 11, law) for i, prompt in enumerate(prompts)]
+    for settings in SETTINGS if count > 2 else (SETTINGS[0], SETTINGS[-1]):
+        expected = [
+            oracle(target, prompt, 24, i, 0, 11, settings) for i, prompt in enumerate(prompts)
+        ]
         for spec in specs:
             found = generate(
-                target, load_proposer(spec, target, print), prompts, 24, Sampling(seed=11, **law)
+                target,
+                load_proposer(spec, target, print),
+                prompts,
+                24,
+                Sampling(seed=11, **settings),
             )
             assert [g.token_ids for g in found] == expected, spec
 

@@ -1,5 +1,5 @@
-"""The running loop keeps the target's law: chi-square over sampled texts, and the identities of
-acceptance."""
+"""The running loop keeps the target's distribution: chi-square over sampled texts, and the
+identities of acceptance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.proposer import Proposer, load_proposer
-from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
@@ -30,7 +30,7 @@ from tests.eagles import random_eagle
 from tests.trained import chat_prompts
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
-LAWS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "T=1": {"temperature": 1.0},
     "T=0.7, top-k 4": {"temperature": 0.7, "top_k": 4},
     "T=1.5, top-p 0.9": {"temperature": 1.5, "top_p": 0.9},
@@ -51,7 +51,7 @@ def toy() -> tuple[Target, Target]:
     return target, near_copy(target, noise=0.25)
 
 
-def law(target: Target, prefix: list[int], sampling: Sampling) -> Tensor:
+def next_probs(target: Target, prefix: list[int], sampling: Sampling) -> Tensor:
     ids: Any = torch.tensor([[*PROMPT, *prefix]])
     with torch.no_grad():
         logits = target.model(ids).logits[0, -1:]
@@ -60,13 +60,13 @@ def law(target: Target, prefix: list[int], sampling: Sampling) -> Tensor:
 
 def joint(target: Target, sampling: Sampling) -> dict[tuple[int, ...], float]:
     found = {}
-    laws = {
-        p: law(target, list(p), sampling)
+    probs = {
+        p: next_probs(target, list(p), sampling)
         for n in range(LENGTH)
         for p in itertools.product(range(VOCAB), repeat=n)
     }
     for text in itertools.product(range(VOCAB), repeat=LENGTH):
-        found[text] = float(torch.stack([laws[text[:i]][text[i]] for i in range(LENGTH)]).prod())
+        found[text] = float(torch.stack([probs[text[:i]][text[i]] for i in range(LENGTH)]).prod())
     return found
 
 
@@ -101,10 +101,13 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     # one token of five can never be drafted
     four = random_eagle(target, "eagle3", draft_vocab_size=4)
     return {
-        "rejection chain": (DraftLM(drafter, VOCAB, length=2), "block"),
-        "rejection adaptive chain": (DraftLM(drafter, VOCAB, length=3, threshold=0.4), "block"),
-        "rejection tree": (DraftLM(drafter, VOCAB, **tree), "traversal"),
-        "recursive tree": (DraftLM(drafter, VOCAB, **tree), "rrs"),
+        "rejection chain": (DraftModelProposer(drafter, VOCAB, length=2), "block"),
+        "rejection adaptive chain": (
+            DraftModelProposer(drafter, VOCAB, length=3, threshold=0.4),
+            "block",
+        ),
+        "rejection tree": (DraftModelProposer(drafter, VOCAB, **tree), "traversal"),
+        "recursive tree": (DraftModelProposer(drafter, VOCAB, **tree), "rrs"),
         "rejection heads": (
             MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]),
             "match",
@@ -117,7 +120,7 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
         ),
         "recursive eagle tree": (EagleProposer(four, 2, 2, 6), "rrs"),
         "coupled eagle tree": (EagleProposer(four, 2, 2, 6), "gumbel"),
-        "coupled tree": (DraftLM(drafter, VOCAB, **tree), "gumbel"),
+        "coupled tree": (DraftModelProposer(drafter, VOCAB, **tree), "gumbel"),
         "rejection dflash chain": (proposer_of(random_block(target, block_size=3)), "block"),
         "rejection dflash tree": (proposer_of(random_block(target), **tree), "traversal"),
         "rejection dspark chain": (proposer_of(random_block(target, "dspark"), length=2), "block"),
@@ -130,11 +133,11 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
 
 
 @pytest.mark.parametrize("count", [3000, pytest.param(40000, marks=pytest.mark.full)])
-@pytest.mark.parametrize("settings", list(LAWS))
+@pytest.mark.parametrize("settings", list(SETTINGS))
 @pytest.mark.parametrize("name", list(drafters()))
-def test_sampled_texts_have_the_targets_law(name: str, settings: str, count: int) -> None:
+def test_sampled_texts_have_the_targets_distribution(name: str, settings: str, count: int) -> None:
     proposer, rule = drafters()[name]
-    sampling = Sampling(rule=name.split()[0], seed=1, **LAWS[settings])  # type: ignore[arg-type]
+    sampling = Sampling(rule=name.split()[0], seed=1, **SETTINGS[settings])  # type: ignore[arg-type]
     found = sample(proposer, sampling, count)
     assert {r.rule for g in found for r in g.rounds} == {rule}
     counts: dict[tuple[int, ...], int] = {}
@@ -150,7 +153,7 @@ def test_the_lossy_rule_is_caught_by_the_same_test() -> None:
     """And says what it is."""
     target, drafter = toy()
     sampling = Sampling(temperature=1.0, rule="lossy-typical")
-    found = sample(DraftLM(drafter, VOCAB, length=2), sampling, 3000)
+    found = sample(DraftModelProposer(drafter, VOCAB, length=2), sampling, 3000)
     counts: dict[tuple[int, ...], int] = {}
     for generation in found:
         counts[tuple(generation.token_ids)] = counts.get(tuple(generation.token_ids), 0) + 1
@@ -163,20 +166,21 @@ def test_the_lossy_rule_is_caught_by_the_same_test() -> None:
 def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str) -> None:
     target, _ = toy()
     settings: dict[str, Any] = {"width": 2, "nodes": 7} if shape == "tree" else {}
-    same = DraftLM(target, VOCAB, length=3, **settings)
+    same = DraftModelProposer(target, VOCAB, length=3, **settings)
     found = generate(
         target,
         same,
         [Request(PROMPT, 0, i) for i in range(40)],
         21,
-        Sampling(temperature=1.0, rule=rule),
-    )  # type: ignore[arg-type]
+        Sampling(temperature=1.0, rule=rule),  # type: ignore[arg-type]
+    )
     assert all(r.accepted == 3 for g in found for r in g.rounds)
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(24, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "spec", ["draft_lm:length=1", "drafters/eagle3:length=1,width=1", "drafters/distill:length=1"]
+    "spec",
+    ["draft_model:length=1", "drafters/eagle3:length=1,width=1", "drafters/distill:length=1"],
 )
 def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(
     quickstart: Target, count: int, spec: str
@@ -205,11 +209,13 @@ def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(
 
 
 def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart: Target) -> None:
-    """The reference rule on the laws of target and drafter over a real text, four drafts a
+    """The reference rule on the distributions of target and drafter over a real text, four drafts a
     chain."""
     from draftsmith.inference.target import TargetConfig, load_target
 
-    drafter = load_target(TargetConfig(str(ROOT / "scripts/quickstart/draft_lm"), dtype="float32"))
+    drafter = load_target(
+        TargetConfig(str(ROOT / "scripts/quickstart/draft_model"), dtype="float32")
+    )
     ids = torch.tensor([chat_prompts(quickstart, "test", 1)[0][:200]])
     with torch.no_grad():
         p = quickstart.head(quickstart.forward(ids).last)[0].double().softmax(-1)
@@ -230,7 +236,7 @@ def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart:
 def test_coins_and_draws_do_not_depend_on_the_batch() -> None:
     target, drafter = toy()
     sampling = Sampling(temperature=1.0, rule="rejection")
-    proposer = DraftLM(drafter, VOCAB, length=2, width=2)
+    proposer = DraftModelProposer(drafter, VOCAB, length=2, width=2)
     requests = [Request([1, 2, 3][: 1 + i % 3], i, 0) for i in range(9)]
     together = [g.token_ids for g in generate(target, proposer, requests, 12, sampling)]
     assert together == [

@@ -33,21 +33,21 @@ def text_of(
 
 
 def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit: int) -> float:
-    """Chain: training pass, walk and decode agree. Tree: walk and decode agree. Returns the share
-    of rounds that accepted something."""
+    """Chain: training pass, replay and decoding agree. Tree: replay and decoding agree. Returns the
+    share of rounds that accepted something."""
     busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
         ranks = teacher_forced(drafter, hidden, ids, LENGTH)
         trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
         for width, nodes in ((1, None), (4, 12)):
-            walked = rounds_on_text(
+            expanded = rounds_on_text(
                 EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden
             )
             decoded = kept_per_round(
                 generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit)
             )
-            assert walked == decoded
+            assert expanded == decoded
             if width == 1:
                 assert trained == decoded
             busy += sum(kept > 1 for kept in decoded)
@@ -72,15 +72,15 @@ def test_rounds_agree_where_replies_end_and_are_cut(kind: str) -> None:
         check(target, drafter, prompts, limit)
 
 
-def test_a_walk_over_a_text_is_right_for_other_drafters_too() -> None:
+def test_a_replay_of_a_text_is_right_for_other_drafters_too() -> None:
     """Heads with a fixed tree: the same rounds as in decoding."""
     target = tiny_target(seed=5)
     proposer = MedusaProposer(random_heads(target), [(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)])
     for i in range(12):
         prompt = [4 + (i * j) % 200 for j in range(1, 5)]
         ids, hidden = text_of(target, prompt, (), 30)
-        walked = rounds_on_text(proposer, ids, len(prompt), hidden)
-        assert walked == kept_per_round(generate_one(target, proposer, prompt, 30))
+        expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
+        assert expanded == kept_per_round(generate_one(target, proposer, prompt, 30))
 
 
 def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) -> None:

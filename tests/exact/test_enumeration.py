@@ -1,9 +1,9 @@
-"""The rules that compare laws are exact: every outcome over a toy vocabulary is enumerated, on the
-functions that the loop calls.
+"""The rules that compare distributions are exact: every outcome over a toy vocabulary is
+enumerated, on the functions that the loop calls.
 
-The joint law of three tokens (those that the round emits, completed by the target itself) must
-equal the target's. Every mistake of verification-and-trees 6.2 is planted the same way, and must be
-seen.
+The joint distribution of three tokens (those that the round emits, completed by the target itself)
+must equal the target's. Every mistake of verification-and-trees 6.2 is planted the same way, and
+must be seen.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CHAIN = TreeShape.chain(2)
 TREE = TreeShape.wide((2, 2))
 # three levels below the first child, one below the second
 UNEVEN = TreeShape((-1, 0, 0, 1, 1, 2, 3))
-# wider than a truncated law has tokens: nodes are missing, and nodes below them
+# wider than a truncated distribution has tokens: nodes are missing, and nodes below them
 WIDE = TreeShape((-1, 0, 0, 0, 1, 1, 3))
 SHAPES = {"chain": CHAIN, "tree": TREE, "uneven": UNEVEN, "wide": WIDE}
 
 
-class Laws:
-    """Random laws of target and drafter after every prefix of up to three tokens."""
+class ToyModels:
+    """Random distributions of target and drafter after every prefix of up to three tokens."""
 
     def __init__(
         self, seed: int, vocab: int, far: bool, temperature: float = 1.0, top_k: int = 0
@@ -59,11 +59,11 @@ class Laws:
                         )
                     getattr(self, name)[prefix] = warped.softmax(-1)
 
-    def joint(self, law: dict[tuple[int, ...], Tensor]) -> Tensor:
+    def joint(self, probs: dict[tuple[int, ...], Tensor]) -> Tensor:
         """Probability of every string of three tokens `[V, V, V]`."""
         found = torch.zeros((self.vocab,) * LENGTH, dtype=torch.float64)
         for text in itertools.product(range(self.vocab), repeat=LENGTH):
-            found[text] = torch.stack([law[text[:i]][text[i]] for i in range(LENGTH)]).prod()
+            found[text] = torch.stack([probs[text[:i]][text[i]] for i in range(LENGTH)]).prod()
         return found
 
 
@@ -72,10 +72,10 @@ Draft = tuple[float, list[int]]
 
 
 def sampled_trees(
-    shape: TreeShape, law: dict[tuple[int, ...], Tensor], replace: bool = False
+    shape: TreeShape, probs: dict[tuple[int, ...], Tensor], replace: bool = False
 ) -> Iterable[Draft]:
-    """Every tree whose children are draws from their parent's law, without replacement unless told,
-    with its probability."""
+    """Every tree whose children are draws from their parent's distribution, without replacement by
+    default, with its probability."""
 
     def fill(node: int, chance: float, tokens: list[int]) -> Iterable[Draft]:
         if node == shape.nodes:
@@ -87,11 +87,11 @@ def sampled_trees(
             yield from fill(node + 1, chance, [*tokens, NO_NODE])
             return
         older = [tokens[n] for n in shape.children[parent] if n < node]
-        left = law[prefix].clone()
+        left = probs[prefix].clone()
         if not replace:
             left[[t for t in older if t >= 0]] = 0
         total = float(left.sum())
-        if total < 1e-12:  # the law has run out of tokens
+        if total < 1e-12:  # the distribution has run out of tokens
             yield from fill(node + 1, chance, [*tokens, NO_NODE])
             return
         for token in range(len(left)):
@@ -101,55 +101,64 @@ def sampled_trees(
     yield from fill(1, 1.0, [0])
 
 
-def best_tree(shape: TreeShape, law: dict[tuple[int, ...], Tensor]) -> Draft:
+def best_tree(shape: TreeShape, probs: dict[tuple[int, ...], Tensor]) -> Draft:
     """The tree of the likeliest children."""
     tokens = [0]
     for node in range(1, shape.nodes):
         parent = shape.parents[node]
         prefix = tuple(tokens[n] for n in shape.path_to(parent)[1:])
-        tokens.append(int(law[prefix].argsort(descending=True)[shape.children[parent].index(node)]))
+        tokens.append(
+            int(probs[prefix].argsort(descending=True)[shape.children[parent].index(node)])
+        )
     return 1.0, tokens
 
 
 def tensors(
-    shape: TreeShape, drafts: list[Draft], laws: Laws, q: dict[tuple[int, ...], Tensor]
+    shape: TreeShape, drafts: list[Draft], models: ToyModels, q: dict[tuple[int, ...], Tensor]
 ) -> tuple[Tensor, ...]:
     """Chances `[B]`, tokens `[B, N]`, p and q `[B, N, V]`."""
     chances = torch.tensor([chance for chance, _ in drafts], dtype=torch.float64)
     tokens = torch.tensor([row for _, row in drafts])
-    uniform = torch.full((laws.vocab,), 1 / laws.vocab, dtype=torch.float64)
+    uniform = torch.full((models.vocab,), 1 / models.vocab, dtype=torch.float64)
 
-    def rows(law: dict[tuple[int, ...], Tensor]) -> Tensor:
+    def rows(probs: dict[tuple[int, ...], Tensor]) -> Tensor:
         paths = [
             [tuple(row[n] for n in shape.path_to(node)[1:]) for node in range(shape.nodes)]
             for _, row in drafts
         ]
         return torch.stack(
-            [torch.stack([law.get(prefix, uniform) for prefix in row]) for row in paths]
+            [torch.stack([probs.get(prefix, uniform) for prefix in row]) for row in paths]
         )
 
-    return chances, tokens, rows(laws.p), rows(q)
+    return chances, tokens, rows(models.p), rows(q)
 
 
-def emitted_law(
-    shape: TreeShape, laws: Laws, chances: Tensor, tokens: Tensor, ends: Tensor, last: Tensor
+def emitted_distribution(
+    shape: TreeShape,
+    models: ToyModels,
+    chances: Tensor,
+    tokens: Tensor,
+    last_tokens: Tensor,
+    last: Tensor,
 ) -> tuple[Tensor, float]:
-    """Joint law of three tokens, and tokens a round, from outcomes: weights `[B]`, nodes `[B]` and
-    laws of the last token `[B, V]`."""
-    found = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64)
+    """Joint distribution of three tokens, and tokens a round, from outcomes: weights `[B]`, nodes
+    `[B]` and distributions of the last token `[B, V]`."""
+    found = torch.zeros((models.vocab,) * LENGTH, dtype=torch.float64)
     count = 0.0
-    for chance, row, node, law in zip(
-        chances.tolist(), tokens.tolist(), ends.tolist(), last, strict=True
+    for chance, row, node, probs in zip(
+        chances.tolist(), tokens.tolist(), last_tokens.tolist(), last, strict=True
     ):
         path = tuple(row[n] for n in shape.path_to(node)[1:])
         count += chance * (len(path) + 1)
-        for final in range(laws.vocab):
-            weight = chance * float(law[final])
+        for final in range(models.vocab):
+            weight = chance * float(probs[final])
             if weight:
                 text = (*path, final)
-                for rest in itertools.product(range(laws.vocab), repeat=max(LENGTH - len(text), 0)):
+                for rest in itertools.product(
+                    range(models.vocab), repeat=max(LENGTH - len(text), 0)
+                ):
                     whole = (*text, *rest)
-                    after = [float(laws.p[whole[:i]][whole[i]]) for i in range(len(text), LENGTH)]
+                    after = [float(models.p[whole[:i]][whole[i]]) for i in range(len(text), LENGTH)]
                     found[whole[:LENGTH]] += weight * float(
                         torch.tensor(after, dtype=torch.float64).prod()
                     )
@@ -157,10 +166,10 @@ def emitted_law(
 
 
 def enumerate_plan(
-    shape: TreeShape, drafts: list[Draft], laws: Laws, verify: Verifier, q=None
+    shape: TreeShape, drafts: list[Draft], models: ToyModels, verify: Verifier, q=None
 ) -> tuple[Tensor, float]:
     """Every drafted tree, every pattern of coins, every last token."""
-    chances, tokens, p, draft = tensors(shape, drafts, laws, laws.q if q is None else q)
+    chances, tokens, p, draft = tensors(shape, drafts, models, models.q if q is None else q)
     plan = verify(shape, tokens, p, draft)
     assert ((plan.chances >= 0) & (plan.chances <= 1 + 1e-12)).all()
     pooled: dict[tuple[tuple[int, ...], int], Tensor] = {}
@@ -175,8 +184,8 @@ def enumerate_plan(
             key = (path, node)
             weight = float(odds[row])
             pooled[key] = (
-                pooled.get(key, torch.zeros(laws.vocab, dtype=torch.float64))
-                + weight * plan.laws[row, node]
+                pooled.get(key, torch.zeros(models.vocab, dtype=torch.float64))
+                + weight * plan.probs[row, node]
             )
             weights[key] = weights.get(key, 0.0) + weight
     keys = list(pooled)
@@ -186,40 +195,40 @@ def enumerate_plan(
         for place, token in zip(shape.path_to(node)[1:], path, strict=True):
             row[place] = token
         rows.append(row)
-    ends = torch.tensor([node for _, node in keys])
+    last_tokens = torch.tensor([node for _, node in keys])
     last = torch.stack([pooled[key] / weights[key] for key in keys])
-    return emitted_law(
+    return emitted_distribution(
         shape,
-        laws,
+        models,
         torch.tensor([weights[key] for key in keys], dtype=torch.float64),
         torch.tensor(rows),
-        ends,
+        last_tokens,
         last,
     )
 
 
 def enumerate_match(
-    shape: TreeShape, drafts: list[Draft], laws: Laws, pick=match
+    shape: TreeShape, drafts: list[Draft], models: ToyModels, pick=match
 ) -> tuple[Tensor, float]:
     """Every drafted tree and every independent target choice after each node."""
-    chances, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
-    found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
-    for pattern in itertools.product(range(laws.vocab), repeat=shape.nodes):
+    chances, tokens, p, _ = tensors(shape, drafts, models, models.q)
+    found, count = torch.zeros((models.vocab,) * LENGTH, dtype=torch.float64), 0.0
+    for pattern in itertools.product(range(models.vocab), repeat=shape.nodes):
         choices = torch.tensor([pattern]).expand(len(tokens), -1)
         odds = p.gather(2, choices[..., None])[..., 0].prod(-1) * chances
         nodes = pick(DraftTree(tokens, shape), choices)
         last = torch.nn.functional.one_hot(
-            choices.gather(1, nodes[:, None])[:, 0], laws.vocab
+            choices.gather(1, nodes[:, None])[:, 0], models.vocab
         ).double()
-        part, tokens_part = emitted_law(shape, laws, odds, tokens, nodes, last)
+        part, tokens_part = emitted_distribution(shape, models, odds, tokens, nodes, last)
         found, count = found + part, count + tokens_part
     return found, count
 
 
-def error_of(outcome: tuple[Tensor, float], laws: Laws) -> float:
+def error_of(outcome: tuple[Tensor, float], models: ToyModels) -> float:
     found = outcome[0]
     assert float(found.sum()) == pytest.approx(1, abs=1e-9)
-    return float((found - laws.joint(laws.p)).abs().max())
+    return float((found - models.joint(models.p)).abs().max())
 
 
 LOSSLESS: list[tuple[str, Verifier]] = [
@@ -239,32 +248,32 @@ LOSSLESS: list[tuple[str, Verifier]] = [
 @pytest.mark.parametrize("far", [False, True])
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
 @pytest.mark.parametrize(("seed", "vocab", "top_k"), [(0, 3, 0), (1, 3, 2), (3, 3, 1), (2, 4, 0)])
-def test_joint_law_is_the_targets(
+def test_joint_distribution_is_the_targets(
     shape: str, verify: Verifier, seed: int, vocab: int, top_k: int, far: bool
 ) -> None:
-    laws = Laws(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
-    drafts = list(sampled_trees(SHAPES[shape], laws.q))
+    models = ToyModels(seed, vocab, far, temperature=0.7 if top_k else 1.0, top_k=top_k)
+    drafts = list(sampled_trees(SHAPES[shape], models.q))
     assert sum(chance for chance, _ in drafts) == pytest.approx(1)
     if shape == "wide" and top_k:
         assert any(NO_NODE in tokens for _, tokens in drafts)
-    assert error_of(enumerate_plan(SHAPES[shape], drafts, laws, verify), laws) < 1e-9
+    assert error_of(enumerate_plan(SHAPES[shape], drafts, models, verify), models) < 1e-9
 
 
 SMALL = (0.0, 1e-45, 1e-39, 1.2e-38, 1e-37, 1e-30, 1e-20, 1e-13, 1e-12, 1e-10, 1e-8, 1e-7)
 
 
-def corner_laws(seed: int) -> Laws:
-    """Laws in float32 of which all but one or two entries lie between nothing and its smallest step
-    beside 1."""
-    draw, laws = random.Random(seed), Laws(seed, 3, far=True)
-    for law in (laws.p, laws.q):
-        for prefix in law:
-            entries = [draw.choice(SMALL) for _ in range(laws.vocab)]
-            for place in draw.sample(range(laws.vocab), draw.choice([1, 1, 2])):
+def corner_distributions(seed: int) -> ToyModels:
+    """Distributions in float32 of which all but one or two entries lie between nothing and its
+    smallest step beside 1."""
+    draw, models = random.Random(seed), ToyModels(seed, 3, far=True)
+    for probs in (models.p, models.q):
+        for prefix in probs:
+            entries = [draw.choice(SMALL) for _ in range(models.vocab)]
+            for place in draw.sample(range(models.vocab), draw.choice([1, 1, 2])):
                 entries[place] = draw.random()
             single = torch.tensor(entries, dtype=torch.float32)
-            law[prefix] = (single / single.sum()).double()
-    return laws
+            probs[prefix] = (single / single.sum()).double()
+    return models
 
 
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
@@ -273,26 +282,26 @@ def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> N
 
     def single(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = verify(shape, tokens, p.float(), q.float())
-        assert torch.isfinite(plan.laws).all() and (plan.laws >= 0).all()
+        assert torch.isfinite(plan.probs).all() and (plan.probs >= 0).all()
         assert ((plan.chances >= 0) & (plan.chances <= 1)).all()
-        return Plan(plan.chances.double(), plan.laws.double(), plan.select)
+        return Plan(plan.chances.double(), plan.probs.double(), plan.select)
 
     for seed in range(2 if shape in ("uneven", "wide") else 6):
-        laws = corner_laws(seed)
+        models = corner_distributions(seed)
         found, _ = enumerate_plan(
-            SHAPES[shape], list(sampled_trees(SHAPES[shape], laws.q)), laws, single
+            SHAPES[shape], list(sampled_trees(SHAPES[shape], models.q)), models, single
         )
-        assert float((found - laws.joint(laws.p)).abs().max()) < 1e-6, seed
+        assert float((found - models.joint(models.p)).abs().max()) < 1e-6, seed
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_match_of_a_deterministic_tree(seed: int) -> None:
-    laws = Laws(seed, 3, far=False)
+    models = ToyModels(seed, 3, far=False)
     shape = TreeShape((-1, 0, 0, 1, 1, 2))
-    drafts = [best_tree(shape, laws.q)]
-    outcome = enumerate_match(shape, drafts, laws)
-    assert error_of(outcome, laws) < 1e-9
-    _, tokens, p, _ = tensors(shape, drafts, laws, laws.q)
+    drafts = [best_tree(shape, models.q)]
+    outcome = enumerate_match(shape, drafts, models)
+    assert error_of(outcome, models) < 1e-9
+    _, tokens, p, _ = tensors(shape, drafts, models, models.q)
     tree = DraftTree(tokens, shape)
     assert float(expected_tokens(tree, p.log())) == pytest.approx(outcome[1], abs=1e-9), (
         "the free metric is exact"
@@ -301,10 +310,10 @@ def test_match_of_a_deterministic_tree(seed: int) -> None:
 
 
 def test_block_is_traversal_on_a_chain_and_accepts_more_than_the_token_level_rule() -> None:
-    laws = Laws(5, 3, far=True)
-    drafts = list(sampled_trees(CHAIN, laws.q))
+    models = ToyModels(5, 3, far=True)
+    drafts = list(sampled_trees(CHAIN, models.q))
     counts = {
-        rule.__name__: enumerate_plan(CHAIN, drafts, laws, rule)[1]
+        rule.__name__: enumerate_plan(CHAIN, drafts, models, rule)[1]
         for rule in (token_level, block, traversal, recursive)
     }
     assert counts["block"] == pytest.approx(counts["traversal"], abs=1e-12)
@@ -314,62 +323,62 @@ def test_block_is_traversal_on_a_chain_and_accepts_more_than_the_token_level_rul
 
 def test_traversal_accepts_more_than_recursive_rejection() -> None:
     for seed in range(3):
-        laws = Laws(seed, 3, far=False)
-        drafts = list(sampled_trees(TREE, laws.q))
+        models = ToyModels(seed, 3, far=False)
+        drafts = list(sampled_trees(TREE, models.q))
         assert (
-            enumerate_plan(TREE, drafts, laws, traversal)[1]
-            > enumerate_plan(TREE, drafts, laws, recursive)[1]
+            enumerate_plan(TREE, drafts, models, traversal)[1]
+            > enumerate_plan(TREE, drafts, models, recursive)[1]
         )
 
 
-# The mistakes of verification-and-trees 6.2. Each gives the joint law that a wrong program would
-# have.
+# The mistakes of verification-and-trees 6.2. Each gives the joint distribution that a wrong program
+# would have.
 
 
-def deterministic_children_by_ratio(laws: Laws) -> tuple[Tensor, float]:
-    return enumerate_plan(TREE, [best_tree(TREE, laws.q)], laws, recursive)
+def deterministic_children_by_ratio(models: ToyModels) -> tuple[Tensor, float]:
+    return enumerate_plan(TREE, [best_tree(TREE, models.q)], models, recursive)
 
 
-def greedy_chain_by_ratio(laws: Laws) -> tuple[Tensor, float]:
-    return enumerate_plan(CHAIN, [best_tree(CHAIN, laws.q)], laws, token_level)
+def greedy_chain_by_ratio(models: ToyModels) -> tuple[Tensor, float]:
+    return enumerate_plan(CHAIN, [best_tree(CHAIN, models.q)], models, token_level)
 
 
-def pruned_by_value(laws: Laws) -> tuple[Tensor, float]:
+def pruned_by_value(models: ToyModels) -> tuple[Tensor, float]:
     """Two children are drawn, the likelier is kept and tested alone."""
     kept: list[Draft] = []
     pair = TreeShape.wide((2,))
-    for chance, (_, a, b) in sampled_trees(pair, laws.q):
-        best = a if laws.q[()][a] >= laws.q[()][b] else b
+    for chance, (_, a, b) in sampled_trees(pair, models.q):
+        best = a if models.q[()][a] >= models.q[()][b] else b
         kept.append((chance, [0, best]))
-    return enumerate_plan(TreeShape.chain(1), kept, laws, token_level)
+    return enumerate_plan(TreeShape.chain(1), kept, models, token_level)
 
 
-def first_token_greedy(laws: Laws) -> tuple[Tensor, float]:
-    changed = Laws.__new__(Laws)
-    changed.__dict__.update(vars(laws))
+def first_token_greedy(models: ToyModels) -> tuple[Tensor, float]:
+    changed = ToyModels.__new__(ToyModels)
+    changed.__dict__.update(vars(models))
     changed.p = {
-        **laws.p,
-        (): torch.nn.functional.one_hot(laws.p[()].argmax(), laws.vocab).double(),
+        **models.p,
+        (): torch.nn.functional.one_hot(models.p[()].argmax(), models.vocab).double(),
     }
-    return enumerate_match(CHAIN, [best_tree(CHAIN, laws.q)], changed)
+    return enumerate_match(CHAIN, [best_tree(CHAIN, models.q)], changed)
 
 
-def block_that_breaks(laws: Laws) -> tuple[Tensor, float]:
+def block_that_breaks(models: ToyModels) -> tuple[Tensor, float]:
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = block(shape, tokens, p, q)
-        return Plan(plan.chances, plan.laws, partial(verifiers.select_down, shape))
+        return Plan(plan.chances, plan.probs, partial(verifiers.select_down, shape))
 
-    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, models.q)), models, verify)
 
 
-def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
+def a_draw_for_each_row(models: ToyModels) -> tuple[Tensor, float]:
     """Two candidate rows share their first token; each draws the target anew, and the longest
     accepted row wins."""
     shape = TreeShape((-1, 0, 1, 1))
-    _, tokens = best_tree(shape, laws.q)
-    found, count = torch.zeros((laws.vocab,) * LENGTH, dtype=torch.float64), 0.0
+    _, tokens = best_tree(shape, models.q)
+    found, count = torch.zeros((models.vocab,) * LENGTH, dtype=torch.float64), 0.0
     # draws after root, node 1, and the row's leaf
-    outcomes = list(itertools.product(range(laws.vocab), repeat=3))
+    outcomes = list(itertools.product(range(models.vocab), repeat=3))
     for first, second in itertools.product(outcomes, repeat=2):
         rows = []
         for draws, leaf in ((first, 2), (second, 3)):
@@ -383,14 +392,14 @@ def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
             prefixes = [(), (tokens[1],), (tokens[1], tokens[leaf])]
             weight *= float(
                 torch.stack(
-                    [laws.p[prefix][d] for prefix, d in zip(prefixes, draws, strict=True)]
+                    [models.p[prefix][d] for prefix, d in zip(prefixes, draws, strict=True)]
                 ).prod()
             )
         _, node, last = max(rows, key=lambda row: row[0])
-        one_hot = torch.nn.functional.one_hot(torch.tensor([last]), laws.vocab).double()
-        part, c = emitted_law(
+        one_hot = torch.nn.functional.one_hot(torch.tensor([last]), models.vocab).double()
+        part, c = emitted_distribution(
             shape,
-            laws,
+            models,
             torch.tensor([weight], dtype=torch.float64),
             torch.tensor([tokens]),
             torch.tensor([node]),
@@ -400,12 +409,12 @@ def a_draw_for_each_row(laws: Laws) -> tuple[Tensor, float]:
     return found, count
 
 
-def draft_at_another_temperature(laws: Laws) -> tuple[Tensor, float]:
-    sharper = {prefix: (law**2) / (law**2).sum() for prefix, law in laws.q.items()}
-    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, sharper)), laws, token_level)
+def draft_at_another_temperature(models: ToyModels) -> tuple[Tensor, float]:
+    sharper = {prefix: (probs**2) / (probs**2).sum() for prefix, probs in models.q.items()}
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, sharper)), models, token_level)
 
 
-def traversal_without_weights(laws: Laws) -> tuple[Tensor, float]:
+def traversal_without_weights(models: ToyModels) -> tuple[Tensor, float]:
     """The parent's weight stays what it was when a child was rejected."""
 
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
@@ -421,62 +430,64 @@ def traversal_without_weights(laws: Laws) -> tuple[Tensor, float]:
             verifiers.residual_weighted = real
         return plan
 
-    return enumerate_plan(TREE, list(sampled_trees(TREE, laws.q)), laws, verify)
+    return enumerate_plan(TREE, list(sampled_trees(TREE, models.q)), models, verify)
 
 
-def bonus_without_temperature(laws: Laws) -> tuple[Tensor, float]:
+def bonus_without_temperature(models: ToyModels) -> tuple[Tensor, float]:
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = token_level(shape, tokens, p, q)
         leaf = shape.nodes - 1
-        raw = [laws.raw_p[tuple(int(row[n]) for n in shape.path_to(leaf)[1:])] for row in tokens]
-        plan.laws[:, leaf] = torch.stack(raw)
+        raw = [models.raw_p[tuple(int(row[n]) for n in shape.path_to(leaf)[1:])] for row in tokens]
+        plan.probs[:, leaf] = torch.stack(raw)
         return plan
 
-    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, models.q)), models, verify)
 
 
-def rejection_draws_from_p(shape: TreeShape, rule: Verifier, laws: Laws) -> tuple[Tensor, float]:
+def rejection_draws_from_p(
+    shape: TreeShape, rule: Verifier, models: ToyModels
+) -> tuple[Tensor, float]:
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = rule(shape, tokens, p, q)
         return Plan(plan.chances, p, plan.select)
 
-    return enumerate_plan(shape, list(sampled_trees(shape, laws.q)), laws, verify)
+    return enumerate_plan(shape, list(sampled_trees(shape, models.q)), models, verify)
 
 
-def draft_law_not_reduced(laws: Laws) -> tuple[Tensor, float]:
+def draft_law_not_reduced(models: ToyModels) -> tuple[Tensor, float]:
     real = verifiers.without
     verifiers.without = lambda q, tokens: q
     try:
-        return enumerate_plan(TREE, list(sampled_trees(TREE, laws.q)), laws, recursive)
+        return enumerate_plan(TREE, list(sampled_trees(TREE, models.q)), models, recursive)
     finally:
         verifiers.without = real
 
 
-def with_replacement(laws: Laws, drop_duplicates: bool) -> tuple[Tensor, float]:
+def with_replacement(models: ToyModels, drop_duplicates: bool) -> tuple[Tensor, float]:
     real = verifiers.without
     verifiers.without = lambda q, tokens: q
     pair = TreeShape.wide((2,))
     drafts = [
         (chance, [0, a, NO_NODE if drop_duplicates and a == b else b])
-        for chance, (_, a, b) in sampled_trees(pair, laws.q, True)
+        for chance, (_, a, b) in sampled_trees(pair, models.q, True)
     ]
     try:
-        return enumerate_plan(pair, drafts, laws, recursive)
+        return enumerate_plan(pair, drafts, models, recursive)
     finally:
         verifiers.without = real
 
 
-def block_with_the_token_level_residual(laws: Laws) -> tuple[Tensor, float]:
+def block_with_the_token_level_residual(models: ToyModels) -> tuple[Tensor, float]:
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         plan = block(shape, tokens, p, q)
         plain = p.clone()
         plain[:, :-1] = verifiers.residual(p[:, :-1], q[:, :-1])
         return Plan(plan.chances, plain, plan.select)
 
-    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, laws.q)), laws, verify)
+    return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, models.q)), models, verify)
 
 
-def typical(laws: Laws) -> tuple[Tensor, float]:
+def typical(models: ToyModels) -> tuple[Tensor, float]:
     """Medusa's: a drafted token passes if it is likely enough."""
 
     def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
@@ -490,10 +501,10 @@ def typical(laws: Laws) -> tuple[Tensor, float]:
             ).double()
         return Plan(chances, p, partial(verifiers.select_down, shape))
 
-    return enumerate_plan(CHAIN, [best_tree(CHAIN, laws.q)], laws, verify)
+    return enumerate_plan(CHAIN, [best_tree(CHAIN, models.q)], models, verify)
 
 
-MISTAKES: dict[str, Callable[[Laws], tuple[Tensor, float]]] = {
+MISTAKES: dict[str, Callable[[ToyModels], tuple[Tensor, float]]] = {
     "deterministic children tested with p/q": deterministic_children_by_ratio,
     "greedy chain tested with softmax q": greedy_chain_by_ratio,
     "sampled children pruned by value": pruned_by_value,
@@ -517,8 +528,8 @@ MISTAKES: dict[str, Callable[[Laws], tuple[Tensor, float]]] = {
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_every_known_mistake_is_seen(mistake: str) -> None:
     errors = [
-        error_of(MISTAKES[mistake](laws), laws)
-        for laws in (Laws(s, 3, far=s % 2 == 0, temperature=0.5) for s in range(16))
+        error_of(MISTAKES[mistake](models), models)
+        for models in (ToyModels(s, 3, far=s % 2 == 0, temperature=0.5) for s in range(16))
     ]
     assert max(errors) > 1e-6, errors
 
@@ -526,26 +537,28 @@ def test_every_known_mistake_is_seen(mistake: str) -> None:
 def test_draws_with_replacement_are_exact_as_long_as_duplicates_stay() -> None:
     """The harness itself, on a rule that the loop does not use (SpecInfer): the mistake above is in
     the dropping."""
-    laws = Laws(0, 3, far=True)
-    assert error_of(with_replacement(laws, drop_duplicates=False), laws) < 1e-9
+    models = ToyModels(0, 3, far=True)
+    assert error_of(with_replacement(models, drop_duplicates=False), models) < 1e-9
 
 
 @pytest.mark.parametrize("rule", [token_level, block, recursive])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_chain_that_ends_by_its_own_drafts_is_still_exact(rule: Verifier, seed: int) -> None:
     """Adaptive chains: one draft if its own probability is below a threshold, two otherwise."""
-    laws = Laws(seed, 4, far=False)
-    q = laws.q[()]
-    ends = [token for token in range(4) if float(q[token]) < float(q.median()) + 1e-9]
-    assert 0 < len(ends) < 4
+    models = ToyModels(seed, 4, far=False)
+    q = models.q[()]
+    last_tokens = [token for token in range(4) if float(q[token]) < float(q.median()) + 1e-9]
+    assert 0 < len(last_tokens) < 4
     one, two = TreeShape.chain(1), CHAIN
-    short = [draft for draft in sampled_trees(one, laws.q) if draft[1][1] in ends]
-    long = [draft for draft in sampled_trees(two, laws.q) if draft[1][1] not in ends]
-    found = enumerate_plan(one, short, laws, rule)[0] + enumerate_plan(two, long, laws, rule)[0]
-    assert error_of((found, 0.0), laws) < 1e-9
+    short = [draft for draft in sampled_trees(one, models.q) if draft[1][1] in last_tokens]
+    long = [draft for draft in sampled_trees(two, models.q) if draft[1][1] not in last_tokens]
+    found = enumerate_plan(one, short, models, rule)[0] + enumerate_plan(two, long, models, rule)[0]
+    assert error_of((found, 0.0), models) < 1e-9
     # A chain that ends by what it would have drafted next is not: the test can fail.
-    second = [draft for draft in sampled_trees(two, laws.q) if draft[1][2] in ends]
+    second = [draft for draft in sampled_trees(two, models.q) if draft[1][2] in last_tokens]
     peeked = [(chance, row[:2]) for chance, row in second]
-    rest = [draft for draft in sampled_trees(two, laws.q) if draft[1][2] not in ends]
-    wrong = enumerate_plan(one, peeked, laws, rule)[0] + enumerate_plan(two, rest, laws, rule)[0]
-    assert error_of((wrong, 0.0), laws) > 1e-4
+    rest = [draft for draft in sampled_trees(two, models.q) if draft[1][2] not in last_tokens]
+    wrong = (
+        enumerate_plan(one, peeked, models, rule)[0] + enumerate_plan(two, rest, models, rule)[0]
+    )
+    assert error_of((wrong, 0.0), models) > 1e-4

@@ -25,7 +25,7 @@ from tests.conftest import ROOT, wrong_heads
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 BATCH = 8
-DRAFT_LM = ROOT / "scripts" / "quickstart" / "draft_lm"
+DRAFT_MODEL = ROOT / "scripts" / "quickstart" / "draft_model"
 
 
 def reference(
@@ -116,7 +116,7 @@ def test_every_architecture(kind: str, count: int) -> None:
         24,
         alone=2 if count == BATCH else count,
     )
-    for name in ("draft-lm chain", "draft-lm tree"):
+    for name in ("draft-model chain", "draft-model tree"):
         assert accepted(found[name]) > len(found[name]), (
             f"{name}: a drafter that is never right proves nothing"
         )
@@ -134,7 +134,7 @@ def test_a_repetition_penalty_counts_each_nodes_own_path(kind: str) -> None:
         2,
         penalised,
     )
-    assert accepted(found["draft-lm tree"]) > 10
+    assert accepted(found["draft-model tree"]) > 10
     assert (
         found["plain"][0].token_ids
         != generate_one(target, load_proposer("none", target, print), [3], 24).token_ids
@@ -165,8 +165,8 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
 def test_quickstart_target(quickstart: Target, count: int) -> None:
     drafters = real_drafters(quickstart)
     for settings in ("length=4", "length=4,width=2,nodes=8"):
-        drafters[f"draft-lm {settings}"] = load_proposer(
-            f"{DRAFT_LM}:{settings}", quickstart, print
+        drafters[f"draft-model {settings}"] = load_proposer(
+            f"{DRAFT_MODEL}:{settings}", quickstart, print
         )
     trained = {}
     for name in ("medusa", "eagle1", "eagle3"):
@@ -185,7 +185,7 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
     found = check(quickstart, drafters, chat_prompts(quickstart, "test", count), 32, alone=1)
     assert all(
         accepted(found[name]) > count
-        for name in ("draft-lm length=4", "medusa", "ngram", "early-exit")
+        for name in ("draft-model length=4", "medusa", "ngram", "early-exit")
     )
     assert all(accepted(found[name]) > count for name in trained)
 
@@ -198,7 +198,7 @@ def test_real_pretrained_target(stories: Target, count: int) -> None:
 
 def test_stop_strings_end_where_transformers_ends(quickstart: Target) -> None:
     prompts = chat_prompts(quickstart, "test", 6)
-    drafter = load_proposer(f"{DRAFT_LM}:length=6", quickstart, print)
+    drafter = load_proposer(f"{DRAFT_MODEL}:length=6", quickstart, print)
     stopped, inside = 0, 0
     for stops in (["\n"], ["return", "self."], ["):\n    "]):
         options = {"stop_strings": stops, "tokenizer": quickstart.tokenizer}
@@ -217,7 +217,7 @@ def test_on_a_gpu(quickstart: Target) -> None:
         TargetConfig(str(ROOT / "scripts/quickstart/target"), dtype="float32", device="cuda")
     )
     prompts = chat_prompts(quickstart, "test", BATCH)
-    drafter = load_proposer(f"{DRAFT_LM}:length=4,width=2,nodes=8", target, print)
+    drafter = load_proposer(f"{DRAFT_MODEL}:length=4,width=2,nodes=8", target, print)
     here = generate(quickstart, load_proposer("none", quickstart, print), prompts, 48)
     there = generate(target, drafter, prompts, 48)
     assert sum(a.token_ids == b.token_ids for a, b in zip(here, there, strict=True)) >= BATCH - 1

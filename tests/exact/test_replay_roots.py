@@ -1,4 +1,4 @@
-"""One walk over all roots tells what every tree accepts: the rounds it foretells are those that
+"""One pass over all roots shows what every tree accepts: the rounds it predicts are those that
 decoding takes, one by one."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draftsmith.inference.evaluation.tuning.candidates import (
     along,
     candidates,
     cut,
-    fitted_heat,
+    fitted_score_temperature,
     rank_table,
     runs,
 )
@@ -37,22 +37,22 @@ SPECS = [
     str(DRAFTERS / "eagle3"),
     str(DRAFTERS / "eagle1") + ":length=4,width=3,nodes=9",
     str(DRAFTERS / "medusa"),
-    str(QUICKSTART.parent / "draft_lm"),
+    str(QUICKSTART.parent / "draft_model"),
     str(DRAFTERS / "distill"),
     "ngram",
     "suffix",
 ]
 # those are distill's and ngram's code
-SAMPLE = [spec for spec in SPECS if not spec.endswith(("draft_lm", "suffix"))]
+SAMPLE = [spec for spec in SPECS if not spec.endswith(("draft_model", "suffix"))]
 
 
-def check(target: Target, spec: str, law: Sampling, limit: int, count: int, tried: int) -> None:
+def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tried: int) -> None:
     """Prompts of unequal length as one batch; `tried` candidates drawn, the default always."""
     prompts = chat_prompts(target, "valid", count)
     requests = [Request(prompt, 7 * i, i) for i, prompt in enumerate(prompts)]
-    plain = generate(target, PlainDecoding(), requests, limit, law)
+    plain = generate(target, PlainDecoding(), requests, limit, probs)
     texts = [Text.of(reply, (r.id, r.sample)) for reply, r in zip(plain, requests, strict=True)]
-    found, _ = candidates(target, spec, texts, law, lambda what: None)
+    found, _ = candidates(target, spec, texts, probs, lambda what: None)
     draw = random.Random(0)
     drawn: list[Candidate] = [found[0]]
     for kind in ("chain", "fixed", "dynamic"):
@@ -64,7 +64,7 @@ def check(target: Target, spec: str, law: Sampling, limit: int, count: int, trie
             replay([0] * text.start + own, text.start, len(text.ids))
             for text, own in zip(texts, candidate.accepted, strict=True)
         ]
-        decoded = generate(target, candidate.make(), requests, limit, law)
+        decoded = generate(target, candidate.make(), requests, limit, probs)
         assert foretold == [kept_per_round(g) for g in decoded], candidate.label
         assert [g.token_ids for g in decoded] == [g.token_ids for g in plain]
         assert max(r.drafted or 0 for g in decoded for r in g.rounds) <= candidate.nodes
@@ -85,14 +85,14 @@ def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: s
 @pytest.mark.full
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.split("/")[-1])
 @pytest.mark.parametrize(
-    "law",
+    "distribution",
     [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)],
-    ids=["greedy", "law"],
+    ids=["greedy", "distribution"],
 )
 def test_foretold_rounds_are_the_decoded_ones_full(
-    quickstart: Target, spec: str, law: Sampling
+    quickstart: Target, spec: str, probs: Sampling
 ) -> None:
-    check(quickstart, spec, law, 96, 12, 12)
+    check(quickstart, spec, probs, 96, 12, 12)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_foretold_rounds_are_the_decoded_ones_full(
         f"{DRAFTERS / 'medusa'}:tree=best-first,nodes=12",
         pytest.param(f"{DRAFTERS / 'medusa'}:tree=chain", marks=pytest.mark.full),
         f"{DRAFTERS / 'eagle3'}:length=1,width=8,nodes=8",
-        f"{DRAFTERS / 'eagle3'}:length=9,width=2,nodes=20,heat=0.6",
+        f"{DRAFTERS / 'eagle3'}:length=9,width=2,nodes=20,score_temperature=0.6",
         f"{DRAFTERS / 'distill'}:length=9",
     ],
     ids=lambda spec: spec.split("/")[-1],
@@ -160,13 +160,20 @@ def test_the_fitted_score_temperature_is_the_one_that_accepts_most() -> None:
     def one(nodes):
         return [[[[nodes]] * 8]]
 
-    heat, taken = fitted_heat(lambda heat: one(need[heat]))
-    assert heat == 0.7 and taken == {"0.3": 0, "0.5": 1, "0.7": 1, "1.0": 0, "1.4": 0}
-    assert fitted_heat(lambda heat: one({0.3: 1}.get(heat, 99)))[0] == 0.3
+    score_temperature, taken = fitted_score_temperature(
+        lambda score_temperature: one(need[score_temperature])
+    )
+    assert score_temperature == 0.7 and taken == {"0.3": 0, "0.5": 1, "0.7": 1, "1.0": 0, "1.4": 0}
+    assert (
+        fitted_score_temperature(
+            lambda score_temperature: one({0.3: 1}.get(score_temperature, 99))
+        )[0]
+        == 0.3
+    )
 
 
 @pytest.mark.parametrize("spec", ["early-exit", "lookahead", "none"])
-def test_what_cannot_be_walked_is_refused(quickstart: Target, spec: str) -> None:
+def test_what_cannot_be_replayed_is_refused(quickstart: Target, spec: str) -> None:
     with pytest.raises(UserError, match="cannot be tuned"):
         candidates(quickstart, spec, [], Sampling(), lambda what: None)
 

@@ -75,9 +75,14 @@ def test_a_fine_tune_is_told_from_its_base(folder: Path) -> None:
     with torch.no_grad():
         tuned.head_weight.add_(0.5)
     tuned.name = "tuned"
-    told: list[str] = []
-    Artifact.load(folder, tuned.fingerprint(), warn=told.append)
-    assert len(told) == 1 and "'tiny'" in told[0] and "'tuned'" in told[0] and "weights" in told[0]
+    warnings: list[str] = []
+    Artifact.load(folder, tuned.fingerprint(), warn=warnings.append)
+    assert (
+        len(warnings) == 1
+        and "'tiny'" in warnings[0]
+        and "'tuned'" in warnings[0]
+        and "weights" in warnings[0]
+    )
 
 
 def test_the_fingerprint_does_not_depend_on_the_dtype_loaded_in() -> None:
@@ -138,9 +143,9 @@ def test_a_drafter_without_checksums_is_told_of(folder: Path) -> None:
     own = read_json(folder / OWN_FILE)
     del own["files"]
     write_json(folder / OWN_FILE, own)
-    told: list[str] = []
-    Artifact.load(folder, TARGET.fingerprint(), warn=told.append)
-    assert len(told) == 1 and "has no checksums" in told[0]
+    warnings: list[str] = []
+    Artifact.load(folder, TARGET.fingerprint(), warn=warnings.append)
+    assert len(warnings) == 1 and "has no checksums" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter, default_taps, linear_fit, shape_for
 from draftsmith.heads.dspark import DSparkConfig
-from draftsmith.heads.embedding_and_head import TargetEnds
+from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate
@@ -45,7 +45,9 @@ def test_what_is_saved_comes_back_bit_for_bit(kind: str, tmp_path: Path) -> None
     drafter = random_block(target, kind)
     drafter.rescale((12.0, 0.3), keep=True)
     Artifact(drafter, target.fingerprint()).save(tmp_path / "d")
-    loaded = Artifact.load(tmp_path / "d", target.fingerprint(), target.ends, pytest.fail).drafter
+    loaded = Artifact.load(
+        tmp_path / "d", target.fingerprint(), target.embedding_and_head, pytest.fail
+    ).drafter
     assert loaded.facts() == drafter.facts() and bool((loaded.tap_scales == 1).all())
     ids = torch.arange(9)
     assert torch.equal(
@@ -108,7 +110,7 @@ def test_a_drafter_that_was_tampered_with_is_refused(
     write_json(tmp_path / "d" / "config.json", config)
     seal(tmp_path / "d")
     with pytest.raises(UserError, match=message):
-        Artifact.load(tmp_path / "d", target.fingerprint(), target.ends)
+        Artifact.load(tmp_path / "d", target.fingerprint(), target.embedding_and_head)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def noted(
     own: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """An `attend` that notes the law of slot 1 in each head, and adds nothing."""
+    """An `attend` that notes the distribution of slot 1 in each head, and adds nothing."""
     every = torch.cat([keys, own], dim=1).repeat_interleave(queries.shape[2] // own.shape[2], dim=2)
     scores = torch.einsum("bngd,bmgd->bgnm", queries, every) / queries.shape[-1] ** 0.5
     seen.append(scores.softmax(-1)[0, :, 1])
@@ -190,7 +192,7 @@ def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Tar
     shares = []
     for nearby in (False, True):
         torch.manual_seed(0)
-        drafter = DFlashDrafter(shape, quickstart.ends)
+        drafter = DFlashDrafter(shape, quickstart.embedding_and_head)
         drafter.start_from(None)
         drafter.rescale(quickstart.tap_sizes(drafter.taps), keep=False)
         if nearby:
@@ -202,9 +204,9 @@ def test_attention_begins_with_the_anchor_and_the_newest_context(quickstart: Tar
         with torch.no_grad():
             rotary = drafter.rotary(length + torch.arange(4)[None])
             drafter.layer(0, drafter.embed(text[None, length:]), rotary, partial(noted, seen, keys))
-        (law,) = seen  # [6 heads, context and block]
+        (probs,) = seen  # [6 heads, context and block]
         shares.append(
-            (float(law[:2, length].mean()), float(law[2:, length - 8 : length].sum(-1).mean()))
+            (float(probs[:2, length].mean()), float(probs[2:, length - 8 : length].sum(-1).mean()))
         )
     (anchor, newest), (anchor_then, newest_then) = shares
     assert anchor < 0.05 and newest < 0.1 and anchor_then > 0.6 and newest_then > 0.2, shares
@@ -215,7 +217,7 @@ def test_embeddings_come_unscaled_as_engines_hand_them_over() -> None:
     target = architecture("gemma3")
     ids = torch.arange(5)
     rows = functional.embedding(ids, target.model.get_input_embeddings().weight)
-    torch.testing.assert_close(target.ends.rows(ids), rows)
-    assert not torch.allclose(target.ends.embed(ids), rows)
-    plain = TargetEnds(lambda ids: rows[ids], lambda last: last)
+    torch.testing.assert_close(target.embedding_and_head.rows(ids), rows)
+    assert not torch.allclose(target.embedding_and_head.embed(ids), rows)
+    plain = EmbeddingAndHead(lambda ids: rows[ids], lambda last: last)
     assert torch.equal(plain.rows(ids), rows)

@@ -51,7 +51,7 @@ def test_an_upper_layer_is_transformers_llama_layer(rope: dict[str, Any]) -> Non
         "engines load no other, whatever the target has"
     )
     shape = shape_for(EagleConfig(taps=[0, 1], num_layers=2, activation="gelu"), target.config)
-    drafter = EagleDrafter(shape, target.ends)
+    drafter = EagleDrafter(shape, target.embedding_and_head)
     theirs = LlamaDecoderLayer(target.config, 0)
     names = {
         name: tensor
@@ -180,7 +180,7 @@ def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(
 ) -> None:
     drafter = random_eagle(TARGET, kind)
     Artifact(drafter, TARGET.fingerprint()).save(tmp_path / "d", dtype)
-    loaded = Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.ends).drafter
+    loaded = Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.embedding_and_head).drafter
     assert loaded.shape == drafter.shape
     for name, tensor in drafter.serving_state().items():
         stored = tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -213,7 +213,7 @@ def test_a_broken_map_is_refused_on_loading(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "d" / "model.safetensors")
     seal(tmp_path / "d")
     with pytest.raises(UserError, match="names tokens twice"):
-        Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.ends)
+        Artifact.load(tmp_path / "d", TARGET.fingerprint(), TARGET.embedding_and_head)
 
 
 def test_default_taps_are_those_that_engines_assume() -> None:
@@ -249,7 +249,7 @@ def test_every_architecture_has_a_layout(kind: str) -> None:
         shape.num_heads == target.config.num_attention_heads
         and shape.num_heads % shape.num_kv_heads == 0
     )
-    drafter = EagleDrafter(shape, target.ends)
+    drafter = EagleDrafter(shape, target.embedding_and_head)
     cosines, _ = drafter.rotary(torch.arange(3)[None])
     assert cosines.shape[-1] <= shape.head_dim and cosines.dtype == torch.float32
     if kind == "phi3":
@@ -261,7 +261,8 @@ def test_the_head_and_final_norm_start_as_the_targets() -> None:
     with torch.no_grad():
         target.decoder.norm.weight.uniform_(0.5, 1.5)
     drafter = EagleDrafter(
-        shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config), target.ends
+        shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), target.config),
+        target.embedding_and_head,
     )
     ids = torch.arange(0, 40, 2)
     drafter.start_from(target.head_weight, target.final_norm_weight(), ids)

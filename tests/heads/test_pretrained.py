@@ -18,16 +18,13 @@ KEYWORDS = {"read_causal_lm": {"trust_remote_code", "use_safetensors"}}
 def calls_in(path: Path) -> list[tuple[str, ast.Call]]:
     """Calls of `X.from_pretrained` and `X.from_config`, with the name of X."""
     tree = ast.parse(path.read_text())
-    found = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    return [
-        (ast.unparse(node.func.value).split(".")[-1], node)
-        for node in found
-        if node.func.attr in LOADS
-    ]  # type: ignore[union-attr]
+    calls = []
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if node.func.attr in LOADS:
+            calls.append((ast.unparse(node.func.value).split(".")[-1], node))
+    return calls
 
 
 def test_only_one_file_loads_through_transformers() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def walk(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:
+def reference(parents: tuple[int, ...], tokens: list[int], choices: list[int]) -> list[int]:
     """The definition: from the root, step to the child that holds the target's choice, until there
     is none."""
     path = [0]
@@ -52,7 +52,7 @@ def decided(tree: DraftTree, choices: list[list[int]]):
 
 @settings(max_examples=200, deadline=None)
 @given(filled_trees(), st.booleans())
-def test_acceptance_is_the_walk_from_the_root(
+def test_acceptance_goes_from_the_root_to_the_first_mistake(
     case: tuple[tuple[int, ...], list[int], list[int]], dynamic: bool
 ) -> None:
     parents, tokens, choices = case
@@ -65,7 +65,7 @@ def test_acceptance_is_the_walk_from_the_root(
     else:
         tree = DraftTree(torch.tensor([tokens]), TreeShape(parents))
     found = decided(tree, [choices])
-    assert found.nodes == [walk(parents, tokens, choices)]
+    assert found.nodes == [reference(parents, tokens, choices)]
     assert found.tokens == [[choices[node] for node in found.nodes[0]]]
     assert found.last.tolist() == [found.tokens[0][-1]]
     assert found.drafted == [sum(token != NO_NODE for token in tokens[1:])]

@@ -14,7 +14,7 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import split
 from draftsmith.inference.proposer import PlainDecoding, Proposer
-from draftsmith.inference.proposers.draft_model import DraftLM
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
@@ -67,7 +67,7 @@ def test_decoding_stops_where_the_positions_end(left: int) -> None:
         assert found.token_ids == expected and found.finish_reason == "context"
     for narrow in (
         EarlyExit(target, 1, length=4, width=4, nodes=4),
-        DraftLM(target, target.vocab_size, 4, 4, 4),
+        DraftModelProposer(target, target.vocab_size, 4, 4, 4),
     ):
         for rule in ("coupled", "rejection"):
             assert (
@@ -77,7 +77,7 @@ def test_decoding_stops_where_the_positions_end(left: int) -> None:
                 == expected
             )
     batch = generate(
-        target, DraftLM(target, target.vocab_size), [prompt, [5, 6]], 100, eos_ids=NONE
+        target, DraftModelProposer(target, target.vocab_size), [prompt, [5, 6]], 100, eos_ids=NONE
     )
     assert [len(g.token_ids) for g in batch] == [left, 14]
 
@@ -198,7 +198,7 @@ def test_at_most_one_synchronisation_a_round(
             found = generate(target, proposer, prompts, 20, sampling, NONE)
             rounds = max(len(g.rounds) for g in found)
             # A small model's adaptive chain asks after every draft but the last, a block's once.
-            asked = {"draft-lm adaptive": 5, "dspark adaptive": 2}.get(name, 1)
+            asked = {"draft-model adaptive": 5, "dspark adaptive": 2}.get(name, 1)
             assert 2 <= count <= asked * rounds + 1, name  # one more: the prefill's token
 
 

@@ -1,4 +1,5 @@
-"""Keyed noise: a pure function, checked against big integers, with the law that it claims."""
+"""Keyed noise: a pure function, checked against big integers, with the distribution that it
+claims."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def test_the_loop_costs_little_and_beats_assisted_generation(
     bench = benchmark(monkeypatch)
     monkeypatch.setitem(__import__("sys").modules, "bench_decode", bench)
     arguments = SimpleNamespace(
-        target=str(QUICKSTART), draft_lm=str(ROOT / "scripts/quickstart/draft_lm"), draft_length=5,
+        target=str(QUICKSTART), draft_model=str(ROOT / "scripts/quickstart/draft_model"),
+        draft_length=5,
         max_new_tokens=96,
         drafter=["ngram", "lookahead"], dtype="float32", device="cpu",
     )  # fmt: skip

@@ -56,7 +56,7 @@ pytestmark = [
     ),
 ]
 TOOLS = ROOT / "scripts" / "llamacpp"
-DRAFT_LM = QUICKSTART.parent / "draft_lm"
+DRAFT_MODEL = QUICKSTART.parent / "draft_model"
 ALIKE = 22
 """Of the 24 replies of llama.cpp's plain decoding, those that have to be ours."""
 TIE = 1e-3
@@ -146,10 +146,10 @@ def prompts(quickstart: Target, prompts_file: Path) -> list[list[int]]:
 def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tuple[Path, str]:
     """The folder that llama.cpp is to read, and the commands with which. A small model is served as
     it is."""
-    folder = out if artifact is not None else DRAFT_LM
+    folder = out if artifact is not None else DRAFT_MODEL
     order = Order("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
     if artifact is None:
-        return folder, layouts.RECIPES["llamacpp"]["draft_lm"].serve(order, None)
+        return folder, layouts.RECIPES["llamacpp"]["draft_model"].serve(order, None)
     return folder, export(artifact, order).serve(order, artifact.drafter)
 
 
@@ -318,13 +318,13 @@ def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) ->
         return logits
 
     if isinstance(proposer, DFlashProposer):
-        laws_of = proposer._laws
+        probs_of = proposer._logits
 
         def watched(outputs: torch.Tensor, root: torch.Tensor) -> Any:
-            first, go_on = laws_of(outputs, root)
+            first, go_on = probs_of(outputs, root)
             return watch(first), lambda level: watch(go_on(level))
 
-        proposer._laws = watched  # type: ignore[method-assign]
+        proposer._logits = watched  # type: ignore[method-assign]
     else:
         logits_of = proposer._logits
         proposer._logits = lambda output: watch(logits_of(output))

@@ -54,7 +54,7 @@ METHODS = {
     "eagle3": "eagle3",
     "dflash": "dflash",
     "medusa": "medusa",
-    "draft_lm": "draft_model",
+    "draft_model": "draft_model",
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 SHORTENED = "DFlash, 3 drafts of a block"

@@ -38,7 +38,7 @@ pytestmark = [
         "VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python that has vLLM"
     ),
 ]
-DRAFT_LM = QUICKSTART.parent / "draft_lm"
+DRAFT_MODEL_FOLDER = QUICKSTART.parent / "draft_model"
 LENGTH, REPLY, PROMPTS = 4, 40, 6
 NGRAM = {
     "method": "ngram",
@@ -46,7 +46,11 @@ NGRAM = {
     "prompt_lookup_min": 1,
     "num_speculative_tokens": LENGTH,
 }
-DRAFT_MODEL = {"method": "draft_model", "model": str(DRAFT_LM), "num_speculative_tokens": LENGTH}
+DRAFT_MODEL = {
+    "method": "draft_model",
+    "model": str(DRAFT_MODEL_FOLDER),
+    "num_speculative_tokens": LENGTH,
+}
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 Serving = tuple[str, subprocess.Popen[bytes]]
 
@@ -167,7 +171,7 @@ def test_a_draft_model_drafts_there_what_it_drafts_here(
 ) -> None:
     """Greedy, fp32: the same replies; as many rounds, drafts and accepted drafts, at one request
     and at eight."""
-    report = evaluate(draft_model[0], prompts, f"{DRAFT_LM}:length={LENGTH}")
+    report = evaluate(draft_model[0], prompts, f"{DRAFT_MODEL_FOLDER}:length={LENGTH}")
     (local,) = report["settings"]
     (ours,) = (s for name, s in local["drafters"].items() if name != "plain")
     rounds = [r for request in ours["per_request"] for r in request["rounds"]]

@@ -28,7 +28,7 @@ HARMLESS = {
     "draftsmith.json": (
         r"provenance|.*unknown key|schema|.*= 'nan'"  # a record for people; keys of later versions
         r"|cut at \d+$"  # of the newline at its end
-        # told as a warning: another name or hash is another target
+        # given as a warning: another name or hash is another target
         r"|target\.(name|model_type|.*_hash)"
         r"|calibration"  # another number within range is another tree, never another text
         # version 0.1 noted none; the tensors and config.json say it too

@@ -164,7 +164,7 @@ def test_a_damaged_export(drafter: str, engine: str, count: int, tmp_path: Path)
     whole = {
         path.name: path.read_bytes() for path in out.iterdir() if path.name != "draftsmith.json"
     }
-    told = json.loads((out / "draftsmith.json").read_text())
+    noted = json.loads((out / "draftsmith.json").read_text())
 
     def command(folder: Path) -> list[str]:
         shutil.rmtree(out, ignore_errors=True)
@@ -174,7 +174,7 @@ def test_a_damaged_export(drafter: str, engine: str, count: int, tmp_path: Path)
         found = json.loads((out / "draftsmith.json").read_text())
         same = all((out / name).read_bytes() == data for name, data in whole.items())
         return (
-            None if same and found["shape"] == told["shape"] else "it was read as another drafter"
+            None if same and found["shape"] == noted["shape"] else "it was read as another drafter"
         )
 
     chosen = trials(sound, 3, count)

@@ -62,8 +62,7 @@ def test_the_loss_curve_is_that_of_one_process(
         if name == "one":
             train(config, method=method)
         else:
-            # Ranks then have unequal numbers of chunks, which ZeRO-3, gathering weights for each,
-            # has to be told.
+            # Ranks then have unequal numbers of chunks, and ZeRO-3 gathers weights for each.
             done = train_under(engine, method, config, "--objective.rows-per-chunk", "32")
             assert done.returncode == 0, done.stderr[-3000:]
     assert RunFolder(str(tmp_path / engine / "run")).state_of(20).engine == ENGINES[engine], (
@@ -77,7 +76,9 @@ def test_the_loss_curve_is_that_of_one_process(
     for step in one:
         assert one[step] == pytest.approx(other[step], abs=1e-4), step
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
-    loaded = Artifact.load(tmp_path / engine / "run" / "last", target.fingerprint(), target.ends)
+    loaded = Artifact.load(
+        tmp_path / engine / "run" / "last", target.fingerprint(), target.embedding_and_head
+    )
     assert loaded.calibration
     mine, theirs = weights(tmp_path / "one" / "run", 20), weights(tmp_path / engine / "run", 20)
     assert mine.keys() == theirs.keys()

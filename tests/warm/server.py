@@ -126,9 +126,8 @@ def run(job: dict[str, Any]) -> None:
     # the shell's background jobs ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     buffered = not os.environ.get("PYTHONUNBUFFERED")
-    sys.stdout.reconfigure(
-        line_buffering=sys.stdout.isatty() or not buffered, write_through=not buffered
-    )  # type: ignore[union-attr]
+    output: Any = sys.stdout
+    output.reconfigure(line_buffering=output.isatty() or not buffered, write_through=not buffered)
     arguments = (
         [word for word in job["arguments"] if word != "-u"]
         if job["arguments"][:1] == ["-u"]

@@ -24,7 +24,7 @@ from ...inference.proposer import parse_spec
 from ...inference.settings import BadRows
 from ...inference.target import Target
 from ..data.templates import encode
-from ..inputs import ends_in
+from ..inputs import embedding_and_head_in
 from ..methods.eagle import special_ids
 from ..options import ExportOptions as Options
 
@@ -35,7 +35,7 @@ def run(options: Options) -> None:
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")
     if options.target is not None:
-        target = ends_in(options.target, torch.device("cpu"), "auto")
+        target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -185,7 +185,7 @@ def _figure(
 ) -> Measured:
     low, high = found["tau_ci95"]
     chosen = (
-        {"width": 1 if method == "draft_lm" else None}
+        {"width": 1 if method == "draft_model" else None}
         | parse_spec(name)[1]
         | found.get("setting", {})
     )

@@ -51,7 +51,7 @@ def run(options: Options) -> None:
     lossy = (
         ""
         if options.sampling.lossless
-        else " (LOSSY: typical acceptance does not keep the target's law)"
+        else " (LOSSY: typical acceptance does not keep the target's distribution)"
     )
     summary = f": tau {tau([kept_per_round(generation)]):.2f}" if rounds else ""
     why = {

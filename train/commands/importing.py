@@ -24,7 +24,7 @@ from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
 from ...inference.stored import StoredTarget
-from ..inputs import ends_in
+from ..inputs import embedding_and_head_in
 from ..options import ImportOptions as Options
 from ..provenance import provenance
 
@@ -50,9 +50,9 @@ def run(options: Options) -> None:
     )
     if own is not None and own.export is None:
         raise UserError(f"{folder} is a drafter of ours already; use it as it is")
-    if own is not None and own.method == "draft_lm":
+    if own is not None and own.method == "draft_model":
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
-    target = ends_in(options.target, torch.device("cpu"), "auto")
+    target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
     found, artifact = (
         foreign(folder, target, answers) if own is None else exported(folder, target, answers, own)
     )
@@ -156,7 +156,7 @@ def side_of(target: StoredTarget) -> TargetSide:
         target.num_layers,
         target.hidden_size,
         target.vocab_size,
-        target.ends,
+        target.embedding_and_head,
         target.model.get_input_embeddings().weight,
         target.head_weight,
     )

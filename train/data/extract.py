@@ -40,7 +40,7 @@ from ...inference.stored import (
     HeldOutText,
     manifest_of,
     read_manifest,
-    save_ends,
+    save_embedding_and_head,
     save_texts,
     verify_noted,
 )  # fmt: skip
@@ -194,7 +194,7 @@ def begin(
         shutil.rmtree(store / "shards")  # of a run that died before there was a manifest
     (store / "shards").mkdir(parents=True, exist_ok=True)
     with whole_directory(store / "target") as aside:
-        save_ends(target, aside)
+        save_embedding_and_head(target, aside)
     texts, sizes, sample = held_out()
     exact = torch.float32 if options.dtype == "float32" else torch.bfloat16
     with whole_file(store / TEXTS_FILE) as aside:
@@ -225,7 +225,7 @@ def ends_and_texts(store: Path) -> list[Path]:
 
 def whole_beside_shards(store: Path) -> bool:
     """Are all files that the manifest names as they were written? The first one that is not is
-    told."""
+    logged."""
     manifest = manifest_of(store)
     try:
         for name in manifest.files:

@@ -170,8 +170,8 @@ class Written:
     def load(self, folder: Path) -> None:
         if (path := folder / f"{self.name}.safetensors").is_file():
             stored = load_file(path)
-            ends = np.cumsum(stored["lengths"])[:-1]
-            self._take(list(zip(*(np.split(stored[name], ends) for name in PARTS), strict=True)))
+            borders = np.cumsum(stored["lengths"])[:-1]
+            self._take(list(zip(*(np.split(stored[name], borders) for name in PARTS), strict=True)))
 
 
 PARTS = ("ids", "mask", "rounds")
@@ -186,7 +186,11 @@ def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
 
 
 def student_texts(
-    config: Rollouts, student: Target, ends: frozenset[int], prompts: Sequence[Request], seed: int
+    config: Rollouts,
+    student: Target,
+    eos_ids: frozenset[int],
+    prompts: Sequence[Request],
+    seed: int,
 ) -> list[Document]:
     """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a
     gradient.
@@ -197,7 +201,7 @@ def student_texts(
         Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id)
         for r in prompts
     ]
-    texts = _in_batches(config, student, PlainDecoding(), known, seed, ends)
+    texts = _in_batches(config, student, PlainDecoding(), known, seed, eos_ids)
     documents = []
     for text, request in zip(texts, prompts, strict=True):
         text.prompt_ids = list(request.prompt_ids)
@@ -242,7 +246,7 @@ def _in_batches(
     proposer: Proposer,
     prompts: Sequence[Request],
     seed: int,
-    ends: frozenset[int] | None,
+    eos_ids: frozenset[int] | None,
 ) -> list[Generation]:
     done: list[Generation] = []
     with (
@@ -252,7 +256,12 @@ def _in_batches(
         for at in range(0, len(prompts), config.batch_size):
             part = prompts[at : at + config.batch_size]
             done += generate(
-                target, proposer, part, config.max_new_tokens, config.sampling(seed), ends
+                target,
+                proposer,
+                part,
+                config.max_new_tokens,
+                config.sampling(seed),
+                eos_ids,
             )
             progress.update(len(part))
     return done

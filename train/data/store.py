@@ -75,7 +75,7 @@ def remove_shard(path: Path) -> None:
 
 def taught(batch: Batch) -> Tensor:
     """`[B, S]` bool: positions whose next token is a reply token of the same document. No other's
-    law is ever learned."""
+    distribution is ever learned."""
     return batch.reply_run(1, 1)
 
 
@@ -188,7 +188,7 @@ class StoredFeatures:
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """`main`: this rank tells a ring's extractor how far training has come. `asked`: whether
-        the run was told to stop."""
+        the run was asked to stop."""
         self._store, manifest = Path(store), manifest_of(store)
         self._layout = layout_of(manifest)
         if missing := sorted(set(taps) - set(self._layout.taps)):

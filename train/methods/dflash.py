@@ -1,5 +1,5 @@
-"""How a block drafter learns: blocks at random roots of the target's own text, each told the tokens
-that followed there.
+"""Training of block drafters: blocks at random roots of the target's own text, with the tokens that
+followed there as labels.
 
 Index table (drafter-recipes 0.3): the d-th draft of a block at anchor a, d >= 1, has the label
 x[a+d], the teacher p[a+d-1] and the weight R(a .. a+d), whichever slot makes it.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashConfig, DFlashDrafter, shape_for
@@ -53,10 +53,11 @@ PLACES = 32  # anchors that `teacher_forced` runs at one time
 
 @dataclass
 class BlockLoss(Memory):
-    """What the drafter is told."""
+    """Loss settings."""
 
     loss: Divergence = "ce"
-    """Between the drafter's law and the text's tokens (ce), or the target's law."""
+    """Between the drafter's distribution and the text's tokens (ce), or the target's
+    distribution."""
     weighting: Literal["decay", "survival", "d-pace"] = "d-pace"
     """Weights of a block's drafts: exp(-(d - 1) / gamma); what each would earn in accepted drafts
     by its overlap (with lk-alpha this is end-to-end TV); or the same by the smoothed probability of
@@ -120,7 +121,10 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
     """See `Outline`."""
     return outline_of(
         run,
-        DFlashDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends),
+        DFlashDrafter(
+            shape_for(run.heads, target.config, run.heads.mask_token or 0),
+            target.embedding_and_head,
+        ),
     )
 
 
@@ -143,9 +147,13 @@ def make_drafter(
     A warm start keeps its shape, and says so; asking for another than the default one is an error.
     """
     if before is not None:
-        return DFlashDrafter(shape_before(run, target, batches, before, dflash), target.ends)
+        return DFlashDrafter(
+            shape_before(run, target, batches, before, dflash), target.embedding_and_head
+        )
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    drafter = DFlashDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
+    drafter = DFlashDrafter(
+        shape_for(run.heads, target.config, mask_token), target.embedding_and_head
+    )
     start(drafter, target, batches)
     return drafter
 
@@ -159,12 +167,14 @@ def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
     taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
     drafter.attend_nearby(taps, torch.tensor(ids))
     _, outputs, _, _ = next(forced_blocks(drafter, Hidden(taps[0], taps), torch.tensor(ids)))
-    logits = target.ends.head(drafter.norm(outputs).to(target.device, target.dtype)).cpu()
+    logits = target.embedding_and_head.head(
+        drafter.norm(outputs).to(target.device, target.dtype)
+    ).cpu()
     begin_unsure(drafter.norm, logits, SPREAD)
 
 
 def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, method: Any) -> Any:
-    """The shape of the drafter that the run starts from; what its target has otherwise is told.
+    """The shape of the drafter that the run starts from; differences to its target are reported.
     Raises `UserError` if the run asks for another. `method`: its file in heads/."""
     shape = before.drafter.shape
     asked, default, has = asdict(run.heads), asdict(type(run.heads)()), method.config_of(shape)
@@ -306,8 +316,8 @@ class BlockObjective:
             t.to(last.device, non_blocking=True) for t in teachers.unique(return_inverse=True)
         )
         with torch.no_grad():
-            log_p = log_law(self._target_head(last[positions]))[places]
-        log_q = log_law(drafter.logits(state))
+            log_p = log_probs(self._target_head(last[positions]))[places]
+        log_q = log_probs(drafter.logits(state))
         losses = self.config.token_weight * divergence(self.config.loss, log_q, log_p, labels)
         if self.config.feature_weight:
             goal = last[positions][places].to(state.dtype)

@@ -1,4 +1,4 @@
-"""How a draft language model learns: from the target's law at every position of a reply
+"""How a draft language model learns: from the target's distribution at every position of a reply
 (DistillSpec, arXiv 2310.08461).
 
 Index table (drafter-recipes 0.3): row t reads the text up to x[t], its label is x[t+1], its teacher
@@ -22,7 +22,7 @@ from ...distill.divergences import (
     NEEDS_LABELS,
     Divergence,
     divergence,
-    log_law,
+    log_probs,
     overlap,
     sum_in_chunks,
 )
@@ -58,14 +58,14 @@ STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
 @dataclass
 class DistillLoss(Memory):
-    """What the student is told."""
+    """Loss settings."""
 
     loss: Divergence = "kl"
-    """Between the student's law and the target's; ce learns the text's tokens: sequence-level
-    distillation if the target wrote them, plain language modelling if not."""
+    """Between the student's distribution and the target's; ce learns the text's tokens:
+    sequence-level distillation if the target wrote them, plain language modelling if not."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Each text is taught at one of these, drawn anew every time: both laws are warped by it; 0:
-    the target's best token."""
+    """Each text is taught at one of these, drawn anew every time: both distributions are warped by
+    it; 0: the target's best token."""
     hidden_weight: float = 0.0
     """Weight of SmoothL1 between the target's last state and a linear projection of the student's,
     which is not kept."""
@@ -280,8 +280,8 @@ class DistillObjective(nn.Module):
         """The loss, and `[R]` each: losses, whether the best token is the target's, overlap; the
         last two at T = 1.
 
-        Tokens that the student does not have keep their share of the target's law, so overlap
-        counts them as missed.
+        Tokens that the student does not have keep their share of the target's distribution, so
+        overlap counts them as missed.
         """
         with torch.no_grad():
             teacher = self._target_head(last[rows])
@@ -292,9 +292,9 @@ class DistillObjective(nn.Module):
         warm = self.config.temperatures != [1.0]
         warmth = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
         if warm:
-            log_p, log_q = log_law(teacher / warmth)[:, :size], log_law(logits / warmth)
+            log_p, log_q = log_probs(teacher / warmth)[:, :size], log_probs(logits / warmth)
         else:
-            log_p, log_q = log_law(teacher)[:, :size], log_law(logits)
+            log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
         named = labels.clamp(max=size - 1)
         losses = divergence(self.config.loss, log_q, log_p, named)
         if self.config.loss in NEEDS_LABELS:
@@ -309,7 +309,7 @@ class DistillObjective(nn.Module):
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
             alpha = (
-                overlap(log_law(logits), log_law(teacher)[:, :size])
+                overlap(log_probs(logits), log_probs(teacher)[:, :size])
                 if warm
                 else overlap(log_q, log_p)
             )

@@ -47,7 +47,7 @@ __all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "m
 
 @dataclass
 class DSparkLoss(BlockLoss):
-    """What the drafter is told."""
+    """Loss settings."""
 
     loss: Divergence = "lk-hybrid"
     """Between the drafter's distribution and the target's, the text's tokens (ce), or both: ce-l1
@@ -55,8 +55,8 @@ class DSparkLoss(BlockLoss):
     L1 has no gradient where the two hardly overlap."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
     confidence_weight: float = 1.0
-    """Weight of the cross-entropy between each draft's confidence and the overlap of its law with
-    the target's."""
+    """Weight of the cross-entropy between each draft's confidence and the overlap of its
+    distribution with the target's."""
 
     def __post_init__(self) -> None:
         if self.confidence_weight < 0:
@@ -86,7 +86,10 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
     """See `Outline`."""
     return outline_of(
         run,
-        DSparkDrafter(shape_for(run.heads, target.config, run.heads.mask_token or 0), target.ends),
+        DSparkDrafter(
+            shape_for(run.heads, target.config, run.heads.mask_token or 0),
+            target.embedding_and_head,
+        ),
     )
 
 
@@ -95,9 +98,13 @@ def make_drafter(
 ) -> DSparkDrafter:
     """As `dflash.make_drafter`."""
     if before is not None:
-        return DSparkDrafter(shape_before(run, target, batches, before, dspark), target.ends)
+        return DSparkDrafter(
+            shape_before(run, target, batches, before, dspark), target.embedding_and_head
+        )
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    drafter = DSparkDrafter(shape_for(run.heads, target.config, mask_token), target.ends)
+    drafter = DSparkDrafter(
+        shape_for(run.heads, target.config, mask_token), target.embedding_and_head
+    )
     start(drafter, target, batches)
     return drafter
 
@@ -110,8 +117,8 @@ def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkOb
 
 
 class DSparkObjective(BlockObjective):
-    """Blocks with a confidence for each draft, which is told how much of its law the target would
-    accept."""
+    """Blocks with a confidence for each draft, which learns how much of its distribution the target
+    would accept."""
 
     config: DSparkLoss
 

@@ -25,7 +25,7 @@ from ...distill.divergences import (
     NEEDS_LABELS,
     Divergence,
     divergence,
-    log_law,
+    log_probs,
     overlap,
     sum_in_chunks,
 )
@@ -68,10 +68,10 @@ STATES = 64
 
 @dataclass
 class EagleLoss(Memory):
-    """What the drafter is told."""
+    """Loss settings."""
 
     loss: Divergence = "kl"
-    """Between the drafter's law and the target's, or the text's tokens (ce)."""
+    """Between the drafter's distribution and the target's, or the text's tokens (ce)."""
     steps: int | None = None
     """Unrolled steps: 7 for version 3, 1 for version 1."""
     single_step_share: float = 0.0
@@ -87,8 +87,8 @@ class EagleLoss(Memory):
     """D-PACE's: 0 weighs by the probabilities themselves, 1 not at all."""
     out_of_vocabulary: Literal["drop", "keep"] = "drop"
     """What a position teaches whose best token cannot be drafted: nothing (it still counts in the
-    loss's denominator, as 0), or the law over the tokens that can. Metrics count it as a miss
-    either way."""
+    loss's denominator, as 0), or the distribution over the tokens that can. Metrics count it as a
+    miss either way."""
     feature_weight: float | None = None
     """Weight of SmoothL1 towards the target's next feature, before a final norm of the drafter's
     own: 1 for version 1, 0 for version 3. With little data it helps version 3 too, together with
@@ -165,7 +165,9 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
     shape = shape_for(run.heads, target.config)
     steps = run.objective.resolved(shape.version).steps or 1
     borrowed = shape.hidden_size * shape.vocab_size if shape.version == 1 else 0
-    return Outline(EagleDrafter(shape, target.ends), steps, borrowed, shape.num_layers, steps)
+    return Outline(
+        EagleDrafter(shape, target.embedding_and_head), steps, borrowed, shape.num_layers, steps
+    )
 
 
 def make_drafter(
@@ -178,9 +180,9 @@ def make_drafter(
     ones is an error.
     """
     if before is not None:
-        return EagleDrafter(_shape_before(run, target, before), target.ends)
+        return EagleDrafter(_shape_before(run, target, before), target.embedding_and_head)
     shape = shape_for(run.heads, target.config)
-    drafter = EagleDrafter(shape, target.ends)
+    drafter = EagleDrafter(shape, target.embedding_and_head)
     ids = None
     if shape.draft_vocab_size < shape.vocab_size:
         ids = most_frequent(
@@ -200,7 +202,7 @@ def make_drafter(
 
 
 def _shape_before(run: Run, target: Target, before: Artifact) -> EagleShape:
-    """The shape of the drafter that the run starts from; what its target has otherwise is told."""
+    """The shape of the drafter that the run starts from; differences to its target are reported."""
     shape: EagleShape = before.drafter.shape
     asked, default, has = asdict(run.heads), asdict(EagleConfig()), config_of(shape)
     for name, value in asked.items():
@@ -381,15 +383,15 @@ class EagleObjective:
         """Of teacher positions `[J]`: the loss, and `[J, K]` each: losses, whether the best token
         is right, overlap, q(label).
 
-        A position's law serves the K drafts about it: `hidden` `[J, K, H]`, `factors` `[J, K]`,
-        `labels` `[J]`.
+        A position's distribution serves the K drafts about it: `hidden` `[J, K, H]`, `factors` `[J,
+        K]`, `labels` `[J]`.
         """
         with torch.no_grad():
-            log_p = log_law(self._target_head(last[teachers]))
+            log_p = log_probs(self._target_head(last[teachers]))
             best = vocabulary.columns(log_p.argmax(-1))
             log_p = vocabulary.restrict(log_p)
             labels = vocabulary.columns(labels)
-        log_q = log_law(drafter.logits(hidden))
+        log_q = log_probs(drafter.logits(hidden))
         named = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
         losses = divergence(self.config.loss, log_q, log_p[:, None], named) * (
             self.config.token_weight or 0.0
@@ -426,14 +428,14 @@ class VocabularyMap:
         """-1 for tokens that cannot be drafted."""
         return ids if self._kept is None else self._columns[ids]
 
-    def restrict(self, laws: Tensor) -> Tensor:
+    def restrict(self, probs: Tensor) -> Tensor:
         """`[J, V]` -> `[J, Vd]`; what is left out is not put anywhere else."""
-        return laws if self._kept is None else laws[:, self._kept]
+        return probs if self._kept is None else probs[:, self._kept]
 
 
 class TeacherPlaces:
     """The rows with weight, sorted by teacher: step k of row t is taught by position t + 1 + k, so
-    up to K drafts share one law.
+    up to K drafts share one distribution.
 
     Prompt 0..3, reply 4..8, three steps: roots' rows t = 3..6, teachers 4..7; teacher 6 teaches row
     5 at step 0, row 4 at step 1, row 3 at step 2. Tables `[J, K]` by teacher and `[R, K]` by root

@@ -75,7 +75,7 @@ def unfit(token: int, target: Target, counts: Tensor) -> str | None:
 
 def row_sizes(ids: Tensor, target: Target) -> Tensor:
     """Norms of the embedding's rows."""
-    return target.ends.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
+    return target.embedding_and_head.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
 
 
 def usual_size(target: Target) -> float:

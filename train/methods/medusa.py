@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...distill.divergences import Divergence, divergence, log_law, overlap, sum_in_chunks
+from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaConfig, MedusaHeads
@@ -52,11 +52,11 @@ REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer 
 
 @dataclass
 class MedusaLoss:
-    """What the heads are told."""
+    """Loss settings."""
 
     loss: Divergence = "kl"
-    """Between a head's law and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid, ce (the
-    text's tokens), top-k-kl, ce-l1."""
+    """Between a head's distribution and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid,
+    ce (the text's tokens), top-k-kl, ce-l1."""
     head_decay: float = 0.8
     """Weight of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024
@@ -89,7 +89,9 @@ def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
     """See `Outline`."""
-    heads = MedusaHeads(run.heads, target.config.hidden_size, target.vocab_size, target.ends.head)
+    heads = MedusaHeads(
+        run.heads, target.config.hidden_size, target.vocab_size, target.embedding_and_head.head
+    )
     borrowed = (
         run.heads.num_heads * target.config.hidden_size * target.vocab_size
         if run.heads.shared_head
@@ -178,7 +180,7 @@ class MedusaObjective:
 
         `last` is `[positions, H]` on the device; `ids` `[positions]` and `rows` `[R]` are on the
         CPU, so that finding the distinct teachers waits for nothing. A position teaches up to M
-        heads; its law is made once.
+        heads; its distribution is made once.
         """
         # teacher i at t + 1 + i
         ahead = (rows[:, None] + torch.arange(1, self._num_heads + 1)).clamp(max=ids.shape[0] - 1)
@@ -187,10 +189,10 @@ class MedusaObjective:
             t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True)
         )
         with torch.no_grad():
-            log_laws = log_law(self._target_head(last[positions]))
+            target_log_probs = log_probs(self._target_head(last[positions]))
         tables = []
         for i in range(self._num_heads):
-            log_q, log_p = log_law(drafter.logits(hidden, i)), log_laws[teacher[:, i]]
+            log_q, log_p = log_probs(drafter.logits(hidden, i)), target_log_probs[teacher[:, i]]
             losses = divergence(self._config.loss, log_q, log_p, labels[:, i])
             with torch.no_grad():
                 right = (log_q.argmax(-1) == log_p.argmax(-1)).float()

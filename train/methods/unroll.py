@@ -55,10 +55,10 @@ class UnrolledAttention:
             ~self._visible(0, queries.shape[2])[:, None], -torch.inf
         )
         own = [(queries * k).sum(-1, keepdim=True) * scale for k, _ in later]
-        law = torch.cat([scores, *own], dim=-1).softmax(-1)
-        found = law[..., : scores.shape[-1]] @ values
+        probs = torch.cat([scores, *own], dim=-1).softmax(-1)
+        found = probs[..., : scores.shape[-1]] @ values
         for j, (_, value) in enumerate(later):
-            found = found + law[..., scores.shape[-1] + j, None] * value
+            found = found + probs[..., scores.shape[-1] + j, None] * value
         return found
 
     def _visible(self, start: int, end: int, first: int = 0) -> Tensor:
@@ -186,8 +186,8 @@ def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
         torch.stack([(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later], dim=-1)
         * queries.shape[-1] ** -0.5
     )
-    law = scores.softmax(-1).to(queries.dtype)
-    own = sum(law[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
+    probs = scores.softmax(-1).to(queries.dtype)
+    own = sum(probs[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
     assert isinstance(own, Tensor)
     return own.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 

@@ -16,6 +16,7 @@ from .tables import (
     Report,
     Training,
     bounds,
+    caption,
     categories,
     drafting,
     factor,
@@ -23,7 +24,6 @@ from .tables import (
     finite_pair,
     firsts,
     interval,
-    law,
     loop_shares,
     number,
     summary,
@@ -107,15 +107,17 @@ def verdict(report: Report) -> str:
         where = "; ".join(lossy)
         lines.append(
             '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
-            f"target's law ({where}). Replies "
+            f"target's distribution ({where}). Replies "
             "differ from the target's own in distribution, and speed-ups are not those of "
             "lossless decoding.</p>"
         )
     else:
-        lines.append('<p class="lossless">✓ lossless: every rule used keeps the target\'s law</p>')
+        lines.append(
+            '<p class="lossless">✓ lossless: every rule used keeps the target\'s distribution</p>'
+        )
     for setting in firsts(report):
         name = fastest(setting)
-        head = law(setting)
+        head = caption(setting)
         if name is None:
             lines.append(
                 f'<p class="verdict">{head}: no drafter is faster than plain decoding.</p>'
@@ -160,7 +162,7 @@ def summaries(report: Report, colours: Colours) -> str:
             ]
             if gaps:
                 differ = "where a reply first differs, the target's two best logits are at most"
-                notes.append(f"{law(setting)}, {name}: {differ} {max(gaps):.2g} apart.")
+                notes.append(f"{caption(setting)}, {name}: {differ} {max(gaps):.2g} apart.")
     return "".join(found) + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
@@ -203,12 +205,12 @@ def acceptance(report: Report, colours: Colours) -> str:
         )
         return [
             figure(
-                f"Acceptance by position, {law(setting)}",
+                f"Acceptance by position, {caption(setting)}",
                 line_chart(lines, x, Axis("acceptance", 0, 1)),
                 note,
             ),
             figure(
-                f"Survival, {law(setting)}",
+                f"Survival, {caption(setting)}",
                 line_chart(ends, x, Axis("share of rounds", 0, 1)),
                 "rounds that accept at least so many",
             ),
@@ -238,7 +240,7 @@ def by_category(report: Report, colours: Colours) -> str:
         note = "dotted: plain decoding; whiskers: 95% over prompts"
         return [
             figure(
-                f"Tau by category, {law(setting)}{place}",
+                f"Tau by category, {caption(setting)}{place}",
                 bar_chart(some, "tau (tokens a round)", 1.0, high),
                 note,
             )
@@ -327,7 +329,7 @@ def times(report: Report) -> str:
         note = "share of a round; behind it its length" + (
             "" if setting["batch"] == 1 else ", shared among the batch's requests"
         )
-        return [figure(f"Time of a round, {law(setting)}", share_chart(rows, PARTS), note)]
+        return [figure(f"Time of a round, {caption(setting)}", share_chart(rows, PARTS), note)]
 
     return others_folded(report, draw)
 
@@ -393,7 +395,7 @@ def replies(report: Report, colours: Colours) -> str:
                 if samples
                 else []
             )
-        found += [f"<h4>{escape(law(setting))}</h4>", *views] if views else []
+        found += [f"<h4>{escape(caption(setting))}</h4>", *views] if views else []
     return LEGEND + "".join(found) if found else ""
 
 

@@ -116,14 +116,14 @@ def size(count: int | None) -> str:
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
-def law(setting: Report) -> str:
-    """`T = 0, batch 4`; a setting that does not keep the target's law says so."""
+def caption(setting: Report) -> str:
+    """`T = 0, batch 4`; a setting that does not keep the target's distribution says so."""
     lossy = "" if setting["lossless"] else ", LOSSY typical acceptance"
     return f"T = {setting['temperature']:g}, batch {setting['batch']}{lossy}"
 
 
 def firsts(report: Report) -> list[Report]:
-    """The setting of the smallest batch for each temperature (and each law)."""
+    """The setting of the smallest batch for each temperature (and each distribution)."""
     found: dict[Any, Report] = {}
     for setting in report["settings"]:
         key = setting["temperature"], setting["lossless"]
@@ -136,7 +136,8 @@ def loop_shares(report: Report) -> str:
     """How many replies of plain decoding go round in circles, for each temperature; empty where it
     was not counted."""
     shares = {
-        law(setting): setting["drafters"]["plain"].get("loop_share") for setting in firsts(report)
+        caption(setting): setting["drafters"]["plain"].get("loop_share")
+        for setting in firsts(report)
     }
     known = [f"{share:.0%} ({name})" for name, share in shares.items() if share is not None]
     return (
@@ -193,7 +194,10 @@ def summary(setting: Report, sizes: Mapping[str, int]) -> Table:
         ])  # fmt: skip
     best = fastest(setting)
     return Table(
-        law(setting), COLUMNS, rows, None if best is None else list(setting["drafters"]).index(best)
+        caption(setting),
+        COLUMNS,
+        rows,
+        None if best is None else list(setting["drafters"]).index(best),
     )
 
 
@@ -244,7 +248,7 @@ def categories(setting: Report) -> Table | None:
             for c in there
         ]
         rows.append([category or UNNAMED, *cells])
-    return Table(f"Tau by category, {law(setting)}", ["category", *found], rows)
+    return Table(f"Tau by category, {caption(setting)}", ["category", *found], rows)
 
 
 def trainings(runs: Sequence[Training]) -> Table | None:

@@ -414,7 +414,7 @@ def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
 def _sglang(
     server: Server, prompt: Prompt, sampling: Sampling, room: int
 ) -> tuple[str, dict[str, Any]]:
-    law = {
+    parameters = {
         "max_new_tokens": room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -423,7 +423,11 @@ def _sglang(
         "repetition_penalty": sampling.repetition_penalty or 1.0,
         "skip_special_tokens": False,
     }
-    return "/generate", {"input_ids": prompt.token_ids, "sampling_params": law, "stream": True}
+    return "/generate", {
+        "input_ids": prompt.token_ids,
+        "sampling_params": parameters,
+        "stream": True,
+    }
 
 
 def _read_sglang(reply: Reply, event: dict[str, Any], now: float) -> None:

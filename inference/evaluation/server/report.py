@@ -94,8 +94,8 @@ def load_reader(config: TargetConfig) -> Reader:
     )
 
 
-def measure(options: Any, laws: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
-    """Measure `options.server` at each law and concurrency. `options` are those of `evaluate`.
+def measure(options: Any, samplings: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
+    """Measure `options.server` at each sampling and concurrency. `options` are those of `evaluate`.
     Raises `UserError`."""
     reader = load_reader(options.target)
     prompts = read_prompts(
@@ -111,7 +111,7 @@ def measure(options: Any, laws: Sequence[Sampling], concurrency: Sequence[int]) 
             options,
             reader,
             prompts,
-            [law.resolved(reader.repetition_penalty) for law in laws],
+            [sampling.resolved(reader.repetition_penalty) for sampling in samplings],
             concurrency,
         )
     )
@@ -121,7 +121,7 @@ async def _measure(
     options: Any,
     reader: Reader,
     prompts: list[Prompt],
-    laws: Sequence[Sampling],
+    samplings: Sequence[Sampling],
     concurrency: Sequence[int],
 ) -> Measured:
     async with client_of(options.server) as client:
@@ -129,13 +129,13 @@ async def _measure(
         await check_tokenizer(client, server, reader.tokenizer)
         check_lengths(prompts, server)
         runs, settings = [], []
-        for law in laws:
+        for sampling in samplings:
             for at_once in concurrency:
                 run, speculation = await _one(
-                    client, server, reader, prompts, law, at_once, options
+                    client, server, reader, prompts, sampling, at_once, options
                 )
                 runs.append(run)
-                settings.append(figures(law, at_once, run, speculation))
+                settings.append(figures(sampling, at_once, run, speculation))
     about = {
         "url": server.url,
         "engine": server.engine,
@@ -162,7 +162,7 @@ async def _one(
     server: Server,
     reader: Reader,
     prompts: Sequence[Prompt],
-    law: Sampling,
+    sampling: Sampling,
     at_once: int,
     options: Any,
 ) -> tuple[Load, Speculation]:
@@ -180,7 +180,7 @@ async def _one(
         server,
         prompts[:1],
         1,
-        law,
+        sampling,
         min(WARM_UP, options.max_new_tokens),
         lambda prompt, reply: None,
     )
@@ -188,10 +188,10 @@ async def _one(
         before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
     requests = [prompt for _ in range(passes) for prompt in prompts]
-    label = f"server, T = {law.temperature:g}, {at_once} at once"
+    label = f"server, T = {sampling.temperature:g}, {at_once} at once"
     with Progress(total=len(requests), desc=label) as bar:
         run = await load(
-            client, server, requests, at_once, law, options.max_new_tokens, follow, bar.update
+            client, server, requests, at_once, sampling, options.max_new_tokens, follow, bar.update
         )
     tokens = sum(reply.tokens for reply in run.replies)
     if before is None:
@@ -201,12 +201,12 @@ async def _one(
     return run, of_vllm(delta, tokens, len(run.replies), chunks, before.running)
 
 
-def figures(law: Sampling, at_once: int, run: Load, found: Speculation) -> dict[str, Any]:
+def figures(sampling: Sampling, at_once: int, run: Load, found: Speculation) -> dict[str, Any]:
     """The numbers of one setting; names as in evaluation.md, and as `MEANINGS` says."""
     replies = run.replies
     tokens = sum(reply.tokens for reply in replies)
     return {
-        "temperature": law.temperature,
+        "temperature": sampling.temperature,
         "concurrency": at_once,
         "in_flight_peak": run.peak,
         "tau_incl_bonus": found.tau,
@@ -261,14 +261,16 @@ def _slow_client(run: Load) -> list[str]:
     ]
 
 
-def compare_replies(measured: Measured, target: Target, results: Results, law: Sampling) -> None:
+def compare_replies(
+    measured: Measured, target: Target, results: Results, sampling: Sampling
+) -> None:
     """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the
     report's greedy settings.
 
-    `results` are of the same prompts under the same greedy `law`. Later turns of which the text
-    before differs are left out.
+    `results` are of the same prompts under the same greedy `sampling`. Later turns of which the
+    text before differs are left out.
     """
-    law = law.resolved(target.repetition_penalty)
+    sampling = sampling.resolved(target.repetition_penalty)
     plain = {
         (turn.prompt.place, turn.number): turn.generation for turn in next(iter(results.values()))
     }
@@ -286,7 +288,7 @@ def compare_replies(measured: Measured, target: Target, results: Results, law: S
             key = (reply.prompt.place, reply.turn, tuple(reply.ids))
             if reply.ids != ours.token_ids and key not in differing:
                 index, gap = divergence(
-                    target, ours, Generation(reply.prompt.token_ids, reply.ids), law
+                    target, ours, Generation(reply.prompt.token_ids, reply.ids), sampling
                 )
                 differing[key] = {
                     "id": reply.prompt.id,

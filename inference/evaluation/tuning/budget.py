@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 FEWEST_PROMPTS = 3
 SHORTEST_REPLY = 16
-TRIAL_ROOTS = 6  # of each text, from which the time of walking over all of them is estimated
+TRIAL_ROOTS = 6  # of each text, from which the time of replaying over all of them is estimated
 LEAST_WAYS = 3  # plain decoding, the default and one prediction are always measured
 # shares of the time; measuring finalists has the rest
-VERIFICATION, TEXTS, WALKS, DRAFTING = 0.2, 0.1, 0.25, 0.2
-MEASURING = 1 - VERIFICATION - TEXTS - WALKS - DRAFTING
+VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.2, 0.1, 0.25, 0.2
+MEASURING = 1 - VERIFICATION - TEXTS - REPLAYS - DRAFTING
 
 
 @dataclass
@@ -62,7 +62,7 @@ def texts_that_fit(
 
 
 def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
-    """Roots of a text to walk over in `seconds`, where walking over `TRIAL_ROOTS` took
+    """Roots of a text to replay in `seconds`, where replaying over `TRIAL_ROOTS` took
     `trial_seconds`."""
     if trial_seconds * roots <= TRIAL_ROOTS * seconds:
         return roots

@@ -22,12 +22,12 @@ from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
 from ...settings import Sampling
 from ...target import Target
-from .replay_roots import BEST, KnownPath, Text, nodes_needed, walk
+from .replay_roots import BEST, KnownPath, Text, nodes_needed, replay_roots
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 LEVELS = 8
 WIDTHS = (2, 4, 8)
-HEATS = (0.3, 0.5, 0.7, 1.0, 1.4)
+SCORE_TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.4)
 MIDDLING = (5, 16)  # levels and nodes of the tree that the score temperature is fitted on
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Counts = list[list[int]]
@@ -77,9 +77,9 @@ def candidates(
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """All that `spec`'s drafter can do, the default first, and what was measured on the way:
     acceptance of each depth and rank, accepted drafts at each score temperature. `tick` is called
-    with a name before each walk over the texts.
+    with a name before each pass over the texts.
 
-    Raises `UserError` for drafters that cannot be walked along a text.
+    Raises `UserError` for drafters that cannot be replayed along a text.
     """
     proposer = load_proposer(spec, target, lambda message: None)
     check_tunable(proposer, spec)
@@ -91,7 +91,7 @@ def candidates(
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raises `UserError` for drafters that cannot be walked along a text, and for chains that end
+    """Raises `UserError` for drafters that cannot be replayed along a text, and for chains that end
     by themselves."""
     if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
         if proposer.plan.threshold:
@@ -148,21 +148,21 @@ def _planned(
                 )
             )
     levels = min(max(LEVELS, own.length if own.width > 1 else 0), proposer.longest)
-    walked = _Pools(target, proposer, texts, sampling, levels, tick)
-    heat, taken = fitted_heat(lambda h: walked.of(WIDTHS[1], h))
-    wanted = {(width, heat) for width in WIDTHS} | (
-        {(own.width, own.heat)} if own.width > 1 else set()
+    pools = _Pools(target, proposer, texts, sampling, levels, tick)
+    score_temperature, taken = fitted_score_temperature(lambda h: pools.of(WIDTHS[1], h))
+    wanted = {(width, score_temperature) for width in WIDTHS} | (
+        {(own.width, own.score_temperature)} if own.width > 1 else set()
     )
     for width, h in sorted(wanted):
-        pool = walked.of(width, h)
-        for levels in range(1, walked.levels + 1):
+        pool = pools.of(width, h)
+        for levels in range(1, pools.levels + 1):
             for nodes in sorted({*BUDGETS, own.nodes}):
                 if levels <= nodes <= width + (levels - 1) * width**2:
                     setting = {
                         "length": levels,
                         "width": width,
                         "nodes": nodes,
-                        **({"heat": h} if h != 1 else {}),
+                        **({"score_temperature": h} if h != 1 else {}),
                     }
                     accepted = cut(pool, levels, nodes)
                     found.append(
@@ -177,29 +177,36 @@ def _planned(
                     )
     default: dict[str, Any] = {"length": own.length, "width": own.width}
     if own.width > 1:
-        default |= {"nodes": own.nodes, **({"heat": own.heat} if own.heat != 1 else {})}
+        default |= {
+            "nodes": own.nodes,
+            **({"score_temperature": own.score_temperature} if own.score_temperature != 1 else {}),
+        }
     return first_of(found, default), {
         "rank_acceptance": table,
-        "accepted_by_heat": taken,
-        "heat": heat,
+        "accepted_by_score_temperature": taken,
+        "score_temperature": score_temperature,
     }
 
 
-def fitted_heat(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
+def fitted_score_temperature(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
     """The score temperature at which a middling tree accepts most drafts, and what it accepts at
     each.
 
     One temperature serves all sizes: in verification-and-trees 8.8 the best one hardly moves with
     the number of nodes.
     """
-    taken = {heat: sum(map(sum, cut(pool_at(heat), *MIDDLING))) for heat in HEATS}
-    return max(taken, key=lambda heat: (taken[heat], -abs(heat - 1))), {
-        str(heat): count for heat, count in taken.items()
+    taken = {
+        score_temperature: sum(map(sum, cut(pool_at(score_temperature), *MIDDLING)))
+        for score_temperature in SCORE_TEMPERATURES
     }
+    return max(
+        taken, key=lambda score_temperature: (taken[score_temperature], -abs(score_temperature - 1))
+    ), {str(score_temperature): count for score_temperature, count in taken.items()}
 
 
 class _Pools:
-    """The candidates of trees of each width and score temperature, walked when first asked for."""
+    """The candidates of trees of each width and score temperature, replayed when first asked
+    for."""
 
     def __init__(
         self,
@@ -215,17 +222,20 @@ class _Pools:
         self._tick = tick
         self._found: dict[tuple[int, float], Pool] = {}
 
-    def of(self, width: int, heat: float) -> Pool:
-        if (width, heat) not in self._found:
-            self._tick(f"trees {width} wide, score temperature {heat:g}")
+    def of(self, width: int, score_temperature: float) -> Pool:
+        if (width, score_temperature) not in self._found:
+            self._tick(f"trees {width} wide, score temperature {score_temperature:g}")
             target, proposer, texts, sampling = self._about
             plan = TreePlan(
-                self.levels, width, min(width + (self.levels - 1) * width**2, MOST), heat=heat
+                self.levels,
+                width,
+                min(width + (self.levels - 1) * width**2, MOST),
+                score_temperature=score_temperature,
             )
             plan.whole = True
             proposer.replan(plan)
-            self._found[width, heat] = _needs(target, proposer, texts, sampling)
-        return self._found[width, heat]
+            self._found[width, score_temperature] = _needs(target, proposer, texts, sampling)
+        return self._found[width, score_temperature]
 
 
 def _heads(
@@ -239,7 +249,7 @@ def _heads(
     tick("acceptance by depth and rank")
     comb = [(0,) * depth + (rank,) for depth in range(count) for rank in range(BEST)]
     ranks: list[list[list[int]]] = [[] for _ in texts]
-    for rows, tree, coming in walk(target, proposer.with_tree(comb), texts, sampling):
+    for rows, tree, coming in replay_roots(target, proposer.with_tree(comb), texts, sampling):
         hit = tree.tokens[:, 1:].view(len(rows), count, BEST) == coming[:, :count, None]
         place = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
         for row, values in zip(rows, place.tolist(), strict=True):
@@ -253,31 +263,39 @@ def _heads(
     found += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
     pools: dict[float, Pool] = {}
 
-    def pool_at(heat: float) -> Pool:
-        if heat not in pools:
-            tick(f"trees, score temperature {heat:g}")
+    def pool_at(score_temperature: float) -> Pool:
+        if score_temperature not in pools:
+            tick(f"trees, score temperature {score_temperature:g}")
             largest = max(*BUDGETS, proposer.max_drafted)
-            pools[heat] = _needs(target, proposer.with_tree(largest, heat), texts, sampling)
-        return pools[heat]
+            pools[score_temperature] = _needs(
+                target, proposer.with_tree(largest, score_temperature), texts, sampling
+            )
+        return pools[score_temperature]
 
-    heat, taken = fitted_heat(pool_at)
+    score_temperature, taken = fitted_score_temperature(pool_at)
 
-    def best_first(nodes: int, heat: float) -> Candidate:
-        setting = {"tree": "best-first", "nodes": nodes, "heat": heat}
+    def best_first(nodes: int, score_temperature: float) -> Candidate:
+        setting = {"tree": "best-first", "nodes": nodes, "score_temperature": score_temperature}
 
         def ready():
-            return proposer.with_tree(nodes, heat)
+            return proposer.with_tree(nodes, score_temperature)
 
-        return Candidate("dynamic", setting, ready, cut(pool_at(heat), count, nodes), nodes, ())
+        return Candidate(
+            "dynamic", setting, ready, cut(pool_at(score_temperature), count, nodes), nodes, ()
+        )
 
-    found += [best_first(nodes, heat) for nodes in BUDGETS]
+    found += [best_first(nodes, score_temperature) for nodes in BUDGETS]
     ranked = proposer.ranks
     own = (
         _static("fixed", proposer, ranks, ranked)
         if ranked
-        else best_first(proposer.max_drafted, proposer.heat)
+        else best_first(proposer.max_drafted, proposer.score_temperature)
     )
-    return [own, *found], {"rank_acceptance": table, "accepted_by_heat": taken, "heat": heat}
+    return [own, *found], {
+        "rank_acceptance": table,
+        "accepted_by_score_temperature": taken,
+        "score_temperature": score_temperature,
+    }
 
 
 def _static(
@@ -305,7 +323,7 @@ def _lookups(
     longest = lengths[-1]
     ranks: list[list[list[int]]] = [[] for _ in texts]
     there: list[list[int]] = [[] for _ in texts]
-    for rows, tree, coming in walk(
+    for rows, tree, coming in replay_roots(
         target, load_proposer(spec, target, print, {"length": longest}), texts, sampling
     ):
         wrong = (tree.tokens[:, 1:] != coming).long()
@@ -339,7 +357,7 @@ def _ranks(
     """For each text and root, the ranks of the tokens that come, each given those before it."""
     proposer.replan(path)
     found: list[list[list[int]]] = [[] for _ in texts]
-    for rows, _, _ in walk(target, proposer, texts, sampling):
+    for rows, _, _ in replay_roots(target, proposer, texts, sampling):
         for row, ranks in zip(rows, path.ranks.tolist(), strict=True):
             found[row].append(ranks)
     return found
@@ -348,7 +366,7 @@ def _ranks(
 def _needs(target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling) -> Pool:
     """For each text, root and number of levels, the nodes needed to each depth (`nodes_needed`)."""
     found: Pool = [[] for _ in texts]
-    for rows, tree, coming in walk(target, proposer, texts, sampling):
+    for rows, tree, coming in replay_roots(target, proposer, texts, sampling):
         needed = [part.tolist() for part in nodes_needed(tree, coming)]
         for place, row in enumerate(rows):
             found[row].append([part[place] for part in needed])

@@ -274,7 +274,7 @@ def _sweeps(
         found = [
             run(target, p.make(), prompts, rounds, sampling)[SETTLE:] for p in (PLAIN, *probes)
         ]
-        # a device may not have told of the last rounds
+        # a device may not have reported the last rounds yet
         found = [[r for r in own if r.t_verify_s] for own in found]
         if not all(found):
             raise UserError(

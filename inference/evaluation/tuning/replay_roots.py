@@ -3,10 +3,10 @@ without verifying any.
 
 The texts are the target's own, so the next tokens are known; the features of a whole text come from
 one forward. What a drafter drafts at a root depends on the text before it only, never on where
-rounds began, so one walk over all roots tells what any number of tree sizes would accept, and
+rounds began, so one pass over all roots shows what any number of tree sizes would accept, and
 `replay` picks the roots that decoding with each of them visits.
 
-Shapes: B texts walked together, N tree nodes with the root, D levels, H hidden size.
+Shapes: B texts replayed together, N tree nodes with the root, D levels, H hidden size.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...tree import DraftTree, TreeShape
 NEVER = 1 << 20
 """Nodes that a tree would need for a draft that is not among the candidates at all."""
 BEST = 10
-"""Ranks that are told apart."""
+"""Ranks that are counted apart."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Text:
 
 
 @torch.inference_mode()
-def walk(
+def replay_roots(
     target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
     """Yield, root by root: the texts still running, the tree drafted at each root, and the tokens
@@ -67,7 +67,7 @@ def walk(
 
     The proposer is fed as the decode loop feeds it when nothing is accepted. It may read features
     and its own cache; those that work in the target's cache (early exit) or read its choices
-    (lookahead) cannot be walked.
+    (lookahead) cannot be replayed.
     """
     device = target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
@@ -200,7 +200,7 @@ class KnownPath:
     """
 
     def __init__(self, length: int) -> None:
-        self.length, self.width, self.nodes, self.walked, self.threshold = (
+        self.length, self.width, self.nodes, self.expanded, self.threshold = (
             length,
             1,
             length,

@@ -35,9 +35,9 @@ from ..options import TuneOptions as Options
 from .budget import (
     DRAFTING,
     MEASURING,
+    REPLAYS,
     TRIAL_ROOTS,
     VERIFICATION,
-    WALKS,
     Budget,
     finalists_that_fit,
     roots_that_fit,
@@ -72,7 +72,7 @@ def if_interrupted(options: Options) -> str:
 
 
 def run(options: Options) -> None:
-    laws, batches, contexts = check(options)
+    samplings, batches, contexts = check(options)
     target = load_target(options.target)
     prompts = read_prompts(
         options.prompts,
@@ -109,7 +109,7 @@ def run(options: Options) -> None:
     }
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     budget = Budget.of_minutes(options.budget)
-    parts = [(law, spec) for law in laws for spec in options.drafter]
+    parts = [(sampling, spec) for sampling in samplings for spec in options.drafter]
     announce(options, parts, batches)
     with Progress(desc="tuning", unit=" steps") as progress:
 
@@ -121,10 +121,12 @@ def run(options: Options) -> None:
             target, prompts, options, sorted({1, *batches}), contexts, tick, journal, budget.left
         )
         profile["verification_s"] = bench.verify.table
-        for number, (law, spec) in enumerate(parts):
-            key = f"{key_of(spec)}, T {law.temperature:g}"
+        for number, (sampling, spec) in enumerate(parts):
+            key = f"{key_of(spec)}, T {sampling.temperature:g}"
             if (rows := journal.get(key)) is None:
-                rows = bench.tune(spec, law, batches, Budget(budget.left / (len(parts) - number)))
+                rows = bench.tune(
+                    spec, sampling, batches, Budget(budget.left / (len(parts) - number))
+                )
                 journal.put(key, rows)
             drafters[key_of(spec)] += rows
             if number + 1 < len(parts):
@@ -181,8 +183,8 @@ def identity(
 
 
 def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
-    """Laws, batch sizes and contexts. Raises `UserError` for what is known to be wrong before a
-    large target loads."""
+    """Distributions, batch sizes and contexts. Raises `UserError` for what is known to be wrong
+    before a large target loads."""
     for spec in options.drafter:
         check_spec(spec)
     keys = [key_of(spec) for spec in options.drafter]
@@ -236,7 +238,7 @@ class Bench:
             journal.put("verification", self.verify.table)
 
     def tune(
-        self, spec: str, law: Sampling, batches: Sequence[int], budget: Budget
+        self, spec: str, sampling: Sampling, batches: Sequence[int], budget: Budget
     ) -> list[dict[str, Any]]:
         """A row of the profile for each batch size.
 
@@ -244,19 +246,19 @@ class Bench:
         which the finalists are measured, since machines speed up and slow down.
         """
         target, options = self.target, self.options
-        law = law.resolved(target.repetition_penalty)
+        sampling = sampling.resolved(target.repetition_penalty)
         seconds = budget.left
         count, tokens = texts_that_fit(
             len(self.prompts), options.max_new_tokens, batches, seconds, self._step
         )
         prompts = [prompt.token_ids for prompt in self.prompts[:count]]
-        texts = self._texts(prompts, tokens, law)
-        texts = self._begun(texts, spec, law, WALKS * seconds)
-        found, about = candidates(target, spec, texts, law, self.tick)
+        texts = self._texts(prompts, tokens, sampling)
+        texts = self._begun(texts, spec, sampling, REPLAYS * seconds)
+        found, about = candidates(target, spec, texts, sampling, self.tick)
         probes = probes_of(found)
         samples = self._samples(probes, prompts, DRAFTING * seconds)
         costs, plain_costs = drafting(
-            target, probes, prompts, self.batches, self.verify, law, self.tick, samples
+            target, probes, prompts, self.batches, self.verify, sampling, self.tick, samples
         )
         about["effort"] = {"prompts": count, "max_new_tokens": tokens, "samples": samples}
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
@@ -278,9 +280,12 @@ class Bench:
             promising = ranked[:finalists]
             chosen = [*promising, *([found[0]] if found[0] not in promising else [])]
             predictions = [foretold[0], *map(price, chosen)]
-            self.tick(f"{len(chosen)} finalists, T = {law.temperature:g}, batch {batch}")
+            self.tick(f"{len(chosen)} finalists, T = {sampling.temperature:g}, batch {batch}")
             measurements = self._measure(
-                [plain, *chosen], law, Setting(law, batch, tokens, repeats), self.prompts[:count]
+                [plain, *chosen],
+                sampling,
+                Setting(sampling, batch, tokens, repeats),
+                self.prompts[:count],
             )
             pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
             predictions = [
@@ -301,7 +306,7 @@ class Bench:
             default = finals[1 + chosen.index(found[0])]
             rows.append(
                 {
-                    "temperature": law.temperature,
+                    "temperature": sampling.temperature,
                     "batch": batch,
                     **best,
                     "plain": finals[0],
@@ -322,13 +327,16 @@ class Bench:
         batch = max(b for b in self.verify.table if b <= rows)
         return self.verify.seconds(batch, min(rows - batch, max(NODES)), SHORTEST)
 
-    def _texts(self, prompts: Sequence[Sequence[int]], tokens: int, law: Sampling) -> list[Text]:
+    def _texts(
+        self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling
+    ) -> list[Text]:
         """The target's own replies. Raises `UserError` where they leave nothing to draft."""
         self.tick(
-            f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = {law.temperature:g}"
+            f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = "
+            f"{sampling.temperature:g}"
         )
         requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
-        replies = generate(self.target, PlainDecoding(), requests, tokens, law)
+        replies = generate(self.target, PlainDecoding(), requests, tokens, sampling)
         texts = [
             Text.of(reply, (request.id, request.sample))
             for reply, request in zip(replies, requests, strict=True)
@@ -340,15 +348,21 @@ class Bench:
             )
         return texts
 
-    def _begun(self, texts: list[Text], spec: str, law: Sampling, seconds: float) -> list[Text]:
-        """As much of the beginnings of `texts` as can be walked over in `seconds`; all of them
+    def _begun(
+        self, texts: list[Text], spec: str, sampling: Sampling, seconds: float
+    ) -> list[Text]:
+        """As much of the beginnings of `texts` as can be expanded over in `seconds`; all of them
         where there is no limit."""
         if math.isinf(seconds):
             return texts
         self.tick("a first look at what the drafter takes")
         started = time.monotonic()
         candidates(
-            self.target, spec, [text.begin(TRIAL_ROOTS) for text in texts], law, lambda what: None
+            self.target,
+            spec,
+            [text.begin(TRIAL_ROOTS) for text in texts],
+            sampling,
+            lambda what: None,
         )
         longest = max(len(text.roots) for text in texts)
         roots = roots_that_fit(longest, time.monotonic() - started, seconds)
@@ -371,7 +385,7 @@ class Bench:
     def _measure(
         self,
         chosen: Sequence[Candidate],
-        law: Sampling,
+        sampling: Sampling,
         setting: Setting,
         prompts: Sequence[Prompt],
     ) -> list[dict[str, float]]:
@@ -458,7 +472,7 @@ def predicted(
 
 
 def _rounds(candidate: Candidate, text: Text, place: int) -> list[tuple[int, int, int]]:
-    """Tokens kept, nodes drafted and the root's position of each round, as `replay.replay` walks
+    """Tokens kept, nodes drafted and the root's position of each round, as `replay.replay` replays
     them."""
     found, root, end = [], text.start, len(text.ids)
     while root < end - 1:

@@ -56,7 +56,7 @@ def side(target: Target) -> TargetSide:
         target.num_layers,
         target.hidden_size,
         target.vocab_size,
-        target.ends,
+        target.embedding_and_head,
         embedding,
         target.head_weight,
     )
@@ -68,7 +68,7 @@ def eagle(kind: str = "eagle3", **shape: Any) -> Artifact:
     drafter = random_eagle(TARGET, kind, **more)
     if shape:
         torch.manual_seed(3)
-        drafter = EagleDrafter(replace(drafter.shape, **shape), TARGET.ends)
+        drafter = EagleDrafter(replace(drafter.shape, **shape), TARGET.embedding_and_head)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         drafter.eval().requires_grad_(False)
@@ -90,7 +90,7 @@ def block(kind: str = "dflash", **shape: Any) -> Artifact:
     drafter = random_block(TARGET, kind, taps=TAPS)
     if shape:
         torch.manual_seed(3)
-        drafter = type(drafter)(replace(drafter.shape, **shape), TARGET.ends)
+        drafter = type(drafter)(replace(drafter.shape, **shape), TARGET.embedding_and_head)
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
         drafter.eval().requires_grad_(False)
@@ -329,7 +329,8 @@ def test_a_writer_that_garbles_the_config_is_caught(
         "eagle3", None),
         ("heads", "eagle3", None), ("dflash-like", "medusa", "dflash"), ("eagle-1-llama", "eagle1",
         None),
-        ("eagle3-draft", "draft_lm", "eagle3"), ("dspark-qwen", "dflash", "dspark"), ("dflash-qwen",
+        ("eagle3-draft", "draft_model", "eagle3"), ("dspark-qwen", "dflash", "dspark"),
+        ("dflash-qwen",
         "dflash", None),
     ],
 )  # fmt: skip
@@ -416,7 +417,7 @@ def test_every_engine_has_its_command(tmp_path: Path) -> None:
 
 def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
     artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
-    assert kind_of(artifact.drafter) == "draft_lm"
+    assert kind_of(artifact.drafter) == "draft_model"
     export(artifact, order("vllm", tmp_path / "draft", torch.float32))
     again = load_alone(tmp_path / "draft")
     assert all(

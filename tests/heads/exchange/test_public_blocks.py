@@ -305,7 +305,7 @@ REFUSED: list[
         deepspec,
         "dspark",
         at_top(confidence_head_with_markov=False),
-        "told without the token before",
+        "computed without the token before",
     ),
     (deepspec, "dspark", at_top(final_logit_softcapping=30.0), "its logits are capped"),
     (

@@ -22,7 +22,7 @@ from tests.trained import chat_prompts
 
 HERE = QUICKSTART.parent
 EAGLE3, EAGLE1, MEDUSA = (str(HERE / "drafters" / name) for name in ("eagle3", "eagle1", "medusa"))
-DRAFT_LM = str(HERE / "draft_lm")
+DRAFT_MODEL = str(HERE / "draft_model")
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ DRAFT_LM = str(HERE / "draft_lm")
         ("sglang", EAGLE3, {"length": 5, "width": 4, "nodes": 7}),
         ("sglang:steps=3,topk=2,tokens=6", EAGLE1, {"length": 3, "width": 2, "nodes": 5}),
         ("sglang:topk=1", EAGLE3, {"length": 5, "width": 1}),
-        ("sglang", DRAFT_LM, {"length": 3, "width": 1}),
-        ("llamacpp:drafts=16", DRAFT_LM, {"length": 16, "width": 1}),
+        ("sglang", DRAFT_MODEL, {"length": 3, "width": 1}),
+        ("llamacpp:drafts=16", DRAFT_MODEL, {"length": 16, "width": 1}),
     ],
 )
 def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str, object]) -> None:
@@ -62,11 +62,11 @@ def test_what_an_engine_does_not_take_is_said(
 
 
 def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -> None:
-    """Greedy drafts write the text of plain sampling; drawn ones keep its law only; no shape but
-    the engine's is drafted."""
+    """Greedy drafts write the text of plain sampling; drawn ones keep its distribution only; no
+    shape but the engine's is drafted."""
     requests = [Request(prompt, i) for i, prompt in enumerate(chat_prompts(quickstart, "valid", 6))]
-    law = Sampling(temperature=1.0, seed=5)
-    plain = [g.token_ids for g in generate(quickstart, PlainDecoding(), requests, 24, law)]
+    probs = Sampling(temperature=1.0, seed=5)
+    plain = [g.token_ids for g in generate(quickstart, PlainDecoding(), requests, 24, probs)]
     rules, drafted, accepted = {}, {}, {}
     for spec in (
         "vllm",
@@ -75,7 +75,7 @@ def test_a_drafter_decodes_with_the_engines_shape_and_rule(quickstart: Target) -
         "sglang",
     ):
         way = AsIn(Engine(spec), EAGLE3, quickstart, print)
-        found = way.generate(requests, 24, law)
+        found = way.generate(requests, 24, probs)
         rounds = [r for g in found for r in g.rounds]
         (rules[spec],) = {r.rule for r in rounds}
         drafted[spec], accepted[spec] = (
@@ -96,7 +96,7 @@ def test_matched_drafts_know_nothing_of_the_noise(quickstart: Target) -> None:
     ]
     tau, expected = {}, None
     for rule in ("coupled", "match"):
-        proposer = load_proposer(f"{DRAFT_LM}:length=3", quickstart, print)
+        proposer = load_proposer(f"{DRAFT_MODEL}:length=3", quickstart, print)
         rounds = [
             r
             for g in generate(
@@ -165,7 +165,7 @@ def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(
     quickstart: Target, blocks: dict[str, str], kind: str
 ) -> None:
     """And drafts otherwise than the beginning of a whole one: slots see those after them."""
-    artifact = Artifact.load(blocks[kind], quickstart.fingerprint(), quickstart.ends)
+    artifact = Artifact.load(blocks[kind], quickstart.fingerprint(), quickstart.embedding_and_head)
     first = artifact.drafter.first_slot
     request = [Request([5, 6, 7, 8], 0)]
     seen = {}
@@ -173,7 +173,7 @@ def test_a_shorter_block_is_that_of_a_drafter_that_has_no_more(
         ("short", replace(artifact.drafter.shape, block_size=2 + first)),
         ("whole", artifact.drafter.shape),
     ):
-        drafter = type(artifact.drafter)(shape, quickstart.ends)
+        drafter = type(artifact.drafter)(shape, quickstart.embedding_and_head)
         drafter.load_state_dict(artifact.drafter.state_dict())
         seen[name] = drafts_of(proposer_of(drafter.eval(), length=2), quickstart, request)
     seen["cut"] = drafts_of(

@@ -519,7 +519,7 @@ def test_replies_are_held_against_plain_decoding(
     serve: Serve, saved_tiny: Path, prompts: Path
 ) -> None:
     """Three replies are ours; one differs at its third token, where the gap between our two best
-    logits is told."""
+    logits is reported."""
     target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
     given = [target.tokenizer("hello there " * n)["input_ids"] for n in (1, 2, 3, 4)]
     replies = {tuple(ids): alone(target, ids, 12) for ids in given}

@@ -331,8 +331,8 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     assert "ngram:length=3" in own and MEDUSA not in own
     with pytest.raises(UserError, match="knows no drafter suffix; it has: ngram"):
         own.setting("suffix", 0, 1)
-    law = Sampling(temperature=1.0)
-    assert Tuned(own, "ngram", quickstart, law, 4).setting == {"length": 4}
+    probs = Sampling(temperature=1.0)
+    assert Tuned(own, "ngram", quickstart, probs, 4).setting == {"length": 4}
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def test_the_tree_of_independent_drafts_is_the_best_of_all_paths(nodes: int) -> 
     )
     root = torch.tensor([0, 1])
     tree = Slots(logits).tree(root, draws_on(2), 5, nodes, 1.0)
-    laws = logits.log_softmax(-1)
+    probs = logits.log_softmax(-1)
     for row in range(2):
         scored = {
-            path: float(sum(laws[row, d, t] for d, t in enumerate(path)))
+            path: float(sum(probs[row, d, t] for d, t in enumerate(path)))
             for depth in (1, 2, 3)
             for path in itertools.product(range(5), repeat=depth)
         }
@@ -64,8 +64,8 @@ def test_slots_answer_by_depth_alone() -> None:
 
 
 def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
-    """The tree against the laws of all paths, computed one by one; wide enough that nothing is
-    pruned on the way."""
+    """The tree against the distributions of all paths, computed one by one; wide enough that
+    nothing is pruned on the way."""
     target = tiny_target(dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, "dspark", block_size=2)
     proposer = proposer_of(drafter, width=6, nodes=6)
@@ -83,20 +83,20 @@ def test_a_dspark_node_is_scored_with_the_bias_of_its_own_parent() -> None:
     assert paths_of(tree, 0) == set(sorted(scored, key=lambda path: -scored[path])[:6])
 
 
-def test_a_cut_chain_has_no_node_and_no_law_behind_the_cut() -> None:
+def test_a_cut_chain_has_no_node_and_no_distribution_behind_the_cut() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 1, 2, 3]])
-    laws = torch.full((3, 4, 5), 0.2)
-    laws[:, 3] = 0
+    probs = torch.full((3, 4, 5), 0.2)
+    probs[:, 3] = 0
     kept = torch.tensor([[True, True, False], [False, False, False], [True, False, False]])
-    found = cut(DraftTree(tokens, TreeShape.chain(3), laws=laws), kept)
+    found = cut(DraftTree(tokens, TreeShape.chain(3), probs=probs), kept)
     assert found.tokens.tolist() == [[1, 2, 3], [5, -1, -1], [9, 1, -1]]
-    assert isinstance(found.laws, Tensor) and found.laws.sum(-1).gt(0).tolist() == [
+    assert isinstance(found.probs, Tensor) and found.probs.sum(-1).gt(0).tolist() == [
         [True, True, False],
         [False, False, False],
         [True, False, False],
     ]
     none = cut(
-        DraftTree(tokens, TreeShape.chain(3), laws=laws), torch.zeros(3, 3, dtype=torch.bool)
+        DraftTree(tokens, TreeShape.chain(3), probs=probs), torch.zeros(3, 3, dtype=torch.bool)
     )
     assert none.tokens.tolist() == [[1], [5], [9]]
 
@@ -119,7 +119,7 @@ def test_more_confidence_asked_for_means_fewer_drafts_and_the_same_text(sampling
         and drafted == sorted(drafted, reverse=True)
         and drafted[-1] < 0.2 < drafted[1]
     )
-    if not sampling.draws_from_law:
+    if not sampling.compares_distributions:
         assert all(text == texts[0] for text in texts)
 
 
@@ -161,8 +161,8 @@ def test_a_dflash_chain_ends_where_its_drafts_so_far_are_unlikely_in_each_row() 
     outputs = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     root = torch.tensor([9, 8, 7])
     whole = proposer_of(drafter)._draft(outputs, root, draws_on(3)).tokens
-    laws = drafter.base_logits(outputs).softmax(-1)
-    chances = laws.gather(-1, whole[:, 1:, None])[..., 0].cumprod(-1)
+    probs = drafter.base_logits(outputs).softmax(-1)
+    chances = probs.gather(-1, whole[:, 1:, None])[..., 0].cumprod(-1)
     for threshold in (0.5, 0.1, 0.02, 1e-4):
         found = proposer_of(drafter, threshold=threshold)._draft(outputs, root, draws_on(3)).tokens
         for row in range(3):

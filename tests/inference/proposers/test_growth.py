@@ -181,9 +181,9 @@ def expansion_by_hand(
     for _ in range(levels):
         added = {}
         for path in frontier:
-            law = drafter.logits(path).log_softmax(-1)
-            for token in law.topk(width).indices.tolist():
-                added[(*path, token)] = pool.get(path, 0.0) + float(law[token])
+            probs = drafter.logits(path).log_softmax(-1)
+            for token in probs.topk(width).indices.tolist():
+                added[(*path, token)] = pool.get(path, 0.0) + float(probs[token])
         pool |= added
         frontier = sorted(added, key=lambda p: -added[p])[:width]
     return pool
@@ -232,8 +232,8 @@ def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
         chain = grow_chain(first, root, draws(REJECTION), one, 3)
         tree, _ = grow_fixed(first, root, draws(REJECTION), other, TreeShape.chain(3))
         assert torch.equal(chain.tokens, tree.tokens)
-        assert chain.laws is not None and tree.laws is not None
-        torch.testing.assert_close(chain.laws[:, :3], tree.laws[:, :3])
+        assert chain.probs is not None and tree.probs is not None
+        torch.testing.assert_close(chain.probs[:, :3], tree.probs[:, :3])
 
 
 def test_chains_follow_the_likeliest_token() -> None:
@@ -247,18 +247,18 @@ def test_chains_follow_the_likeliest_token() -> None:
         assert tokens[depth] == int(drafter.logits(tuple(tokens[1:depth])).argmax())
 
 
-def test_sampled_trees_hold_draws_from_the_law_of_each_parent() -> None:
+def test_sampled_trees_hold_draws_from_the_distribution_of_each_parent() -> None:
     shape = TreeShape((-1, 0, 0, 1, 1, 2, 3))
     drafter = TableDrafter(3, vocab=7, steps=1000)
     tree, places = grow_fixed(
         drafter.logits(())[None], torch.tensor([0]), draws(REJECTION), drafter, shape
     )
     tokens = tree.tokens[0].tolist()
-    assert tree.laws is not None
+    assert tree.probs is not None
     for node, children in enumerate(shape.children):
         path = tuple(tokens[n] for n in shape.path_to(node)[1:])
         if children:
-            torch.testing.assert_close(tree.laws[0, node], drafter.logits(path).softmax(-1))
+            torch.testing.assert_close(tree.probs[0, node], drafter.logits(path).softmax(-1))
             assert len({tokens[child] for child in children}) == len(children)
     assert places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
     assert [
@@ -278,26 +278,28 @@ def test_a_fixed_shape_holds_the_likeliest_children_of_each_node() -> None:
             .indices.tolist()
         )
         assert [tokens[child] for child in children] == best[: len(children)]
-    assert tree.laws is None and places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
+    assert tree.probs is None and places[0].tolist() == [-1, 0, 1, 2, -1, -1, -1]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.3, 0.5, 2.0]))
-def test_heat_is_a_temperature_of_the_scores(seed: int, heat: float) -> None:
-    class Heated(TableDrafter):
+def test_score_temperature_is_a_temperature_of_the_scores(
+    seed: int, score_temperature: float
+) -> None:
+    class Warmed(TableDrafter):
         def logits(self, path: tuple[int, ...]) -> Tensor:
-            return super().logits(path) / heat
+            return super().logits(path) / score_temperature
 
-    plain, heated = TableDrafter(seed, vocab=5, steps=1000), Heated(seed, vocab=5, steps=1000)
+    plain, warmed = TableDrafter(seed, vocab=5, steps=1000), Warmed(seed, vocab=5, steps=1000)
     root = torch.tensor([0])
-    ours, _ = grow_dynamic(plain.logits(())[None], root, draws(), plain, 3, 3, 6, heat)
-    theirs, _ = grow_dynamic(heated.logits(())[None], root, draws(), heated, 3, 3, 6)
+    ours, _ = grow_dynamic(plain.logits(())[None], root, draws(), plain, 3, 3, 6, score_temperature)
+    theirs, _ = grow_dynamic(warmed.logits(())[None], root, draws(), warmed, 3, 3, 6)
     assert paths_of(ours, 0) == paths_of(theirs, 0)
     assert ours.scores is not None and theirs.scores is not None
     torch.testing.assert_close(ours.scores, theirs.scores)
 
 
-def test_where_a_law_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
+def test_where_a_distribution_runs_out_of_tokens_nodes_are_missing_with_all_below_them() -> None:
     sampling = Sampling(temperature=1.0, top_k=2, rule="rejection")
     drafter = TableDrafter(3, vocab=7, steps=1000)
     tree, _ = grow_fixed(

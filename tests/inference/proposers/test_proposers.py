@@ -10,7 +10,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.proposer import Accepted, Prompts, load_proposer, parse_spec
-from draftsmith.inference.proposers.draft_model import DraftLM, load_draft_lm
+from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
 from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
 from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
@@ -130,7 +130,7 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
     full = 0
     for noise in (0.0, 0.05):
         drafter = near_copy(target, noise)
-        proposer = DraftLM(drafter, target.vocab_size, length=3, **settings_)
+        proposer = DraftModelProposer(drafter, target.vocab_size, length=3, **settings_)
         checked = 0
 
         def check(original, accepted, proposer=proposer, drafter=drafter) -> None:
@@ -174,7 +174,9 @@ def test_a_draft_model_with_a_larger_or_smaller_head_drafts_the_targets_tokens_o
         torch.manual_seed(1)
         other = near_copy(target, 0.0)
         other.model.resize_token_embeddings(size, mean_resizing=False)
-        found = generate(target, DraftLM(other, target.vocab_size), [[5, 6], [7]], 16, eos_ids=NONE)
+        found = generate(
+            target, DraftModelProposer(other, target.vocab_size), [[5, 6], [7]], 16, eos_ids=NONE
+        )
         plain = generate(
             target, load_proposer("none", target, print), [[5, 6], [7]], 16, eos_ids=NONE
         )
@@ -192,7 +194,11 @@ def test_a_draft_model_with_fewer_positions_than_the_text_drafts_badly_and_not_w
     both: tuple[dict[str, Any], ...] = ({}, {"width": 2})
     for settings_ in both:
         found = generate(
-            target, DraftLM(drafter, target.vocab_size, **settings_), prompts, 30, eos_ids=NONE
+            target,
+            DraftModelProposer(drafter, target.vocab_size, **settings_),
+            prompts,
+            30,
+            eos_ids=NONE,
         )
         plain = generate(target, load_proposer("none", target, print), prompts, 30, eos_ids=NONE)
         assert [g.token_ids for g in found] == [g.token_ids for g in plain]
@@ -202,7 +208,7 @@ def test_a_draft_model_of_another_tokenizer_is_refused_with_the_reason(
     saved_tiny: Path, quickstart: Target
 ) -> None:
     with pytest.raises(UserError, match="has another tokenizer .* its token ids mean other text"):
-        load_draft_lm(str(saved_tiny), quickstart)
+        load_draft_model(str(saved_tiny), quickstart)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gpt-neox", "gpt-oss"])

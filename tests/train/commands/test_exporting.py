@@ -80,7 +80,7 @@ def test_there_and_back_is_the_same_drafter(
     """Bit for bit, with its calibration and where it comes from."""
     back = imported(exports[which], tmp_path / "back")
     before, after = (
-        Artifact.load(folder, quickstart.fingerprint(), quickstart.ends, pytest.fail)
+        Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head, pytest.fail)
         for folder in (DRAFTERS / which.split()[0], back)
     )
     ours, theirs = before.drafter.serving_state(), after.drafter.serving_state()
@@ -265,12 +265,14 @@ def test_a_flipped_flag_in_an_artifact_of_ours(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"norm_output": True}))
     with pytest.raises(UserError, match="config.json has changed since it was written"):
-        Artifact.load(folder, quickstart.fingerprint(), quickstart.ends)
+        Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head)
     seal(folder)
     with pytest.raises(UserError, match="norm_output True.*says False"):
-        Artifact.load(folder, quickstart.fingerprint(), quickstart.ends)
+        Artifact.load(folder, quickstart.fingerprint(), quickstart.embedding_and_head)
     with pytest.raises(UserError, match="speculators.*draftsmith import --from"):
-        Artifact.load(exports["eagle3 speculators"], quickstart.fingerprint(), quickstart.ends)
+        Artifact.load(
+            exports["eagle3 speculators"], quickstart.fingerprint(), quickstart.embedding_and_head
+        )
 
 
 def cli(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -370,7 +372,7 @@ def test_a_vocabulary_cut_after_training(
     assert "64 tokens, which are 100.00%" in capsys.readouterr().out
     kept = set(
         Artifact.load(
-            out, quickstart.fingerprint(), quickstart.ends, pytest.fail
+            out, quickstart.fingerprint(), quickstart.embedding_and_head, pytest.fail
         ).drafter.kept.tolist()
     )
     written = quickstart.tokenizer("return x")["input_ids"]
@@ -616,7 +618,8 @@ def test_an_imported_head_is_trained_on(method: str, saved_tiny: Path, tmp_path:
     else:
         drafter = random_eagle(target, "eagle3")
         drafter = EagleDrafter(
-            replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True), target.ends
+            replace(drafter.shape, norm_before_residual=True, norm_fused_taps=True),
+            target.embedding_and_head,
         )
         config = drafter.serving_config("x", "float32")
     torch.save(dict(drafter.serving_state()), public / "heads.bin")
@@ -659,7 +662,9 @@ def test_a_block_is_drafted_whole_there_and_back(
             assert '"num_speculative_tokens": 4' in capsys.readouterr().out
         back = imported(tmp_path / engine, tmp_path / f"{engine}-back")
         assert f"as {layout};" in capsys.readouterr().out
-        after = Artifact.load(back, quickstart.fingerprint(), quickstart.ends, pytest.fail)
+        after = Artifact.load(
+            back, quickstart.fingerprint(), quickstart.embedding_and_head, pytest.fail
+        )
         ours, theirs = before.drafter.state_dict(), after.drafter.state_dict()
         assert ours.keys() == theirs.keys() and all(
             torch.equal(ours[name], theirs[name]) for name in ours

@@ -200,7 +200,7 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
-    assert (shape.passes, shape.layers, shape.laws, shape.taps) == (0.5, 2, 3, 1)
+    assert (shape.passes, shape.layers, shape.distributions, shape.taps) == (0.5, 2, 3, 1)
     assert shape.borrowed_params == 32 * shape.vocab
     flops = (6 * shape.drafter_params + 4 * 32 * shape.vocab) * 0.5 * 1e6 * 3
     assert found["train_gpu_hours"] == pytest.approx(flops / (989e12 * 3600))

@@ -21,10 +21,16 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import kept_per_round
 from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.stored import ENDS_FILE, load_stored, load_texts, model_of_ends, save_ends
+from draftsmith.inference.stored import (
+    EMBEDDING_AND_HEAD_FILE,
+    load_stored,
+    load_texts,
+    model_of_embedding_and_head,
+    save_embedding_and_head,
+)
 from draftsmith.inference.target import Target, load_target
 from draftsmith.train.data.store import encoded
-from draftsmith.train.inputs import ends_in
+from draftsmith.train.inputs import embedding_and_head_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -142,19 +148,24 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
         multimodal() if kind.startswith("multimodal") else architecture(kind, dtype=torch.float32)
     )
     target.tokenizer = tiny_target().tokenizer
-    save_ends(target, tmp_path / "store")
+    save_embedding_and_head(target, tmp_path / "store")
     target.model.save_pretrained(tmp_path / "whole")
     target.tokenizer.save_pretrained(tmp_path / "whole")
-    tensors = load_file(tmp_path / "store" / ENDS_FILE)
+    tensors = load_file(tmp_path / "store" / EMBEDDING_AND_HEAD_FILE)
     stored = Target(
-        model_of_ends(tmp_path / "store", torch.device("cpu"), torch.float32, tensors.get),
+        model_of_embedding_and_head(
+            tmp_path / "store", torch.device("cpu"), torch.float32, tensors.get
+        ),
         None,
         "stored",
     )
     ids, states = torch.arange(5, 20), torch.randn(3, target.hidden_size)
-    for ends in (stored, ends_in(str(tmp_path / "whole"), torch.device("cpu"), "float32")):
-        assert torch.equal(ends.embed(ids), target.embed(ids)) and torch.equal(
-            ends.head(states), target.head(states)
+    for embedding_and_head in (
+        stored,
+        embedding_and_head_in(str(tmp_path / "whole"), torch.device("cpu"), "float32"),
+    ):
+        assert torch.equal(embedding_and_head.embed(ids), target.embed(ids)) and torch.equal(
+            embedding_and_head.head(states), target.head(states)
         )
 
 
@@ -434,8 +445,8 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(
 
 
 def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
-    """Too small for a step: said at once. Large enough: the trainer waits, and leaves when it is
-    told to."""
+    """Too small for a step: said at once. Large enough: the trainer waits, and stops when it is
+    asked to."""
     plain = config_for(tmp_path / "plain", saved_tiny, "eagle")
     for shards, rows in ((2, 1), (3, 3)):
         store = tmp_path / f"ring{shards}"

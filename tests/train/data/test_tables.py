@@ -273,8 +273,8 @@ def test_an_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
 def test_damaged_tables_are_built_again_and_nothing_else_is(
     tmp_path: Path, file: str, how: str, caplog
 ) -> None:
-    told, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
-    first = prepare(told, TARGET, folder, seed=0)
+    config, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
+    first = prepare(config, TARGET, folder, seed=0)
     sound = {path.name: path.read_bytes() for path in folder.iterdir()}
     path = folder / file
     if how == "truncated":
@@ -294,7 +294,7 @@ def test_damaged_tables_are_built_again_and_nothing_else_is(
             UserError, match="delete .*data and run the command that wrote it again"
         ):
             load(folder)
-    again = prepare(told, TARGET, folder, seed=0)
+    again = prepare(config, TARGET, folder, seed=0)
     assert {
         path.name: path.read_bytes() for path in folder.iterdir()
     } == sound and "built again" in caplog.text

@@ -255,7 +255,7 @@ def test_no_feature_at_or_after_an_anchor_has_a_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_label_changes_its_own_draft_and_no_law(kind: str) -> None:
+def test_a_label_changes_its_own_draft_and_no_distribution(kind: str) -> None:
     """A token behind the anchor is a label, never an input, but for DSpark's bias, which knows the
     token before each draft."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
@@ -462,12 +462,11 @@ def test_flex_on_a_gpu_has_the_gradients_of_the_reference(dtype: torch.dtype) ->
     found = []
     for backend, kind in (("plain", torch.float32), ("sdpa", dtype), ("flex", dtype)):
 
-        def cast(pair, kind=kind):
+        def cast(pair, kind=kind) -> Any:
             return tuple(t.to(kind) for t in pair)
 
-        out = BlockAttention(batch, places, 8, device, backend)(
-            queries.to(kind), cast(context), cast(own)
-        )  # type: ignore[arg-type]
+        attention = BlockAttention(batch, places, 8, device, backend)  # type: ignore[arg-type]
+        out = attention(queries.to(kind), cast(context), cast(own))
         found.append((out.detach().float(), *torch.autograd.grad((out.float() ** 2).sum(), leaves)))
     limit = 1e-4 if dtype == torch.float32 else 3e-2
     for other in found[1:]:
@@ -495,7 +494,7 @@ def test_the_mask_is_a_token_that_no_text_holds_and_that_has_an_embedding() -> N
     target = tiny_target()
 
     def find(asked, *held):
-        return mask_token_for(asked, target, Counted(*held))
+        return mask_token_for(asked, target, Counted(*held))  # type: ignore[arg-type]
 
     with pytest.raises(
         UserError,

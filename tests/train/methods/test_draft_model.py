@@ -3,9 +3,11 @@ what decoding logs of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from draftsmith.distill.divergences import divergence, log_law
+from draftsmith.distill.divergences import divergence, log_probs
 from draftsmith.distill.students import StudentConfig, make_student
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
@@ -51,12 +53,12 @@ def student_of(target: Target = TARGET, **config: object) -> DraftModel:
 
 
 def objective(
-    student: DraftModel, accepted_weight: float = 1.0, **options: object
+    student: DraftModel, accepted_weight: float = 1.0, **options: Any
 ) -> DistillObjective:
     options = {"rows_per_chunk": 2, **options}
     aim = DistillObjective(
         DistillLoss(**options), runner_of(student), TARGET, accepted_weight=accepted_weight
-    )  # type: ignore[arg-type]
+    )
     return aim.to(TARGET.dtype)
 
 
@@ -86,18 +88,18 @@ def test_loss_is_the_mean_over_reply_rows_of_student_against_target(loss: str) -
     terms = []
     for start, end, first in ((0, 9, 4), (9, 15, 2)):
         ids = batch.ids[:, start:end]
-        log_p = log_law(TARGET.model(ids).logits[0])
-        log_q = log_law(student.model(ids).logits[0])
+        log_p = log_probs(TARGET.model(ids).logits[0])
+        log_q = log_probs(student.model(ids).logits[0])
         for row in range(first - 1, end - start - 1):
             one = slice(row, row + 1)
             terms.append(divergence(loss, log_q[one], log_p[one], ids[0, row + 1 : row + 2]))  # type: ignore[arg-type]
     torch.testing.assert_close(found, torch.cat(terms).mean())
 
 
-def test_temperatures_warp_both_laws_and_zero_teaches_the_best_token() -> None:
+def test_temperatures_warp_both_distributions_and_zero_teaches_the_best_token() -> None:
     student, batch = student_of(), batch_of((9, [(4, 9)]))
     p, q = TARGET.model(batch.ids).logits[0, 3:8], student.model(batch.ids).logits[0, 3:8]
-    warm = 0.5 * divergence("kl", log_law(q / 0.5), log_law(p / 0.5), batch.ids[0, 4:9]).mean()
+    warm = 0.5 * divergence("kl", log_probs(q / 0.5), log_probs(p / 0.5), batch.ids[0, 4:9]).mean()
     torch.testing.assert_close(loss_of(student, batch, temperatures=[0.5]), warm)
     cold = torch.nn.functional.cross_entropy(q, p.argmax(-1))
     torch.testing.assert_close(loss_of(student, batch, temperatures=[0.0]), cold)
@@ -133,7 +135,7 @@ def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_
     assert not any(
         "projection" in name
         for name in Artifact.load(
-            tmp_path / "student", TARGET.fingerprint(), TARGET.ends
+            tmp_path / "student", TARGET.fingerprint(), TARGET.embedding_and_head
         ).drafter.state_dict()
     )
 
@@ -160,7 +162,7 @@ def test_a_trimmed_student_counts_what_it_cannot_say_as_missed() -> None:
     torch.testing.assert_close(sums["alpha@1"][0], torch.minimum(p[:, :20], q).sum().double())
 
 
-def test_a_students_padding_rows_are_not_part_of_its_law() -> None:
+def test_a_students_padding_rows_are_not_part_of_its_distribution() -> None:
     student = student_of()
     batch = batch_of((9, [(4, 9)]))
     plain = loss_of(student, batch)
@@ -194,7 +196,7 @@ def test_chains_end_with_the_draft_that_takes_the_product_below_the_threshold() 
 
 def distilled(target: Target) -> Artifact:
     """The committed draft model, in float32."""
-    artifact = Artifact.load(DISTILLED, target.fingerprint(), target.ends)
+    artifact = Artifact.load(DISTILLED, target.fingerprint(), target.embedding_and_head)
     place(artifact.drafter, target.device, torch.float32)
     return artifact
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from draftsmith.distill.divergences import log_law
+from draftsmith.distill.divergences import log_probs
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.target import Hidden
@@ -104,7 +104,7 @@ def plain_loss(
                 if int(teacher.argmax()) not in kept.tolist():
                     continue
                 p = teacher[kept].softmax(-1)
-                q = log_law(drafter.logits(normed[k][b, t]))
+                q = log_probs(drafter.logits(normed[k][b, t]))
                 total += float((p * (p.log() - q)).sum()) * weights[k] / denominators[f"step{k}"]
     return total
 
@@ -214,7 +214,7 @@ def test_packed_documents_lose_what_they_lose_apart(kind: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_eagle1_learns_the_next_feature_and_a_tenth_of_the_law() -> None:
+def test_eagle1_learns_the_next_feature_and_a_tenth_of_the_distribution() -> None:
     drafter = random_eagle(TARGET, "eagle1")
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
@@ -225,7 +225,7 @@ def test_eagle1_learns_the_next_feature_and_a_tenth_of_the_law() -> None:
     total = 0.0
     for t in (3, 4, 5, 6):
         goal, p = features.last[0, t + 1], TARGET.head(features.last[0, t + 1]).softmax(-1)
-        q = log_law(TARGET.head(output[0, t]))
+        q = log_probs(TARGET.head(output[0, t]))
         off = (output[0, t] - goal).abs()
         smooth = torch.where(off < 1, 0.5 * off**2, off - 0.5).mean()
         total += float(smooth + 0.1 * (p * (p.log() - q)).sum())
@@ -253,7 +253,7 @@ def test_targets_that_cannot_be_drafted_are_misses_and_teach_nothing_by_default(
     """A vocabulary of few tokens: agreement may not exceed the share of targets inside it, whatever
     the drafter learns there."""
     shape = shape_for(EagleConfig(taps=[0, 1], draft_vocab_size=20), TARGET.config)
-    drafter = EagleDrafter(shape, TARGET.ends).double()
+    drafter = EagleDrafter(shape, TARGET.embedding_and_head).double()
     batch = batch_of((120, [(2, 120)]))
     features = features_of(batch, drafter)
     best = TARGET.head(features.last[0]).argmax(-1)
@@ -364,7 +364,7 @@ def test_weights_that_depend_on_the_forward_do_so_chunk_or_no_chunk(weighting: s
     chances, losses, valid = (torch.zeros(41, STEPS, dtype=torch.float64) for _ in range(3))
     for k in range(STEPS):
         for t, label in pairs(batch, k):
-            log_q = log_law(drafter.logits(normed[k][0, t]))
+            log_q = log_probs(drafter.logits(normed[k][0, t]))
             p = TARGET.head(features.last[0, t + 1 + k]).softmax(-1)
             alpha = torch.minimum(log_q.exp(), p).sum()
             at_label = log_q[batch.ids[0, label]]

@@ -88,7 +88,7 @@ class StudentConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CutPlan:
     """What a student costs beside its target."""
 
     parameters: int
@@ -109,11 +109,11 @@ class Plan:
         ]
 
 
-def plan_of(student: nn.Module, target: nn.Module) -> Plan:
+def plan_of(student: nn.Module, target: nn.Module) -> CutPlan:
     def count(model):
         return sum(p.numel() for p in model.parameters())
 
-    return Plan(count(student), count(target), _read(student) / _read(target))
+    return CutPlan(count(student), count(target), _read(student) / _read(target))
 
 
 def _read(model: Any) -> int:

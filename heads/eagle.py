@@ -24,7 +24,7 @@ from .errors import UserError
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
 from .rotary import Rotary
-from .vocabulary import kept_ids, offsets
+from .vocabulary import ids_of_offsets, offsets
 
 WEIGHTS_FILE = "model.safetensors"
 SELF_SCORE = 7.0  # an untrained row's attention score for itself; other tokens get 0 +- 1
@@ -220,7 +220,7 @@ class EagleDrafter(EngineLayout, nn.Module):
         queries.copy_(shared.flatten(0, 1))
 
     @property
-    def kept(self) -> Tensor | None:
+    def draft_vocab_ids(self) -> Tensor | None:
         """Target ids `[Vd]` of the draft vocabulary; None: all."""
         return (
             None
@@ -231,7 +231,7 @@ class EagleDrafter(EngineLayout, nn.Module):
     def check(self) -> None:
         """Demand a sound vocabulary map."""
         if self.d2t is not None and self.t2d is not None:
-            ids = kept_ids(self.d2t, self.shape.vocab_size)
+            ids = ids_of_offsets(self.d2t, self.shape.vocab_size)
             if not torch.equal(self.t2d.nonzero()[:, 0], ids):
                 raise UserError(
                     "the drafter's two vocabulary maps (d2t and t2d) name different tokens"

@@ -45,7 +45,7 @@ def offsets(ids: Tensor) -> Tensor:
     return ids - torch.arange(len(ids), device=ids.device)
 
 
-def kept_ids(d2t: Tensor, vocab_size: int) -> Tensor:
+def ids_of_offsets(d2t: Tensor, vocab_size: int) -> Tensor:
     """Target ids `[N]` of a stored map. Raises `UserError` if they are not ascending, distinct and
     within the vocabulary."""
     ids = d2t + torch.arange(len(d2t), device=d2t.device)

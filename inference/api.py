@@ -17,7 +17,7 @@ from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
-from .metrics import kept_per_round, tau
+from .metrics import emitted_per_round, tau
 from .proposer import Proposer, load_proposer
 from .settings import Sampling, TargetConfig
 from .target import Target, load_target, target_of
@@ -52,7 +52,7 @@ class Reply(Generation):
     @property
     def tau(self) -> float:
         """Tokens kept per round, the target's own included; NaN if there was no round."""
-        return tau([kept_per_round(self)])
+        return tau([emitted_per_round(self)])
 
     def __repr__(self) -> str:
         return (

@@ -142,7 +142,7 @@ class Figures(Struct):
     samples: list[Sample] = []
 
 
-class Setting(Struct):
+class SettingFile(Struct):
     """A temperature and a batch size, and every drafter in it."""
 
     drafters: dict[str, Figures]
@@ -173,7 +173,7 @@ class ServerSetting(Struct):
     tau_definition: str = ""
 
 
-class Server(Struct):
+class ServerFile(Struct):
     """A live server, and its settings."""
 
     engine: str
@@ -208,7 +208,7 @@ class ReportFile(Document):
     finite: ClassVar[bool] = False
 
     prompt_set: PromptSet
-    settings: list[Setting]
+    settings: list[SettingFile]
     target: TargetFacts | None = None
     command: str = ""
     started_at: str = ""
@@ -224,7 +224,7 @@ class ReportFile(Document):
     left_out: dict[str, str] = {}
     drafters: dict[str, dict[str, Any]] = {}
     drafter_bytes: dict[str, int | None] = {}
-    server: Server | None = None
+    server: ServerFile | None = None
     partial: str = ""
     schema_version: Annotated[int, Meta(ge=1)] = 1
 

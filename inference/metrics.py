@@ -108,7 +108,7 @@ def repeats_itself(tokens: Sequence[int], n: int = LOOP_NGRAM) -> bool:
     return len(set(grams)) < len(grams)
 
 
-def kept_per_round(generation: Generation) -> list[int]:
+def emitted_per_round(generation: Generation) -> list[int]:
     return [len(round_.tokens) for round_ in generation.rounds]
 
 
@@ -156,7 +156,7 @@ def quantiles(
 def time_per_token(generation: Generation) -> float | None:
     """Seconds from the prefill's token to the last over the tokens of all rounds; `None` for a
     reply without a round."""
-    tokens = sum(kept_per_round(generation))
+    tokens = sum(emitted_per_round(generation))
     return generation.decode_s / tokens if tokens else None
 
 
@@ -171,7 +171,7 @@ def summarise(
     number of the prompt that each request belongs to, for intervals; each its own if not given.
     """
     rounds = [r for g in generations for r in g.rounds]
-    kept = [kept_per_round(g) for g in generations]
+    kept = [emitted_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
     levels = max(accepted, default=0)

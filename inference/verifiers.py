@@ -2,9 +2,9 @@
 the target's distribution.
 
 A verifier turns a drafted tree, the target's distributions p and the draft's distributions q into a
-`Plan`: one acceptance chance for each node, the distribution of the round's last token at each
-node, and how coins pick the node. All of it is deterministic, which is what lets a test enumerate
-every outcome. Rules and proofs: verification-and-trees 4.4 to 4.7.
+`AcceptancePlan`: one acceptance chance for each node, the distribution of the round's last token at
+each node, and how coins pick the node. All of it is deterministic, which is what lets a test
+enumerate every outcome. Rules and proofs: verification-and-trees 4.4 to 4.7.
 
 Shapes: B batch, N tree nodes with the root, V vocabulary. `tokens` `[B, N]`, `p` and `q` `[B, N,
 V]`: distributions of the token after each node. Children are draws without replacement from their
@@ -27,7 +27,7 @@ TINY = 1e-12
 
 
 @dataclass
-class Plan:
+class AcceptancePlan:
     """What is left to chance: a coin for each node, and one last draw."""
 
     chances: Tensor
@@ -38,7 +38,7 @@ class Plan:
     """Coins `[B, N]` bool -> the node `[B]` where the path ends."""
 
 
-Verifier = Callable[[TreeShape, Tensor, Tensor, Tensor], Plan]
+Verifier = Callable[[TreeShape, Tensor, Tensor, Tensor], AcceptancePlan]
 
 
 def verifier_for(rule: str, shape: TreeShape) -> tuple[str, Verifier]:
@@ -95,7 +95,7 @@ def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
     return deepest(chosen, shape.tables(coins.device))
 
 
-def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
     """Leviathan et al. (2211.17192), Chen et al. (2302.01318): the reference for chains, which the
     loop does not use."""
     assert shape.is_chain
@@ -105,10 +105,10 @@ def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
             max=1
         )
         probs[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
-    return Plan(chances, probs, partial(select_down, shape))
+    return AcceptancePlan(chances, probs, partial(select_down, shape))
 
 
-def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
     """Block verification of a sampled chain (Sun et al., arXiv 2403.10444): the longest accepted
     prefix wins."""
     assert shape.is_chain
@@ -124,7 +124,7 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
         chances[:, :last] = share_of(mass, weight[:, :last])
         probs[:, :last] = rest
-    return Plan(chances, probs, partial(select_first, tuple(range(last, -1, -1))))
+    return AcceptancePlan(chances, probs, partial(select_first, tuple(range(last, -1, -1))))
 
 
 def residual_weighted(weight: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ def share_of(mass: Tensor, weight: Tensor) -> Tensor:
     return (mass / (mass + (1 - weight)).clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
 
-def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
     """Recursive rejection without replacement (Sequoia, arXiv 2402.12374): children in order, each
     against what is left."""
     probs, chances = p.clone(), torch.ones_like(p[..., 0])
@@ -155,10 +155,10 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
             left = torch.where((x < 0)[:, None], left, residual(left, drawn))
             drawn = without(drawn, x)
         probs[:, node] = left
-    return Plan(chances, probs, partial(select_down, shape))
+    return AcceptancePlan(chances, probs, partial(select_down, shape))
 
 
-def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
     """Traversal verification (Weng et al., arXiv 2505.12398): leaves first, the first accepted node
     wins; block on a chain."""
     left, drawn = list(p.unbind(1)), list(q.unbind(1))
@@ -180,6 +180,6 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
         order.append(node)
 
     visit(0)
-    return Plan(
+    return AcceptancePlan(
         torch.stack(weight, dim=1), torch.stack(left, dim=1), partial(select_first, tuple(order))
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from draftsmith.train.commands.plan import Options, count, hours, planned
-from draftsmith.train.estimate import Shape, size
+from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.method import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ COLUMNS = (
     "drafter's state",
     "pass",
 )
-Plans = dict[Path, tuple[Any, Shape, dict[str, float]]]
+Plans = dict[Path, tuple[Any, RunSizes, dict[str, float]]]
 
 
 def recipes() -> list[Path]:

@@ -98,7 +98,7 @@ def all_tokens(target: Target) -> Artifact:
     before = committed("eagle3_plain", target)
     shape, state = before.drafter.shape, before.drafter.state_dict()
     state["lm_head.weight"] = target.head_weight.index_copy(
-        0, before.drafter.kept, state["lm_head.weight"]
+        0, before.drafter.draft_vocab_ids, state["lm_head.weight"]
     )
     drafter = EagleDrafter(
         replace(shape, draft_vocab_size=shape.vocab_size), target.embedding_and_head

@@ -13,7 +13,7 @@ __all__ = [
     "Checkpoints",
     "Data",
     "Evaluation",
-    "HeldOut",
+    "HeldOutConfig",
     "Optim",
     "RunConfig",
     "Source",
@@ -41,7 +41,7 @@ class Source:
 
 
 @dataclass
-class HeldOut:
+class HeldOutConfig:
     """Which rows are kept away from training, to calibrate trees and to choose the best
     checkpoint."""
 
@@ -71,7 +71,7 @@ class Data:
 
     sources: list[Source]
     """Where rows come from."""
-    held_out: HeldOut = field(default_factory=HeldOut)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     max_length: int = 1024
     """Tokens in a packed row; longer conversations are dropped and counted."""
     bad_rows: BadRows = "stop"
@@ -191,7 +191,7 @@ class FeatureOptions:
 
 
 @dataclass
-class Profile:
+class ProfilerConfig:
     """A window of steps for the profiler."""
 
     first: int = 10
@@ -217,7 +217,7 @@ class RunConfig:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     features: FeatureOptions = field(default_factory=FeatureOptions)
-    profile: Profile = field(default_factory=Profile)
+    profile: ProfilerConfig = field(default_factory=ProfilerConfig)
     epochs: float = 1.0
     """Passes over the data; fractions are fine."""
     max_steps: int | None = None

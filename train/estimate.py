@@ -35,7 +35,7 @@ COUNTS = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class RunSizes:
     """What the arithmetic needs of a target and its drafter."""
 
     hidden: int
@@ -53,7 +53,7 @@ class Shape:
     distributions: int = 1
 
 
-def shape_of(method: Any, config: Any) -> Shape:
+def shape_of(method: Any, config: Any) -> RunSizes:
     """Target and drafter by their shapes. Raises `UserError` where no config is to be had."""
     model_config = config_at(config.target.path, config.target.trust_remote_code)
     target = ConfigOnly(model_config)
@@ -68,7 +68,7 @@ def shape_of(method: Any, config: Any) -> Shape:
     taps, all_last = method.features_of(config, target)
     found = outlined(method, config, target)
     trained = sum(p.numel() for p in found.drafter.parameters())
-    return Shape(
+    return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
         found.passes, found.borrowed_params, found.layers, found.distributions,
     )  # fmt: skip
@@ -81,7 +81,7 @@ def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
         return method.outline(config, target)
 
 
-def plan_for(shape: Shape, options: PlanOptions, config: Any) -> dict[str, float]:
+def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, float]:
     """Bytes, GPU-hours and bytes of GPU memory."""
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)

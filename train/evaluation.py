@@ -28,7 +28,7 @@ from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.metrics import (
     bootstrap,
-    kept_per_round,
+    emitted_per_round,
     repeats_itself,
     survival,
     tau,
@@ -92,7 +92,7 @@ def write_text(
     )
 
 
-class HeldOut:
+class HeldOutEvaluation:
     """The held-out texts, each rank holding its share."""
 
     def __init__(
@@ -189,7 +189,7 @@ class HeldOut:
             results.append(
                 (
                     text.start,
-                    kept_per_round(generation),
+                    emitted_per_round(generation),
                     generation.token_ids == text.ids[text.start :],
                 )
             )
@@ -222,7 +222,7 @@ def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[i
 
 
 def evaluate(
-    held_out: HeldOut,
+    held_out: HeldOutEvaluation,
     drafter: Any,
     make_artifact: Callable[[dict[str, Any]], Artifact],
     save: Callable[[Artifact], Path],

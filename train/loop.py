@@ -37,7 +37,7 @@ from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
 from .estimate import check_affordable
-from .evaluation import HeldOut, evaluate
+from .evaluation import HeldOutEvaluation, evaluate
 from .inputs import inputs_of
 from .objectives import Sums, acceptance_lengths, add_sums
 from .parallel import end_training, engine_of, load_models_whole, on_main
@@ -115,7 +115,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
         state = resume(folder, resume_from, trainer)
     taps = trainer.drafter.taps
     texts = inputs.make_texts(taps) if inputs.make_texts is not None else None
-    held_out = HeldOut(
+    held_out = HeldOutEvaluation(
         inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, taps, texts
     )
     if accelerator.is_main_process:
@@ -137,7 +137,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
 def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     """Bring the trainer to where the checkpoint of `step` was."""
     state = folder.load(trainer.accelerator, step)
-    for part in trainer.batches.written:
+    for part in trainer.batches.rollouts:
         part.load(folder.at(step))
     state.ranks = trainer.accelerator.num_processes
     if trainer.accelerator.is_main_process:
@@ -199,7 +199,11 @@ def check_before_loading(run: Any) -> None:
 
 
 def run_loop(
-    trainer: Trainer, folder: RunFolder, state: TrainerState, held_out: HeldOut, config_yaml: str
+    trainer: Trainer,
+    folder: RunFolder,
+    state: TrainerState,
+    held_out: HeldOutEvaluation,
+    config_yaml: str,
 ) -> None:
     """From `state.step` to the last step: step, log, evaluate, save, stop."""
     run, accelerator, total = trainer.run, trainer.accelerator, trainer.total_steps
@@ -292,7 +296,7 @@ def evaluate_and_save(
     trainer: Trainer,
     folder: RunFolder,
     state: TrainerState,
-    held_out: HeldOut,
+    held_out: HeldOutEvaluation,
     config_yaml: str,
     progress: Progress,
 ) -> bool:
@@ -350,7 +354,7 @@ def save(
 
     def save_parts(aside: Path) -> None:
         artifact.save(aside / "drafter")
-        for part in trainer.batches.written:
+        for part in trainer.batches.rollouts:
             part.save(aside)
 
     folder.save(trainer.accelerator, state, save_parts, config_yaml, artifact.provenance)

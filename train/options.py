@@ -126,7 +126,7 @@ class ReplySampling:
 
 
 @dataclass
-class Server:
+class ServerOptions:
     """An OpenAI-compatible server that runs the target."""
 
     url: str | None = None
@@ -166,7 +166,7 @@ class RegenerateOptions:
     out: str
     """JSONL file to write, or to go on with."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
-    server: Server = field(default_factory=Server)
+    server: ServerOptions = field(default_factory=ServerOptions)
     bad_rows: BadRows = "stop"
     """What a malformed row does: stop, or skip it (it is named)."""
     limit: int | None = None

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from .config import Profile
+from .config import ProfilerConfig
 
 
 @contextmanager
-def profiler(config: Profile, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
+def profiler(config: ProfilerConfig, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
     """A function to call after every step. After `config.steps` of them from `config.first` on
     (counted from the start of this process) it writes OUTPUT/profile/rank-N.json, which Chrome's
     tracing page and Perfetto open."""

@@ -72,7 +72,7 @@ class Trainer:
             raise UserError(
                 "rollouts.share and errors.share add up to more than 1; lower one of them"
             )
-        batches.written = [
+        batches.rollouts = [
             Written(
                 name,
                 config,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..artifact import Artifact
-from .exports import CHAINS_ONLY, TITLES, Order, Recipe, kind_of
+from .exports import CHAINS_ONLY, TITLES, ExportRequest, Recipe, kind_of
 
 NAMES = TITLES | {"draft_model": "Draft model"}
 PAPERS = {
@@ -25,7 +25,7 @@ PAPERS = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class CardFigures:
     """A line of the table: one drafter in one setting of `draftsmith evaluate`."""
 
     drafts: str
@@ -42,7 +42,11 @@ class Measured:
 
 
 def card(
-    artifact: Artifact, order: Order, recipe: Recipe, licence: str, measured: Sequence[Measured]
+    artifact: Artifact,
+    order: ExportRequest,
+    recipe: Recipe,
+    licence: str,
+    measured: Sequence[CardFigures],
 ) -> str:
     """The README, with the header that the hub reads."""
     kind = kind_of(artifact.drafter)
@@ -79,7 +83,7 @@ def card(
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _others(recipe: Recipe, order: Order) -> str:
+def _others(recipe: Recipe, order: ExportRequest) -> str:
     others = [engine for engine in recipe.also if engine != order.engine]
     if not others:
         return ""
@@ -93,7 +97,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _table(order: Order, measured: Sequence[Measured], rounded: bool) -> str:
+def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool) -> str:
     """Chains only where the engine drafts chains; the rest is said to be left out."""
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
@@ -135,7 +139,7 @@ def _table(order: Order, measured: Sequence[Measured], rounded: bool) -> str:
     return "\n".join(lines)
 
 
-def _facts(artifact: Artifact, order: Order) -> str:
+def _facts(artifact: Artifact, order: ExportRequest) -> str:
     target, drafter = artifact.fingerprint, artifact.drafter
     data: dict[str, Any] = artifact.provenance.get("data", {})
     size = sum(parameter.numel() for parameter in drafter.parameters())

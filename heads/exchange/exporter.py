@@ -21,8 +21,8 @@ from ..fingerprint import Fingerprint, tokenizer_hash
 from ..layout import place
 from ..pretrained import clear_errors, read_tokenizer
 from ..vocabulary import offsets
-from .card import Measured, card
-from .exports import Order, Recipe, files_for, kind_of, recipe_for
+from .card import CardFigures, card
+from .exports import ExportRequest, Recipe, files_for, kind_of, recipe_for
 from .selfcheck import check_export, check_name, side_of
 
 CARD = "README.md"
@@ -30,9 +30,9 @@ CARD = "README.md"
 
 def export(
     artifact: Artifact,
-    order: Order,
+    order: ExportRequest,
     licence: str = "other",
-    measured: Sequence[Measured] = (),
+    measured: Sequence[CardFigures] = (),
     head: Tensor | None = None,
 ) -> Recipe:
     """Write `order.out` whole or not at all. `head` `[V, H]`: the target's, which one layout holds.
@@ -165,7 +165,11 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
         raise UserError(
             f"only EAGLE-3 has a vocabulary of its own to make smaller, not {kind_of(drafter)}"
         )
-    kept = drafter.kept if drafter.kept is not None else torch.arange(drafter.shape.vocab_size)
+    kept = (
+        drafter.draft_vocab_ids
+        if drafter.draft_vocab_ids is not None
+        else torch.arange(drafter.shape.vocab_size)
+    )
     columns = torch.searchsorted(kept, ids.clamp(max=int(kept[-1])))
     if not torch.equal(kept[columns], ids):
         raise UserError(

@@ -48,7 +48,7 @@ Files = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Order:
+class ExportRequest:
     """What is asked for."""
 
     engine: EngineName
@@ -66,7 +66,7 @@ class Recipe:
 
     layout: str
     """native, speculators, sglang-eagle1 or vllm-medusa."""
-    serve: Callable[[Order, Any], str]
+    serve: Callable[[ExportRequest, Any], str]
     notes: tuple[str, ...] = ()
     also: tuple[EngineName, ...] = ()
     """Other engines that read the very same directory."""
@@ -252,7 +252,7 @@ def _eagle_notes(shape: Any) -> tuple[str, ...]:
 
 
 def files_for(
-    layout: str, drafter: Any, order: Order, target: Fingerprint, head: Tensor | None = None
+    layout: str, drafter: Any, order: ExportRequest, target: Fingerprint, head: Tensor | None = None
 ) -> Files:
     """What stands in `config.json` and the tensors' file. `head` `[V, H]`: the target's, where a
     layout holds it."""
@@ -400,16 +400,16 @@ def sglang_eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
     return config, {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype), **tensors}
 
 
-def _vllm(method: str) -> Callable[[Order, Any], str]:
-    def serve(order: Order, drafter: Any) -> str:
+def _vllm(method: str) -> Callable[[ExportRequest, Any], str]:
+    def serve(order: ExportRequest, drafter: Any) -> str:
         chosen = {"method": method, "model": order.out, "num_speculative_tokens": order.drafts}
         return f"vllm serve {quote(order.target)} --speculative-config {quote(json.dumps(chosen))}"
 
     return serve
 
 
-def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
-    def serve(order: Order, drafter: Any) -> str:
+def _sglang(algorithm: str) -> Callable[[ExportRequest, Any], str]:
+    def serve(order: ExportRequest, drafter: Any) -> str:
         return (
             f"python -m sglang.launch_server --model-path {quote(order.target)} "
             f"--speculative-algorithm {algorithm} \\\n"
@@ -421,7 +421,7 @@ def _sglang(algorithm: str) -> Callable[[Order, Any], str]:
     return serve
 
 
-def _sglang_block(order: Order, drafter: Any) -> str:
+def _sglang_block(order: ExportRequest, drafter: Any) -> str:
     """Draft tokens count the anchor's slot, which is a part of a DFlash block and comes before a
     DSpark one."""
     kind = drafter.method
@@ -434,8 +434,8 @@ def _sglang_block(order: Order, drafter: Any) -> str:
     )
 
 
-def _trtllm(kind: str) -> Callable[[Order, Any], str]:
-    def serve(order: Order, drafter: Any) -> str:
+def _trtllm(kind: str) -> Callable[[ExportRequest, Any], str]:
+    def serve(order: ExportRequest, drafter: Any) -> str:
         lines = [
             "speculative_config:",
             f"  decoding_type: {kind}",
@@ -453,8 +453,8 @@ def _trtllm(kind: str) -> Callable[[Order, Any], str]:
     return serve
 
 
-def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
-    def serve(order: Order, drafter: Any) -> str:
+def _llamacpp(kind: str) -> Callable[[ExportRequest, Any], str]:
+    def serve(order: ExportRequest, drafter: Any) -> str:
         needs_target = (
             f" --target-model-dir {quote(order.target)}" if kind != "draft-simple" else ""
         )
@@ -471,11 +471,11 @@ def _llamacpp(kind: str) -> Callable[[Order, Any], str]:
     return serve
 
 
-def _tgi(order: Order, drafter: Any) -> str:
+def _tgi(order: ExportRequest, drafter: Any) -> str:
     return f"text-generation-launcher --model-id {quote(order.out)} --speculate {order.drafts}"
 
 
-def _hf(order: Order, drafter: Any) -> str:
+def _hf(order: ExportRequest, drafter: Any) -> str:
     return (
         "python - <<'END'\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

@@ -25,7 +25,7 @@ from ..errors import UserError
 from ..files import read_json
 from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
-from .exports import BLOCKS, Order, Recipe, kind_of, sglang_taps, vllm_guess
+from .exports import BLOCKS, ExportRequest, Recipe, kind_of, sglang_taps, vllm_guess
 from .foreign import Answers, TargetSide
 from .public import read_public
 
@@ -45,7 +45,11 @@ def check_name(out: str, artifact: Artifact) -> None:
 
 
 def check_export(
-    folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None = None
+    folder: Path,
+    artifact: Artifact,
+    order: ExportRequest,
+    recipe: Recipe,
+    head: Tensor | None = None,
 ) -> None:
     """Read `folder` back and demand that it is `artifact`'s drafter. Raises `UserError`."""
     config = read_json(folder / "config.json")
@@ -66,7 +70,7 @@ def nulls(config: Any, path: str = "") -> Iterator[str]:
 
 
 def load_back(
-    folder: Path, artifact: Artifact, order: Order, recipe: Recipe, head: Tensor | None
+    folder: Path, artifact: Artifact, order: ExportRequest, recipe: Recipe, head: Tensor | None
 ) -> Any:
     """The drafter that stands in `folder`, built from what stands there alone."""
     trained_for = artifact.fingerprint
@@ -194,7 +198,7 @@ def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> T
     return torch.cat([drafter.base_logits(state), drafter.transition(tokens), sure], dim=-1)
 
 
-def _check_taps(config: dict[str, Any], artifact: Artifact, order: Order) -> None:
+def _check_taps(config: dict[str, Any], artifact: Artifact, order: ExportRequest) -> None:
     """Demand both spellings of the taps, in the units that are read."""
     kind = kind_of(artifact.drafter)
     if kind in BLOCKS:

@@ -28,7 +28,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ..console import Console
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ..conversations.sources import source_files
-from ..metrics import kept_per_round
+from ..metrics import emitted_per_round
 from ..proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
 from ..proposers.draft_model import DraftModelProposer
 from ..settings import check_url
@@ -51,7 +51,7 @@ from .measure import (
 from .options import EvaluateOptions as Options
 from .report.tables import caption, firsts, loop_shares
 from .server import report as live_report
-from .tuning.profile import Profile, Tuned, key_of, machine_of
+from .tuning.profile import Tuned, TuningProfile, key_of, machine_of
 
 SCHEMA = 2
 SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
@@ -102,7 +102,10 @@ def write(report: dict[str, Any], options: Options) -> None:
 
 
 def decoded(
-    options: Options, settings: list[Setting], started: str, served: live_report.Measured | None
+    options: Options,
+    settings: list[Setting],
+    started: str,
+    served: live_report.ServerMeasurement | None,
 ) -> dict[str, Any]:
     """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held
     against those that `served` has."""
@@ -244,7 +247,7 @@ def tuned_and_served(
 ) -> Callable[[Setting], list[Way]]:
     """For each setting, the named drafters as `options.profile` has them, and as in each engine of
     `options.like`."""
-    profile = Profile(options.profile, target) if options.profile is not None else None
+    profile = TuningProfile(options.profile, target) if options.profile is not None else None
     # trees of one drafter differ in their settings alone
     apart = {key_of(spec): spec for spec in options.drafter}
     tuned = [spec for spec in apart.values() if profile is not None and spec in profile]
@@ -450,7 +453,7 @@ def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
                 choice["decoding_steps"].append(len(found.rounds))
                 choice["new_tokens"].append(len(found.token_ids))
                 choice["wall_time"].append(found.ttft_s + found.decode_s)
-                choice["accept_lengths"] += kept_per_round(found)
+                choice["accept_lengths"] += emitted_per_round(found)
             lines = "".join(json_module.dumps(row) + "\n" for row in rows.values())
             (aside / f"{name.replace('/', '-').replace(':', '-')}.jsonl").write_text(lines)
 

@@ -23,7 +23,7 @@ from ..metrics import (
     alpha,
     batch_seconds,
     bootstrap,
-    kept_per_round,
+    emitted_per_round,
     mean,
     pooled,
     quantiles,
@@ -211,7 +211,7 @@ def request_record(
         "accepted_hist": _histogram([r.accepted for r in rounds]),
         "drafted_hist": _histogram([r.drafted or 0 for r in rounds]),
         "offered_hist": _histogram([r.offered for r in rounds]),
-        "tau_incl_bonus": tau([kept_per_round(found)]) if rounds else None,
+        "tau_incl_bonus": tau([emitted_per_round(found)]) if rounds else None,
         "ttft_s": found.ttft_s,
         "decode_s": found.decode_s,
         "tpot_s": time_per_token(found),
@@ -299,7 +299,7 @@ def by_category(turns: Sequence[Turn]) -> dict[str, Any]:
         groups.setdefault(turn.prompt.category, []).append(turn)
     found = {}
     for name, group in sorted(groups.items()):
-        kept = [kept_per_round(turn.generation) for turn in group]
+        kept = [emitted_per_round(turn.generation) for turn in group]
         if any(kept):
             interval = bootstrap(pooled(kept, [turn.prompt.place for turn in group]), tau)
             found[name] = {
@@ -490,7 +490,7 @@ Costs = tuple[float, int, float, int]
 
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
-    return batch_seconds(generations), sum(sum(kept_per_round(g)) for g in generations)
+    return batch_seconds(generations), sum(sum(emitted_per_round(g)) for g in generations)
 
 
 def _by_prompt(

@@ -54,7 +54,7 @@ class EagleProposer(Planned):
         )
         self._drafter = drafter
         self._device = drafter.fc.weight.device
-        self._kept = drafter.kept
+        self._draft_vocab_ids = drafter.draft_vocab_ids
         self._cache = TreeCache(0, 0)
         # fused features [B, A, H], their tokens [B, A], counts [B]
         self._new: tuple[Tensor, Tensor, Tensor] | None = None
@@ -163,7 +163,9 @@ class EagleProposer(Planned):
         return drafter.advance(part, state, drafter.rotary(positions), attend)
 
     def _logits(self, output: Tensor) -> Tensor:
-        return to_target(self._drafter.logits(output), self._kept, self._drafter.shape.vocab_size)
+        return to_target(
+            self._drafter.logits(output), self._draft_vocab_ids, self._drafter.shape.vocab_size
+        )
 
     def commit(self, accepted: Accepted) -> None:
         self._counts = [len(nodes) for nodes in accepted.nodes]

@@ -30,7 +30,7 @@ from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Request, generate_one
 from draftsmith.inference.evaluation.assisted import Assisted
-from draftsmith.inference.metrics import kept_per_round, split, tau
+from draftsmith.inference.metrics import emitted_per_round, split, tau
 from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.settings import GREEDY, TargetConfig
@@ -158,7 +158,7 @@ def summarise(arm: Arm, base: Arm) -> dict[str, Any]:
     own = [run.own for run in arm.runs if run.own is not None]
     rounds = [r for generation in own for r in generation.rounds]
     if own:
-        found["tau"] = tau([kept_per_round(generation) for generation in own])
+        found["tau"] = tau([emitted_per_round(generation) for generation in own])
     if any(r.t_verify_s for r in rounds):  # transformers' loop does not tell
         wall = sum(r.t_round_s for r in rounds)
         found["split"] = {part: seconds / wall for part, seconds in split(rounds).items()}

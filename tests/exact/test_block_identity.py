@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.replay import replay, rounds_on_text
@@ -167,7 +167,7 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
         for settings in ({}, {"width": 3, "nodes": 9}, {"threshold": 0.2}):
             proposer = proposer_of(drafter, **settings)
             expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
-            found = kept_per_round(generate_one(target, proposer, prompt, limit))
+            found = emitted_per_round(generate_one(target, proposer, prompt, limit))
             assert expanded == found
             if not settings:
                 assert replay(accepted, len(prompt), len(ids)) == found
@@ -196,7 +196,7 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(kind: str) -> None:
             generate_one(target, proposer_of(drafter, **settings), prompt, 24) for prompt in prompts
         ]
         together = generate(target, proposer_of(drafter, **settings), prompts, 24)
-        assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]
+        assert [emitted_per_round(g) for g in alone] == [emitted_per_round(g) for g in together]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
@@ -44,7 +44,7 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
             expanded = rounds_on_text(
                 EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden
             )
-            decoded = kept_per_round(
+            decoded = emitted_per_round(
                 generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit)
             )
             assert expanded == decoded
@@ -80,7 +80,7 @@ def test_a_replay_of_a_text_is_right_for_other_drafters_too() -> None:
         prompt = [4 + (i * j) % 200 for j in range(1, 5)]
         ids, hidden = text_of(target, prompt, (), 30)
         expanded = rounds_on_text(proposer, ids, len(prompt), hidden)
-        assert expanded == kept_per_round(generate_one(target, proposer, prompt, 30))
+        assert expanded == emitted_per_round(generate_one(target, proposer, prompt, 30))
 
 
 def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) -> None:
@@ -93,4 +93,4 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) ->
             for prompt in prompts
         ]
         together = generate(quickstart, EagleProposer(drafter, 4, width, nodes), prompts, 32)
-        assert [kept_per_round(g) for g in alone] == [kept_per_round(g) for g in together]
+        assert [emitted_per_round(g) for g in alone] == [emitted_per_round(g) for g in together]

@@ -18,7 +18,14 @@ import torch
 from draftsmith.inference import verifiers
 from draftsmith.inference.accept import expected_tokens, match, token_chances
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
-from draftsmith.inference.verifiers import Plan, Verifier, block, recursive, token_level, traversal
+from draftsmith.inference.verifiers import (
+    AcceptancePlan,
+    Verifier,
+    block,
+    recursive,
+    token_level,
+    traversal,
+)
 from torch import Tensor
 
 LENGTH = 3
@@ -280,11 +287,11 @@ def corner_distributions(seed: int) -> ToyModels:
 def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> None:
     """A weight of 1 beside a mass that float32 loses beside 1 once gave chances of 1e4."""
 
-    def single(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def single(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         plan = verify(shape, tokens, p.float(), q.float())
         assert torch.isfinite(plan.probs).all() and (plan.probs >= 0).all()
         assert ((plan.chances >= 0) & (plan.chances <= 1)).all()
-        return Plan(plan.chances.double(), plan.probs.double(), plan.select)
+        return AcceptancePlan(plan.chances.double(), plan.probs.double(), plan.select)
 
     for seed in range(2 if shape in ("uneven", "wide") else 6):
         models = corner_distributions(seed)
@@ -364,9 +371,9 @@ def first_token_greedy(models: ToyModels) -> tuple[Tensor, float]:
 
 
 def block_that_breaks(models: ToyModels) -> tuple[Tensor, float]:
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         plan = block(shape, tokens, p, q)
-        return Plan(plan.chances, plan.probs, partial(verifiers.select_down, shape))
+        return AcceptancePlan(plan.chances, plan.probs, partial(verifiers.select_down, shape))
 
     return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, models.q)), models, verify)
 
@@ -417,7 +424,7 @@ def draft_at_another_temperature(models: ToyModels) -> tuple[Tensor, float]:
 def traversal_without_weights(models: ToyModels) -> tuple[Tensor, float]:
     """The parent's weight stays what it was when a child was rejected."""
 
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         real = verifiers.residual_weighted
 
         def keep(weight: Tensor, left: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -434,7 +441,7 @@ def traversal_without_weights(models: ToyModels) -> tuple[Tensor, float]:
 
 
 def bonus_without_temperature(models: ToyModels) -> tuple[Tensor, float]:
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         plan = token_level(shape, tokens, p, q)
         leaf = shape.nodes - 1
         raw = [models.raw_p[tuple(int(row[n]) for n in shape.path_to(leaf)[1:])] for row in tokens]
@@ -447,9 +454,9 @@ def bonus_without_temperature(models: ToyModels) -> tuple[Tensor, float]:
 def rejection_draws_from_p(
     shape: TreeShape, rule: Verifier, models: ToyModels
 ) -> tuple[Tensor, float]:
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         plan = rule(shape, tokens, p, q)
-        return Plan(plan.chances, p, plan.select)
+        return AcceptancePlan(plan.chances, p, plan.select)
 
     return enumerate_plan(shape, list(sampled_trees(shape, models.q)), models, verify)
 
@@ -478,11 +485,11 @@ def with_replacement(models: ToyModels, drop_duplicates: bool) -> tuple[Tensor, 
 
 
 def block_with_the_token_level_residual(models: ToyModels) -> tuple[Tensor, float]:
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         plan = block(shape, tokens, p, q)
         plain = p.clone()
         plain[:, :-1] = verifiers.residual(p[:, :-1], q[:, :-1])
-        return Plan(plan.chances, plain, plan.select)
+        return AcceptancePlan(plan.chances, plain, plan.select)
 
     return enumerate_plan(CHAIN, list(sampled_trees(CHAIN, models.q)), models, verify)
 
@@ -490,7 +497,7 @@ def block_with_the_token_level_residual(models: ToyModels) -> tuple[Tensor, floa
 def typical(models: ToyModels) -> tuple[Tensor, float]:
     """Medusa's: a drafted token passes if it is likely enough."""
 
-    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Plan:
+    def verify(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
         entropy = -(p * p.log()).sum(-1)
         bar = (0.3 * (-entropy).exp()).clamp(max=0.09)
         chances = torch.ones_like(p[..., 0])
@@ -499,7 +506,7 @@ def typical(models: ToyModels) -> tuple[Tensor, float]:
             chances[:, node] = (
                 p[:, parent].gather(1, tokens[:, node, None])[:, 0] > bar[:, parent]
             ).double()
-        return Plan(chances, p, partial(verifiers.select_down, shape))
+        return AcceptancePlan(chances, p, partial(verifiers.select_down, shape))
 
     return enumerate_plan(CHAIN, [best_tree(CHAIN, models.q)], models, verify)
 

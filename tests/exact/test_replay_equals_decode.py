@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.growth import grow
 from draftsmith.inference.proposers.medusa import (
@@ -39,7 +39,7 @@ def check(
             last = target.forward(torch.tensor([ids])).last[0]
         ranks = teacher_forced(heads, last, torch.tensor(ids))
         estimated = replay(accepted_by_root(ranks, calibration), len(prompt), len(ids))
-        decoded = kept_per_round(generate_one(target, proposer, prompt, limit))
+        decoded = emitted_per_round(generate_one(target, proposer, prompt, limit))
         assert estimated == decoded
         busy += sum(kept > 1 for kept in decoded)
     return busy

@@ -19,8 +19,8 @@ from draftsmith.inference.evaluation.tuning.candidates import (
     rank_table,
     runs,
 )
-from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, Text, nodes_needed
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, KnownText, nodes_needed
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.replay import replay
 from draftsmith.inference.settings import Sampling
@@ -51,7 +51,9 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
     prompts = chat_prompts(target, "valid", count)
     requests = [Request(prompt, 7 * i, i) for i, prompt in enumerate(prompts)]
     plain = generate(target, PlainDecoding(), requests, limit, probs)
-    texts = [Text.of(reply, (r.id, r.sample)) for reply, r in zip(plain, requests, strict=True)]
+    texts = [
+        KnownText.of(reply, (r.id, r.sample)) for reply, r in zip(plain, requests, strict=True)
+    ]
     found, _ = candidates(target, spec, texts, probs, lambda what: None)
     draw = random.Random(0)
     drawn: list[Candidate] = [found[0]]
@@ -65,7 +67,7 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
             for text, own in zip(texts, candidate.accepted, strict=True)
         ]
         decoded = generate(target, candidate.make(), requests, limit, probs)
-        assert foretold == [kept_per_round(g) for g in decoded], candidate.label
+        assert foretold == [emitted_per_round(g) for g in decoded], candidate.label
         assert [g.token_ids for g in decoded] == [g.token_ids for g in plain]
         assert max(r.drafted or 0 for g in decoded for r in g.rounds) <= candidate.nodes
         accepted += sum(r.accepted for g in decoded for r in g.rounds)
@@ -112,7 +114,7 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
     """Whatever it is: what tune finds is compared with it."""
     prompts = chat_prompts(quickstart, "valid", 2)
     plain = generate(quickstart, PlainDecoding(), prompts, 12)
-    texts = [Text.of(reply, (i, 0)) for i, reply in enumerate(plain)]
+    texts = [KnownText.of(reply, (i, 0)) for i, reply in enumerate(plain)]
     found, _ = candidates(quickstart, spec, texts, Sampling(), lambda what: None)
     own = found[0]
     foretold = [
@@ -120,7 +122,7 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
         for t, a in zip(texts, own.accepted, strict=True)
     ]
     decoded = generate(quickstart, load_proposer(spec, quickstart, print), prompts, 12)
-    assert foretold == [kept_per_round(g) for g in decoded], own.label
+    assert foretold == [emitted_per_round(g) for g in decoded], own.label
     again = generate(quickstart, load_proposer(spec, quickstart, print, own.setting), prompts, 12)
     assert [[(r.drafted, r.accepted) for r in g.rounds] for g in again] == [
         [(r.drafted, r.accepted) for r in g.rounds] for g in decoded

@@ -197,11 +197,15 @@ def test_a_saved_drafter_loads_bit_for_bit_and_drafts_the_same(
 
 def test_casting_a_drafter_keeps_its_angles_and_its_map() -> None:
     drafter = random_eagle(TARGET, "eagle3 draft vocabulary")
-    before, kept = drafter.rotary(torch.tensor([[200]])), drafter.kept
+    before, kept = drafter.rotary(torch.tensor([[200]])), drafter.draft_vocab_ids
     drafter.to(torch.bfloat16)
     for one, other in zip(before, drafter.rotary(torch.tensor([[200]])), strict=True):
         assert torch.equal(one, other)
-    assert kept is not None and drafter.kept is not None and torch.equal(kept, drafter.kept)
+    assert (
+        kept is not None
+        and drafter.draft_vocab_ids is not None
+        and torch.equal(kept, drafter.draft_vocab_ids)
+    )
 
 
 def test_a_broken_map_is_refused_on_loading(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exports as layouts
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import Order
+from draftsmith.heads.exchange.exports import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.evaluation.engines import Engine
@@ -147,7 +147,7 @@ def exported(artifact: Artifact | None, out: Path, drafts: int = DRAFTS) -> tupl
     """The folder that llama.cpp is to read, and the commands with which. A small model is served as
     it is."""
     folder = out if artifact is not None else DRAFT_MODEL
-    order = Order("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
+    order = ExportRequest("llamacpp", str(folder), str(QUICKSTART), drafts, torch.float32)
     if artifact is None:
         return folder, layouts.RECIPES["llamacpp"]["draft_model"].serve(order, None)
     return folder, export(artifact, order).serve(order, artifact.drafter)

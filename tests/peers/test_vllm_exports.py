@@ -21,7 +21,7 @@ import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.exporter import export, load_alone
-from draftsmith.heads.exchange.exports import Order, kind_of
+from draftsmith.heads.exchange.exports import ExportRequest, kind_of
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target
@@ -121,7 +121,7 @@ def exports(
         if name not in wanted:
             continue
         artifact, out = make(target), folder / f"drafter-{number}"
-        order = Order(
+        order = ExportRequest(
             "vllm",
             str(out),
             str(QUICKSTART),
@@ -244,7 +244,7 @@ def test_the_speculators_folder_alone_says_all(
     artifact = CASES[name](target)
     export(
         artifact,
-        Order("speculators", str(out), str(QUICKSTART), drafts_of(artifact), torch.float32),
+        ExportRequest("speculators", str(out), str(QUICKSTART), drafts_of(artifact), torch.float32),
     )
     held_against(
         f"{name}, speculators' format",
@@ -266,7 +266,7 @@ def test_a_drafter_of_yours(target: Target, table: list[str], tmp_path: Path) ->
     ids = [
         prompt.token_ids for prompt in read_prompts(file, target.tokenizer, target.name, PROMPTS)
     ]
-    order = Order(
+    order = ExportRequest(
         "vllm", str(tmp_path / "drafter"), str(QUICKSTART), drafts_of(artifact), torch.float32
     )
     export(artifact, order, head=target.head_weight)

@@ -11,9 +11,9 @@ from huggingface_hub import HfApi
 
 from ...heads.artifact import OWN_FILE, Artifact
 from ...heads.errors import UserError
-from ...heads.exchange.card import Measured
+from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
-from ...heads.exchange.exports import BLOCKS, DRAFTS, Order
+from ...heads.exchange.exports import BLOCKS, DRAFTS, ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
@@ -39,7 +39,7 @@ def run(options: Options) -> None:
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
-    order = Order(
+    order = ExportRequest(
         options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype
     )
     pruned = options.draft_vocab_size is not None
@@ -154,7 +154,7 @@ def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch
     )
 
 
-def figures(path: str, drafter: str, method: str) -> list[Measured]:
+def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
     """What a report says of this very drafter. Raises `UserError` if it is about others."""
     report = load_measured(path)
     ours = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
@@ -182,14 +182,14 @@ def figures(path: str, drafter: str, method: str) -> list[Measured]:
 
 def _figure(
     name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str
-) -> Measured:
+) -> CardFigures:
     low, high = found["tau_ci95"]
     chosen = (
         {"width": 1 if method == "draft_model" else None}
         | parse_spec(name)[1]
         | found.get("setting", {})
     )
-    return Measured(
+    return CardFigures(
         drafts=name,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
         temperature=setting["temperature"],

@@ -12,8 +12,8 @@ from ...heads.errors import UserError
 from ...inference.api import Decoder
 from ...inference.decode import Generation, Request, Round, decode
 from ...inference.detokenize import StreamedText
-from ...inference.evaluation.tuning.profile import Profile
-from ...inference.metrics import kept_per_round, tau
+from ...inference.evaluation.tuning.profile import TuningProfile
+from ...inference.metrics import emitted_per_round, tau
 from ...inference.proposer import check_spec, load_proposer
 from ...inference.settings import GREEDY, Sampling
 from ...inference.target import load_target
@@ -33,7 +33,7 @@ def run(options: Options) -> None:
     target = load_target(options.target)
     tuned = None
     if options.profile is not None:
-        tuned = Profile(options.profile, target).setting(
+        tuned = TuningProfile(options.profile, target).setting(
             options.drafter, options.sampling.temperature, 1
         )
     proposer = load_proposer(
@@ -53,7 +53,7 @@ def run(options: Options) -> None:
         if options.sampling.lossless
         else " (LOSSY: typical acceptance does not keep the target's distribution)"
     )
-    summary = f": tau {tau([kept_per_round(generation)]):.2f}" if rounds else ""
+    summary = f": tau {tau([emitted_per_round(generation)]):.2f}" if rounds else ""
     why = {
         "length": f" (cut at {options.max_new_tokens})",
         "context": " (the target's positions are full)",

@@ -15,7 +15,7 @@ from rich.table import Table
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
 from ..arguments import parse
-from ..estimate import DECODE_SHARE, Shape, plan_for, shape_of, size
+from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
 from ..method import method_for, method_module
 from ..options import PlanOptions as Options
 
@@ -31,7 +31,7 @@ def run(options: Options) -> None:
     show(shape, plan, options)
 
 
-def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
+def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
     """The run, the shape of its target and drafter, and what `plan_for` makes of them."""
     method = method_module(method_for(options.run, options.method))
     changes = [f"--{change}" for change in options.set]
@@ -40,7 +40,7 @@ def planned(options: Options) -> tuple[Any, Shape, dict[str, float]]:
     return config, shape, plan_for(shape, options, config)
 
 
-def show(shape: Shape, plan: dict[str, float], options: Options) -> None:
+def show(shape: RunSizes, plan: dict[str, float], options: Options) -> None:
     """Print the plan, and what to do where it asks for too much."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
     target, drafter = (

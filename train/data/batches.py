@@ -176,7 +176,7 @@ class Batches:
         self._packs = pack([table.length(d) for d in self._documents], max_length)
         self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
         self.max_length = max_length
-        self.written: list[Any] = []
+        self.rollouts: list[Any] = []
         """Parts of the stream that are written while training goes on, see `written.Written`."""
         self._turns: Turns | None = None
         self._epoch, self._order = -1, np.arange(0)
@@ -211,7 +211,7 @@ class Batches:
 
     def before_step(self, step: int) -> None:
         """Bring up to date what is written while training goes on; all ranks call this."""
-        for part in self.written:
+        for part in self.rollouts:
             part.before_step(step)
 
     def sample(self, count: int) -> list[Tensor]:
@@ -248,12 +248,14 @@ class Batches:
         return torch.from_numpy(counts)
 
     def _row(self, number: int) -> list[tuple[np.ndarray, ...]]:
-        if not self.written:
+        if not self.rollouts:
             return self._pack_at(number)
         if self._turns is None:
-            self._turns = Turns([(part.config.share, part.first_row) for part in self.written])
+            self._turns = Turns([(part.config.share, part.first_row) for part in self.rollouts])
         owner, place = self._turns.of(number)
-        return self.written[owner].row(place) if owner < len(self.written) else self._pack_at(place)
+        return (
+            self.rollouts[owner].row(place) if owner < len(self.rollouts) else self._pack_at(place)
+        )
 
     def pack_of(self, number: int) -> int:
         """Which pack is row `number` of the endless stream."""

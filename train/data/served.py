@@ -32,7 +32,7 @@ from .batches import PADDING, Batch
 
 
 @dataclass
-class Reply:
+class FeatureReply:
     """What the server says to one request."""
 
     ids: list[int]
@@ -54,16 +54,16 @@ class Client:
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
         self._pool = ThreadPoolExecutor(concurrency)
 
-    def ask(self, prompts: list[list[int]]) -> Iterator[Reply]:
+    def ask(self, prompts: list[list[int]]) -> Iterator[FeatureReply]:
         """Prompts of token ids -> their states, many at a time."""
         return self._pool.map(lambda ids: self._one(ids, 1), prompts)
 
-    def write(self, prompts: list[list[int]], max_tokens: int) -> Iterator[Reply]:
+    def write(self, prompts: list[list[int]], max_tokens: int) -> Iterator[FeatureReply]:
         """Prompts of token ids -> greedy replies of at most `max_tokens`, and the states of both in
         the same pass: of all tokens but the last, which had none yet when it was written."""
         return self._pool.map(lambda ids: self._one(ids, max_tokens), prompts)
 
-    def _one(self, ids: list[int], max_tokens: int) -> Reply:
+    def _one(self, ids: list[int], max_tokens: int) -> FeatureReply:
         request: dict[str, Any] = {
             "model": self._model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0,
             "return_token_ids": True,
@@ -100,13 +100,13 @@ class Client:
         found = self._fetch(Path(path))
         # a server that knows prompts only
         if found["token_ids"].tolist() == ids and max_tokens > 1 and len(written) > 1:
-            return Reply(ids + written, self._one((ids + written)[:-1], 1).states)
+            return FeatureReply(ids + written, self._one((ids + written)[:-1], 1).states)
         if found["token_ids"].tolist() != (ids if max_tokens == 1 else (ids + written)[:-1]):
             raise UserError(
                 f"server {self._http.base_url} sent the states of another text; use one prompt a "
                 "request and no prefix"
             )
-        return Reply(ids + written, found["hidden_states"])
+        return FeatureReply(ids + written, found["hidden_states"])
 
     def _fetch(self, path: Path) -> dict[str, Tensor]:
         """Wait for the writer, who holds a lock; then read and delete: the server itself deletes

@@ -31,7 +31,7 @@ from ...inference.conversations.formats import Conversation, RowError, conversat
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.target import Target
-from ..config import Data, HeldOut, Source
+from ..config import Data, HeldOutConfig, Source
 from ..documents import Counts
 from .templates import Encoded, encode
 
@@ -309,7 +309,7 @@ def _has_label(encoded: Encoded) -> bool:
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))
 
 
-def _is_held_out(held_out: HeldOut, source: str, raw: Any, row_name: str, seed: int) -> bool:
+def _is_held_out(held_out: HeldOutConfig, source: str, raw: Any, row_name: str, seed: int) -> bool:
     if held_out.by == "source":
         return source in held_out.sources
     if held_out.by == "row":

@@ -417,20 +417,22 @@ class VocabularyMap:
     """From target ids to columns of the drafter's head."""
 
     def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
-        self._kept = drafter.kept
-        if self._kept is not None:
+        self._draft_vocab_ids = drafter.draft_vocab_ids
+        if self._draft_vocab_ids is not None:
             self._columns = torch.full(
                 (drafter.shape.vocab_size,), -1, dtype=torch.long, device=device
             )
-            self._columns[self._kept] = torch.arange(len(self._kept), device=device)
+            self._columns[self._draft_vocab_ids] = torch.arange(
+                len(self._draft_vocab_ids), device=device
+            )
 
     def columns(self, ids: Tensor) -> Tensor:
         """-1 for tokens that cannot be drafted."""
-        return ids if self._kept is None else self._columns[ids]
+        return ids if self._draft_vocab_ids is None else self._columns[ids]
 
     def restrict(self, probs: Tensor) -> Tensor:
         """`[J, V]` -> `[J, Vd]`; what is left out is not put anywhere else."""
-        return probs if self._kept is None else probs[:, self._kept]
+        return probs if self._draft_vocab_ids is None else probs[:, self._draft_vocab_ids]
 
 
 class TeacherPlaces:

@@ -33,7 +33,7 @@ PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
 
 
 @dataclass
-class Server:
+class EngineServer:
     """What is known of a server before it is measured."""
 
     url: str
@@ -48,7 +48,7 @@ class Server:
 
 
 @dataclass
-class Reply:
+class ServerReply:
     """What the server wrote to one prompt, and when; times are of one clock, in seconds."""
 
     prompt: Prompt
@@ -81,7 +81,7 @@ class Reply:
 class Load:
     """A run of requests at one concurrency."""
 
-    replies: list[Reply]
+    replies: list[ServerReply]
     """In the order of the prompts, turn by turn."""
     seconds: float
     """From the first request to the last chunk."""
@@ -110,7 +110,7 @@ def client_of(url: str) -> httpx.AsyncClient:
     )
 
 
-async def connect(client: httpx.AsyncClient, target: str, model: str | None = None) -> Server:
+async def connect(client: httpx.AsyncClient, target: str, model: str | None = None) -> EngineServer:
     """Ask a server what it is. `model`: the name of the model there, if it serves several. Raises
     `UserError`."""
     url = str(client.base_url).rstrip("/")
@@ -129,7 +129,7 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
         speculates = (
             bool(info.get("speculative_algorithm")) if "speculative_algorithm" in info else None
         )
-        return Server(
+        return EngineServer(
             engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about
         )
     if (await counters_of(client)).generated is None:
@@ -140,7 +140,7 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
         )
     version = await _get(client, "/version")
     named = str(version.get("version", "")) if isinstance(version, dict) else ""
-    return Server(engine="vllm", version=named, speculates=None, **about)
+    return EngineServer(engine="vllm", version=named, speculates=None, **about)
 
 
 def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
@@ -159,7 +159,7 @@ def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: 
     return bases[0]
 
 
-async def check_tokenizer(client: httpx.AsyncClient, server: Server, tokenizer: Any) -> None:
+async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, tokenizer: Any) -> None:
     """Demand that the server reads a text as `tokenizer` does, where it has /tokenize. Raises
     `UserError`."""
     try:
@@ -229,7 +229,7 @@ async def _request(client: httpx.AsyncClient, path: str) -> httpx.Response:
 
 async def load(
     client: httpx.AsyncClient,
-    server: Server,
+    server: EngineServer,
     prompts: Sequence[Prompt],
     concurrency: int,
     sampling: Sampling,
@@ -243,7 +243,7 @@ async def load(
     The later turns of a conversation follow on the reply, in its place. `done` is called for each
     prompt. Raises `UserError` as soon as one request fails.
     """
-    replies: list[list[Reply]] = [[] for _ in prompts]
+    replies: list[list[ServerReply]] = [[] for _ in prompts]
     waiting = iter(range(len(prompts)))
     flying = peak = 0
 
@@ -283,12 +283,12 @@ async def load(
 
 async def ask(
     client: httpx.AsyncClient,
-    server: Server,
+    server: EngineServer,
     prompt: Prompt,
     turn: int,
     sampling: Sampling,
     max_new_tokens: int,
-) -> Reply:
+) -> ServerReply:
     """One request, read to its end. Raises `UserError` where it fails or breaks off."""
     room = (
         max_new_tokens
@@ -296,7 +296,7 @@ async def ask(
         else min(max_new_tokens, server.context - len(prompt.token_ids))
     )
     path, body = (_vllm if server.engine == "vllm" else _sglang)(server, prompt, sampling, room)
-    reply = Reply(prompt, turn, time.perf_counter())
+    reply = ServerReply(prompt, turn, time.perf_counter())
     try:
         async with (
             asyncio.timeout(WHOLE_REPLY_S),
@@ -335,7 +335,7 @@ async def ask(
     return reply
 
 
-def _refusal(server: Server, prompt: Prompt, status: int, body: str) -> UserError:
+def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> UserError:
     """Why a server did not take a request, and what to do."""
     try:
         said = json.loads(body)
@@ -355,7 +355,7 @@ def _refusal(server: Server, prompt: Prompt, status: int, body: str) -> UserErro
     )
 
 
-async def _events(response: httpx.Response, server: Server) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[dict[str, Any]]:
     """The objects of a stream of server-sent events, up to [DONE]."""
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
@@ -379,7 +379,7 @@ async def _events(response: httpx.Response, server: Server) -> AsyncIterator[dic
 
 
 def _vllm(
-    server: Server, prompt: Prompt, sampling: Sampling, room: int
+    server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
 ) -> tuple[str, dict[str, Any]]:
     # What is left out is taken from the target's generation_config there: so everything is said.
     return "/v1/completions", {
@@ -398,7 +398,7 @@ def _vllm(
     }
 
 
-def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
+def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
     chunk = convert(event, VllmChunk)
     if chunk.usage is not None and reply.ids is None:
         reply.tokens = chunk.usage.completion_tokens
@@ -412,7 +412,7 @@ def _read_vllm(reply: Reply, event: dict[str, Any], now: float) -> None:
 
 
 def _sglang(
-    server: Server, prompt: Prompt, sampling: Sampling, room: int
+    server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
 ) -> tuple[str, dict[str, Any]]:
     parameters = {
         "max_new_tokens": room,
@@ -430,7 +430,7 @@ def _sglang(
     }
 
 
-def _read_sglang(reply: Reply, event: dict[str, Any], now: float) -> None:
+def _read_sglang(reply: ServerReply, event: dict[str, Any], now: float) -> None:
     chunk = convert(event, SglangChunk)
     meta = chunk.meta_info or SglangMeta()
     reply.meta |= event.get("meta_info") or {}

@@ -29,7 +29,16 @@ from ...settings import Sampling, TargetConfig
 from ...target import Target
 from ...target_files import base_and_adapter
 from ..measure import Results, divergence
-from .client import Load, Server, check_tokenizer, client_of, connect, counters_of, load, settled
+from .client import (
+    EngineServer,
+    Load,
+    check_tokenizer,
+    client_of,
+    connect,
+    counters_of,
+    load,
+    settled,
+)
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 
 SHOWN = 3
@@ -57,7 +66,7 @@ MEANINGS = {
 
 
 @dataclass
-class Measured:
+class ServerMeasurement:
     """What a server did: the report, and the runs it is of, in the same order."""
 
     report: dict[str, Any]
@@ -94,7 +103,9 @@ def load_reader(config: TargetConfig) -> Reader:
     )
 
 
-def measure(options: Any, samplings: Sequence[Sampling], concurrency: Sequence[int]) -> Measured:
+def measure(
+    options: Any, samplings: Sequence[Sampling], concurrency: Sequence[int]
+) -> ServerMeasurement:
     """Measure `options.server` at each sampling and concurrency. `options` are those of `evaluate`.
     Raises `UserError`."""
     reader = load_reader(options.target)
@@ -123,7 +134,7 @@ async def _measure(
     prompts: list[Prompt],
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
-) -> Measured:
+) -> ServerMeasurement:
     async with client_of(options.server) as client:
         server = await connect(client, reader.name, options.server_model)
         await check_tokenizer(client, server, reader.tokenizer)
@@ -143,10 +154,10 @@ async def _measure(
         "model": server.model,
     }
     report = {**about, "context": server.context, "definitions": MEANINGS, "settings": settings}
-    return Measured(report, prompts, reader.tokenizer, runs)
+    return ServerMeasurement(report, prompts, reader.tokenizer, runs)
 
 
-def check_lengths(prompts: Sequence[Prompt], server: Server) -> None:
+def check_lengths(prompts: Sequence[Prompt], server: EngineServer) -> None:
     """Demand that every prompt leaves room for a token. Raises `UserError`."""
     for prompt in prompts:
         if server.context is not None and len(prompt.token_ids) >= server.context:
@@ -159,7 +170,7 @@ def check_lengths(prompts: Sequence[Prompt], server: Server) -> None:
 
 async def _one(
     client: httpx.AsyncClient,
-    server: Server,
+    server: EngineServer,
     reader: Reader,
     prompts: Sequence[Prompt],
     sampling: Sampling,
@@ -262,7 +273,7 @@ def _slow_client(run: Load) -> list[str]:
 
 
 def compare_replies(
-    measured: Measured, target: Target, results: Results, sampling: Sampling
+    measured: ServerMeasurement, target: Target, results: Results, sampling: Sampling
 ) -> None:
     """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the
     report's greedy settings.

@@ -22,7 +22,7 @@ from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
 from ...settings import Sampling
 from ...target import Target
-from .replay_roots import BEST, KnownPath, Text, nodes_needed, replay_roots
+from .replay_roots import BEST, KnownPath, KnownText, nodes_needed, replay_roots
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 LEVELS = 8
@@ -71,7 +71,7 @@ class Candidate:
 def candidates(
     target: Target,
     spec: str,
-    texts: Sequence[Text],
+    texts: Sequence[KnownText],
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -108,7 +108,7 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
 def _planned(
     target: Target,
     proposer: Any,
-    texts: Sequence[Text],
+    texts: Sequence[KnownText],
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -212,7 +212,7 @@ class _Pools:
         self,
         target: Target,
         proposer: Any,
-        texts: Sequence[Text],
+        texts: Sequence[KnownText],
         sampling: Sampling,
         levels: int,
         tick: Callable[[str], None],
@@ -241,7 +241,7 @@ class _Pools:
 def _heads(
     target: Target,
     proposer: MedusaProposer,
-    texts: Sequence[Text],
+    texts: Sequence[KnownText],
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -313,7 +313,7 @@ def _static(
 def _lookups(
     target: Target,
     spec: str,
-    texts: Sequence[Text],
+    texts: Sequence[KnownText],
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
@@ -352,7 +352,7 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
 
 
 def _ranks(
-    target: Target, proposer: Any, texts: Sequence[Text], sampling: Sampling, path: KnownPath
+    target: Target, proposer: Any, texts: Sequence[KnownText], sampling: Sampling, path: KnownPath
 ) -> list[list[list[int]]]:
     """For each text and root, the ranks of the tokens that come, each given those before it."""
     proposer.replan(path)
@@ -363,7 +363,9 @@ def _ranks(
     return found
 
 
-def _needs(target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling) -> Pool:
+def _needs(
+    target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
+) -> Pool:
     """For each text, root and number of levels, the nodes needed to each depth (`nodes_needed`)."""
     found: Pool = [[] for _ in texts]
     for rows, tree, coming in replay_roots(target, proposer, texts, sampling):

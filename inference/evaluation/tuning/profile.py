@@ -33,7 +33,7 @@ def machine_of(target: Target) -> dict[str, Any]:
     }
 
 
-class Profile:
+class TuningProfile:
     """What was found for each drafter, temperature and batch size."""
 
     def __init__(self, path: str, target: Target) -> None:
@@ -88,7 +88,7 @@ class Tuned:
     """A drafter as a way to decode: with what a profile says for one temperature and batch size."""
 
     def __init__(
-        self, profile: Profile, spec: str, target: Target, sampling: Sampling, batch: int
+        self, profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
     ) -> None:
         self.spec = spec
         self.setting = profile.setting(spec, sampling.temperature, batch)

@@ -35,7 +35,7 @@ BEST = 10
 
 
 @dataclass
-class Text:
+class KnownText:
     """A reply of the target, and the noise that it was sampled with."""
 
     ids: list[int]
@@ -45,12 +45,12 @@ class Text:
     """Id and sample of the request."""
 
     @classmethod
-    def of(cls, found: Generation, request: tuple[int, int]) -> Text:
+    def of(cls, found: Generation, request: tuple[int, int]) -> KnownText:
         return cls(found.prompt_ids + found.token_ids, len(found.prompt_ids), request)
 
-    def begin(self, roots: int) -> Text:
+    def begin(self, roots: int) -> KnownText:
         """Its first `roots` roots."""
-        return Text(self.ids[: self.start + roots + 1], self.start, self.request)
+        return KnownText(self.ids[: self.start + roots + 1], self.start, self.request)
 
     @property
     def roots(self) -> range:
@@ -60,7 +60,7 @@ class Text:
 
 @torch.inference_mode()
 def replay_roots(
-    target: Target, proposer: Proposer, texts: Sequence[Text], sampling: Sampling
+    target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
     """Yield, root by root: the texts still running, the tree drafted at each root, and the tokens
     `[B, D]` that really come.
@@ -136,7 +136,7 @@ def _coming(ids: Tensor, lengths: Tensor, at: Tensor, levels: int) -> Tensor:
 
 def _commit_root(
     proposer: Proposer,
-    texts: Sequence[Text],
+    texts: Sequence[KnownText],
     rows: list[int],
     root: Tensor,
     at: Tensor,

@@ -57,7 +57,7 @@ from .costs import (
     verification,
 )
 from .profile import SCHEMA, key_of, machine_of
-from .replay_roots import Text
+from .replay_roots import KnownText
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +329,7 @@ class Bench:
 
     def _texts(
         self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling
-    ) -> list[Text]:
+    ) -> list[KnownText]:
         """The target's own replies. Raises `UserError` where they leave nothing to draft."""
         self.tick(
             f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = "
@@ -338,7 +338,7 @@ class Bench:
         requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
         replies = generate(self.target, PlainDecoding(), requests, tokens, sampling)
         texts = [
-            Text.of(reply, (request.id, request.sample))
+            KnownText.of(reply, (request.id, request.sample))
             for reply, request in zip(replies, requests, strict=True)
         ]
         if not any(text.roots for text in texts):
@@ -349,8 +349,8 @@ class Bench:
         return texts
 
     def _begun(
-        self, texts: list[Text], spec: str, sampling: Sampling, seconds: float
-    ) -> list[Text]:
+        self, texts: list[KnownText], spec: str, sampling: Sampling, seconds: float
+    ) -> list[KnownText]:
         """As much of the beginnings of `texts` as can be expanded over in `seconds`; all of them
         where there is no limit."""
         if math.isinf(seconds):
@@ -447,7 +447,11 @@ def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def predicted(
-    candidate: Candidate, texts: Sequence[Text], batch: int, verify: VerifyCosts, costs: DraftCosts
+    candidate: Candidate,
+    texts: Sequence[KnownText],
+    batch: int,
+    verify: VerifyCosts,
+    costs: DraftCosts,
 ) -> dict[str, float]:
     """Tau and tokens a second when `texts` are decoded in batches: their rounds are replayed, and
     each is priced with the rows that are still running."""
@@ -471,7 +475,7 @@ def predicted(
     }
 
 
-def _rounds(candidate: Candidate, text: Text, place: int) -> list[tuple[int, int, int]]:
+def _rounds(candidate: Candidate, text: KnownText, place: int) -> list[tuple[int, int, int]]:
     """Tokens kept, nodes drafted and the root's position of each round, as `replay.replay` replays
     them."""
     found, root, end = [], text.start, len(text.ids)

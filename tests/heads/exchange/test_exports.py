@@ -21,7 +21,7 @@ from draftsmith.heads.exchange.exports import (
     ENGINES,
     RECIPES,
     EngineName,
-    Order,
+    ExportRequest,
     files_for,
     kind_of,
     recipe_for,
@@ -99,8 +99,8 @@ def block(kind: str = "dflash", **shape: Any) -> Artifact:
 
 def order(
     engine: EngineName, out: Path, dtype: torch.dtype = torch.float32, drafts: int = 3
-) -> Order:
-    return Order(engine, str(out), "the/target", drafts, dtype)
+) -> ExportRequest:
+    return ExportRequest(engine, str(out), "the/target", drafts, dtype)
 
 
 EXPRESSIBLE: list[tuple[EngineName, Callable[[], Artifact]]] = [
@@ -274,7 +274,7 @@ def test_the_draft_vocabulary_by_eye() -> None:
         small.drafter.logits(hidden), full.drafter.logits(hidden)[..., [3, 4, 8]]
     )
     smaller = with_vocabulary(small, torch.tensor([3, 8]), counts)
-    assert smaller.drafter.kept.tolist() == [3, 8]
+    assert smaller.drafter.draft_vocab_ids.tolist() == [3, 8]
     with pytest.raises(UserError, match="lacks some of these tokens"):
         with_vocabulary(small, torch.tensor([3, 9]), counts)
 

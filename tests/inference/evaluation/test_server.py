@@ -21,7 +21,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
 from draftsmith.inference.evaluation.compare import load_measured
 from draftsmith.inference.evaluation.evaluate import Options, run
-from draftsmith.inference.evaluation.server.client import Load, Reply
+from draftsmith.inference.evaluation.server.client import Load, ServerReply
 from draftsmith.inference.evaluation.server.counters import (
     DEFINITIONS,
     Counters,
@@ -545,7 +545,7 @@ def test_replies_are_held_against_plain_decoding(
 
 
 def test_a_client_that_is_too_slow_says_so() -> None:
-    reply = Reply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
+    reply = ServerReply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
     nothing = Speculation("none", 1.0)
     assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing)["warnings"] == []
     s = figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)

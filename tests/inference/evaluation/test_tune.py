@@ -28,8 +28,8 @@ from draftsmith.inference.evaluation.tuning.costs import (
     features,
     run,
 )
-from draftsmith.inference.evaluation.tuning.profile import Profile, Tuned, key_of
-from draftsmith.inference.evaluation.tuning.replay_roots import Text
+from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
+from draftsmith.inference.evaluation.tuning.replay_roots import KnownText
 from draftsmith.inference.evaluation.tuning.tune import Options, check, predicted, probes_of
 from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
@@ -133,7 +133,7 @@ def test_a_prediction_by_hand() -> None:
     A draft takes 1 s, verifying n nodes 1 + n seconds for each row: with two drafts 1 + 3 in
     batches of one.
     """
-    texts = [Text([0] * 9, 2, (0, 0)), Text([0] * 5, 2, (1, 0))]
+    texts = [KnownText([0] * 9, 2, (0, 0)), KnownText([0] * 5, 2, (1, 0))]
     candidate = replace(chain(2, []), accepted=[[2, 9, 9, 0, 1, 9], [2, 9]])
     verify = VerifyCosts({b: {64.0: {n: b * (1.0 + n) for n in range(4)}} for b in (1, 2)})
     costs = DraftCosts({b: [1.0, *[0.0] * 7] for b in (1, 2)}, {1: 1.0, 2: 1.0}, 0.0)
@@ -322,10 +322,10 @@ def test_the_nearest_temperature_and_batch_are_taken(profile: Path, quickstart: 
     written = json.loads(profile.read_text()) | {"drafters": {"ngram": rows}}
     path = profile.parent / "other.json"
     path.write_text(json.dumps(written))
-    own = Profile(str(path), quickstart)
+    own = TuningProfile(str(path), quickstart)
     written["target"]["name"] = "the same elsewhere"
     path.write_text(json.dumps(written))
-    assert Profile(str(path), quickstart)
+    assert TuningProfile(str(path), quickstart)
     asked = [(0.0, 1), (0.2, 3), (0.2, 5), (0.7, 1), (1.0, 64)]
     assert [own.setting("ngram", *at)["length"] for at in asked] == [1, 1, 2, 3, 4]
     assert "ngram:length=3" in own and MEDUSA not in own
@@ -352,7 +352,7 @@ def test_a_profile_of_another_target_or_machine_is_refused(
     path = tmp_path / "p.json"
     path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
     with pytest.raises(UserError, match=why):
-        Profile(str(path), quickstart)
+        TuningProfile(str(path), quickstart)
 
 
 @pytest.mark.parametrize(

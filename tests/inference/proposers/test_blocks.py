@@ -13,8 +13,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.accept import match
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
-from draftsmith.inference.evaluation.tuning.replay_roots import Text, nodes_needed
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, nodes_needed
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers import dflash, dspark
 from draftsmith.inference.proposers.dflash import cut
 from draftsmith.inference.proposers.dspark import calibration_error, scale_sequentially
@@ -254,7 +254,7 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
     plain = generate(
         target, proposer_of(drafter), [Request(p, i) for i, p in enumerate(prompts)], 14
     )
-    texts = [Text.of(g, (i, 0)) for i, g in enumerate(plain)]
+    texts = [KnownText.of(g, (i, 0)) for i, g in enumerate(plain)]
     found, _ = candidates(target, str(tmp_path / "d"), texts, GREEDY, lambda name: None)
     assert {c.kind for c in found} >= {"chain", "dynamic"}
     for candidate in found:
@@ -269,7 +269,7 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
             while root < len(accepted):
                 foretold.append(min(accepted[root] + 1, len(accepted) - root))
                 root += accepted[root] + 1
-            assert kept_per_round(again) == foretold, candidate.label
+            assert emitted_per_round(again) == foretold, candidate.label
 
 
 def test_every_smaller_and_shallower_tree_is_part_of_the_whole_pool() -> None:

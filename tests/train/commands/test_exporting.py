@@ -373,7 +373,7 @@ def test_a_vocabulary_cut_after_training(
     kept = set(
         Artifact.load(
             out, quickstart.fingerprint(), quickstart.embedding_and_head, pytest.fail
-        ).drafter.kept.tolist()
+        ).drafter.draft_vocab_ids.tolist()
     )
     written = quickstart.tokenizer("return x")["input_ids"]
     assert len(kept) == 64 and set(written) | quickstart.eos_ids <= kept

@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
-from draftsmith.train.estimate import Shape, check_affordable, plan_for, shape_of
+from draftsmith.train.estimate import RunSizes, check_affordable, plan_for, shape_of
 from draftsmith.train.methods import medusa
 from draftsmith.train.pace import PARTS, Pace
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
@@ -34,7 +34,7 @@ def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
     """Three taps and the last state of 1,000 numbers in bf16 are 8,000 bytes; 1e9 tokens of a
     1e9-parameter target at 40% of 989 TFLOP/s are 2e18 FLOP in 1.40 hours."""
     _, _, config = run_of(tmp_path, saved_tiny, "eagle")
-    shape = Shape(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
+    shape = RunSizes(1000, 10**9, 10**9, 32000, 10**8, 3, False, 7)
     found = plan_for(shape, Options("x", "eagle", tokens=1e9), config)
     assert found["feature_bytes"] == 8e12 and found["feature_bytes_fp8"] == 4e12
     assert found["extract_gpu_hours"] == pytest.approx(1.404, abs=1e-3)
@@ -186,7 +186,7 @@ def test_a_borrowed_head_costs_no_gradient_of_its_weights(tmp_path: Path, saved_
     )
     run, shape, _ = plan.planned(Options(str(config), "medusa"))
     assert shape.borrowed_params == 3 * 32 * shape.vocab
-    shape = Shape(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
+    shape = RunSizes(1000, 10**9, 10**9, 32000, 0, 0, False, 1, borrowed_params=4 * 10**9)
     found = plan_for(shape, Options("x", "medusa", tokens=1e9, mfu=1.0), run)
     assert found["train_gpu_hours"] == pytest.approx(16e18 / (989e12 * 3600))
 

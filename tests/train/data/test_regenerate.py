@@ -20,7 +20,7 @@ from draftsmith.train.data.regenerate import run, take_batch
 from draftsmith.train.data.tasks import mend, questions
 from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
-from draftsmith.train.options import ReplySampling, Server
+from draftsmith.train.options import ReplySampling, ServerOptions
 
 from tests.conftest import tiny_target
 from tests.train.data.test_tables import write
@@ -273,7 +273,7 @@ def test_a_server_gives_the_same_rows_as_this_process(
             tmp_path,
             saved_tiny,
             [*ROWS, TURNS],
-            server=Server(url, concurrency=3),
+            server=ServerOptions(url, concurrency=3),
             chat_template_kwargs=kwargs,
         )
     )
@@ -291,7 +291,7 @@ def test_a_server_without_token_ids_leaves_text_to_learn_from(
     tmp_path: Path, saved_tiny: Path, serve: Any
 ) -> None:
     _, url = serve(token_ids=False)
-    run(options(tmp_path, saved_tiny, ROWS, server=Server(url)))
+    run(options(tmp_path, saved_tiny, ROWS, server=ServerOptions(url)))
     assert all(
         "token_ids" not in r and r["messages"][-1]["role"] == "assistant" for r in rows_of(tmp_path)
     )
@@ -299,4 +299,8 @@ def test_a_server_without_token_ids_leaves_text_to_learn_from(
 
 def test_a_server_that_is_not_there_is_a_clear_error(tmp_path: Path, saved_tiny: Path) -> None:
     with pytest.raises(UserError, match="does not answer"):
-        run(options(tmp_path, saved_tiny, ROWS, server=Server("http://127.0.0.1:9/v1", retries=0)))
+        run(
+            options(
+                tmp_path, saved_tiny, ROWS, server=ServerOptions("http://127.0.0.1:9/v1", retries=0)
+            )
+        )

@@ -18,7 +18,7 @@ import torch
 import yaml
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.metrics import kept_per_round
+from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.stored import (
@@ -358,7 +358,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
         proposer = load_proposer(spec, target, print)
         texts = load_texts(store)
         decoded = [
-            kept_per_round(generate_one(target, proposer, text.ids[: text.start], longest))
+            emitted_per_round(generate_one(target, proposer, text.ids[: text.start], longest))
             for text in texts
         ]
         assert found["kept"] == decoded

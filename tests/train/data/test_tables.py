@@ -12,7 +12,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
-from draftsmith.train.config import Data, HeldOut, Source
+from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack
 from draftsmith.train.data.tables import TokenTable, build, load, prepare
 from draftsmith.train.data.templates import Encoded
@@ -42,7 +42,7 @@ def data(tmp_path: Path, rows: list[Any], held: list[Any] | None = None, **optio
     sources = [Source(write(tmp_path / "train.jsonl", rows), name="train")]
     held_rows = [chat("held out", "words of the held out reply")] if held is None else held
     sources.append(Source(write(tmp_path / "held.jsonl", held_rows), name="held"))
-    return Data(sources, held_out=HeldOut("source", sources=["held"]), **options)
+    return Data(sources, held_out=HeldOutConfig("source", sources=["held"]), **options)
 
 
 GOOD = [chat(f"question {i}", f"reply number {i}") for i in range(200)]
@@ -135,7 +135,9 @@ def test_rows_that_share_a_13_gram_with_held_out_rows_are_removed(tmp_path: Path
 
 
 def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
-    config = Data([Source(write(tmp_path / "a.jsonl", GOOD))], held_out=HeldOut("row", share=0.2))
+    config = Data(
+        [Source(write(tmp_path / "a.jsonl", GOOD))], held_out=HeldOutConfig("row", share=0.2)
+    )
     tables = build(config, TARGET, seed=0)
     assert 20 < len(tables.held_out) < 60 and len(tables.train) + len(tables.held_out) == 200
     assert not np.array_equal(build(config, TARGET, seed=1).held_out.ids, tables.held_out.ids)
@@ -144,11 +146,13 @@ def test_held_out_by_row_is_a_seeded_share(tmp_path: Path) -> None:
 def test_held_out_by_time(tmp_path: Path) -> None:
     rows = [chat(f"q {i}", f"a {i}", timestamp=f"2026-01-{i + 1:02d}") for i in range(10)]
     config = Data(
-        [Source(write(tmp_path / "a.jsonl", rows))], held_out=HeldOut("time", since="2026-01-08")
+        [Source(write(tmp_path / "a.jsonl", rows))],
+        held_out=HeldOutConfig("time", since="2026-01-08"),
     )
     assert len(build(config, TARGET, seed=0).held_out) == 3
     config = Data(
-        [Source(write(tmp_path / "b.jsonl", GOOD))], held_out=HeldOut("time", since="2026-01-08")
+        [Source(write(tmp_path / "b.jsonl", GOOD))],
+        held_out=HeldOutConfig("time", since="2026-01-08"),
     )
     with pytest.raises(UserError, match="has no field 'timestamp'"):
         build(config, TARGET, seed=0)
@@ -158,7 +162,9 @@ def test_mixture_weights_take_shares_and_copies(tmp_path: Path) -> None:
     held = write(tmp_path / "h.jsonl", [chat("held", "out")])
     for weight, low, high in ((0.5, 70, 130), (2.0, 400, 400), (1.5, 270, 330)):
         sources = [Source(write(tmp_path / "a.jsonl", GOOD), weight=weight), Source(held, name="h")]
-        tables = build(Data(sources, held_out=HeldOut("source", sources=["h"])), TARGET, seed=0)
+        tables = build(
+            Data(sources, held_out=HeldOutConfig("source", sources=["h"])), TARGET, seed=0
+        )
         assert low <= int(tables.train.copies.sum()) <= high
 
 

@@ -91,7 +91,11 @@ def plain_loss(
     vocabulary."""
     normed = unroll(drafter, batch, features.taps, features.last, STEPS, "plain")
     weights, total = static_decay(STEPS, 0.8), 0.0
-    kept = drafter.kept if drafter.kept is not None else torch.arange(drafter.shape.vocab_size)
+    kept = (
+        drafter.draft_vocab_ids
+        if drafter.draft_vocab_ids is not None
+        else torch.arange(drafter.shape.vocab_size)
+    )
     for b in range(len(batch.ids)):
         for k in range(STEPS):
             for t in range(batch.ids.shape[1] - 2 - k):

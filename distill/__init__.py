@@ -1,2 +1,1 @@
-"""What distillation is here: divergences between the target's distribution and a drafter's, shared
-by every method."""
+"""Divergences from the target's distribution, and draft models that are made from a target."""

@@ -1,12 +1,13 @@
-"""Losses between a drafter's distribution q and the target's distribution p, per position, and
-their sums over many positions in bounded memory.
+"""Losses between a drafter's distribution q and the target's p, and their sums in bounded memory.
 
-Distributions come as log-probabilities over the drafter's vocabulary, so that one softmax serves a
-loss and its metrics. `log_p` may be a slice of the target's distribution that sums to less than one
-(a draft vocabulary): overlaps take it as it is, since that is what decoding accepts; losses of the
-KL family renormalise it, since a drafter cannot put mass elsewhere. Gradients with respect to the
-logits z of q are those of reference/objectives.md section 2; p is a constant. Shapes: R rows
-(positions), V vocabulary; p may have 1 in place of a row axis of q, one teacher for several drafts.
+Distributions are given as log-probabilities over the drafter's vocabulary, so that one softmax
+serves a loss and its metrics. With a draft vocabulary `log_p` is a slice of the target's and sums
+to less than one: overlaps take it as it is, since that is what decoding accepts; losses of the KL
+family renormalise it, since a drafter cannot put mass elsewhere. Gradients are those of
+docs/objectives.md#divergences, with respect to the logits z of q; p is a constant.
+
+Shapes: R rows, which may stand on several axes; V vocabulary of the drafter, x* the label. p may
+have 1 in place of an axis of rows of q: one teacher for several drafts.
 """
 
 from __future__ import annotations
@@ -23,55 +24,58 @@ Divergence = Literal[
     "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"
 ]
 NEEDS_LABELS = ("ce", "ce-l1")
-SMALLEST_OVERLAP = 1e-5
-HYBRID_ETA = 3.0
+SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zero
+HYBRID_ETA = 3.0  # how fast `lk-hybrid` goes from KL to total variation
 TOP_K = 10
-CE_SHARE = 0.1
+CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`
 
 
 def log_probs(logits: Tensor) -> Tensor:
-    """log softmax in fp32 at least: bf16 logits lose the tail."""
+    """Return the log-softmax, in float32 at least: bfloat16 would lose the tail."""
     return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
 
 
 def renormalised(log_p: Tensor) -> Tensor:
-    """`log_p` with its mass made one."""
+    """Return `log_p` divided by its mass, so that it sums to one."""
     return log_p - log_p.logsumexp(-1, keepdim=True)
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:
-    """-log q(x*) `[R]`. d/dz = q - onehot."""
+    """Return -log q(x*) `[R]` of the labels. d/dz = q - onehot(x*)."""
     return -log_q.gather(-1, labels[..., None])[..., 0]
 
 
 def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL(p || q) `[R]`. d/dz = q - p. Soft cross-entropy with p's entropy taken off, so that its
-    minimum is zero."""
+    """Return KL(p || q) `[R]`. d/dz = q - p.
+
+    It is the cross-entropy of p and q minus the entropy of p, so its minimum is zero.
+    """
     log_p = renormalised(log_p)
     p = log_p.exp()
+    # A token of probability 0 has p log p = 0 * -inf, which is NaN and should be 0.
     return (p * log_p).nan_to_num(0.0).sum(-1) - _dot(log_q, p)
 
 
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
-    """sum_v p log q `[R]`."""
+    """Return sum_v p log q `[R]`."""
     if p.dim() > 1 and p.shape[-2] == 1 and log_q.shape[-2] > 1:
-        # it would round a difference of distributions to bf16
+        # One teacher has several drafts: a matrix product needs no table p * log q of all of them.
+        # Under autocast it would round to bfloat16, which is too coarse for a difference of sums.
         with torch.autocast(log_q.device.type, enabled=False):
-            # one teacher for several rows: no [R, V] product is made
             return (log_q @ p.transpose(-1, -2))[..., 0]
     return (p * log_q).sum(-1)
 
 
 def reverse_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL(q || p) `[R]`: seeks modes. d/dz = q (log(q / p) - KL)."""
+    """Return KL(q || p) `[R]`, which seeks the modes of p. d/dz = q (log(q / p) - KL(q || p))."""
     return (log_q.exp() * (log_q - renormalised(log_p))).sum(-1)
 
 
 def jensen_shannon(log_q: Tensor, log_p: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, `[R]` (generalised
-    JSD of GKD, arXiv 2306.13649).
+    """Return the generalised Jensen-Shannon divergence `[R]` of GKD (arXiv 2306.13649).
 
-    d/dz = (1 - beta) q (log(q / m) - KL(q || m)). At beta = 1/2 it is at most log 2.
+    It is beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q, and at most log 2
+    for beta = 1/2. d/dz = (1 - beta) q (log(q / m) - KL(q || m)).
     """
     log_p = renormalised(log_p)
     p, q = log_p.exp(), log_q.exp()
@@ -84,55 +88,65 @@ def _log(value: float) -> float:
 
 
 def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """alpha = sum_v min(p, q) `[R]`: the largest chance that any lossless rule accepts one sampled
-    draft."""
+    """Return alpha = sum_v min(p, q) `[R]`.
+
+    No lossless rule accepts one sampled draft with a higher probability.
+    """
     return torch.minimum(log_q, log_p).exp_().sum(-1)
 
 
 def total_variation(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """1 - alpha `[R]`. d/dz = -q (1[q < p] - s), s = sum of q where q < p. Exactly what is paid
-    for; stalls from a cold start."""
+    """Return 1 - alpha `[R]`, the rate of rejection. d/dz = -q (1[q < p] - s), s = sum_{q < p} q.
+
+    The gradient vanishes where p and q hardly overlap, so training does not get away from there.
+    """
     return 1 - overlap(log_q, log_p)
 
 
 def lk_alpha(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """-log alpha `[R]` (arXiv 2602.23881): TV's gradient over alpha. For a point mass p it is the
-    cross-entropy."""
+    """Return -log alpha `[R]` (arXiv 2602.23881). d/dz is that of total variation over alpha.
+
+    For a point mass p it is the cross-entropy.
+    """
     return -overlap(log_q, log_p).clamp(min=SMALLEST_OVERLAP).log()
 
 
 def lk_hybrid(log_q: Tensor, log_p: Tensor, eta: float = HYBRID_ETA) -> Tensor:
-    """l KL + (1 - l) TV with l = exp(-eta alpha), alpha held constant, for each row (arXiv
-    2602.23881)."""
+    """Return l KL(p || q) + (1 - l) TV `[R]`, with l = exp(-eta alpha) (arXiv 2602.23881).
+
+    TV is the total variation. Each row has its own l, which carries no gradient.
+    """
     alpha = overlap(log_q, log_p)
     share = torch.exp(-eta * alpha.detach())
     return share * forward_kl(log_q, log_p) + (1 - share) * (1 - alpha)
 
 
 def top_k_kl(log_q: Tensor, log_p: Tensor, k: int = TOP_K) -> Tensor:
-    """KL of both distributions restricted to the target's k best tokens and renormalised, `[R]`.
-    What q leaks elsewhere is unpunished.
+    """Return KL(p' || q') `[R]`: p and q restricted to the k best tokens of p and renormalised.
 
-    d/dz = q' - p' on those tokens, q' and p' being the restricted distributions (objectives.md
-    section 2).
+    Mass of q on other tokens is not punished. d/dz = q' - p' on those tokens and 0 elsewhere.
     """
     best = log_p.topk(min(k, log_p.shape[-1]), dim=-1)
-    there = best.indices.expand(*log_q.shape[:-1], -1)
-    p, q = renormalised(best.values), renormalised(log_q.gather(-1, there))
-    return (p.exp() * (p - q)).sum(-1)
+    # One teacher for several drafts: gather needs its indices for each of them.
+    tokens = best.indices.expand(*log_q.shape[:-1], -1)
+    best_log_p, best_log_q = renormalised(best.values), renormalised(log_q.gather(-1, tokens))
+    return (best_log_p.exp() * (best_log_p - best_log_q)).sum(-1)
 
 
 def ce_and_l1(log_q: Tensor, log_p: Tensor, labels: Tensor, ce_share: float = CE_SHARE) -> Tensor:
-    """0.1 CE + 0.9 sum |p - q| `[R]` (DSpark, arXiv 2607.05147). The second part is twice TV where
-    p is whole."""
-    return ce_share * cross_entropy(log_q, labels) + (1 - ce_share) * (
-        log_p.exp() - log_q.exp()
-    ).abs().sum(-1)
+    """Return 0.1 CE + 0.9 sum_v |p - q| `[R]`, the loss of DSpark (arXiv 2607.05147).
+
+    The sum is twice the total variation where p sums to one.
+    """
+    distance = (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return ce_share * cross_entropy(log_q, labels) + (1 - ce_share) * distance
 
 
 def divergence(name: Divergence, log_q: Tensor, log_p: Tensor, labels: Tensor) -> Tensor:
-    """The loss of that name `[R]`; `labels` `[R]` (columns of q) are read by those of
-    `NEEDS_LABELS` only."""
+    """Return the loss of that name, `[R]`.
+
+    `labels` `[R]` are columns of q; only the losses in `NEEDS_LABELS` read them.
+    """
     if name == "ce":
         return cross_entropy(log_q, labels)
     if name == "ce-l1":
@@ -159,94 +173,107 @@ def sum_in_chunks(
     parameters: Sequence[Tensor],
     rows_per_chunk: int,
 ) -> tuple[Tensor, ...]:
-    """Sum a loss over all rows while the logits of one chunk exist at a time.
+    """Sum a loss over all rows while the logits of one chunk of rows exist at a time.
 
-    `function(hidden, *rows)` takes slices of `hidden` and `rows` (equal first dimension) and gives
-    the slice's loss (a sum), then any tables `[rows, ..]`, which are collected and carry no
-    gradient. Gradients reach `hidden` and `parameters`, which must be all that `function` has to
-    train: another tensor that needs a gradient raises `RuntimeError`. They are made chunk by chunk
-    in the forward pass, right where the logits are, so nothing is kept and nothing is computed
-    twice (objectives 10.1); the backward pass scales them. (Under ZeRO-3 the backward pass makes
-    them, by computing each chunk again, and nothing is checked.) With no rows `function` runs once
-    on empty slices, so that every parameter still takes part.
+    `function(hidden, *rows)` takes slices of `hidden` and of each of `rows`, all `[R, ..]`, and
+    returns the slice's loss, a sum, then any number of tables with a row for each of its rows.
+    Returned are the loss of all rows, and the tables `[R, ..]`, which carry no gradient.
+
+    Gradients reach `hidden` and `parameters`, which must be all that `function` has to train:
+    another tensor that needs a gradient raises `RuntimeError`. They are computed in the forward
+    pass, chunk by chunk, where the logits are, so that neither logits nor graphs are kept and
+    nothing is computed twice; the backward pass scales them (docs/objectives.md#chunked-sums).
+    Under ZeRO-3 each chunk is computed again in the backward pass, and another tensor that needs a
+    gradient is not noticed. With no rows `function` runs once on empty slices, so that every
+    parameter still takes part.
     """
-    # ZeRO-3 has them whole only while their own module runs
-    apart = any(hasattr(p, "ds_id") for p in parameters)
-    if torch.is_grad_enabled() and not apart:
+    # DeepSpeed marks parameters that ZeRO-3 has split over the ranks. They are whole only while
+    # their own module runs, so their gradients cannot be computed inside the forward pass.
+    partitioned = any(hasattr(p, "ds_id") for p in parameters)
+    if torch.is_grad_enabled() and not partitioned:
         return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
     chunks = max(-(-hidden.shape[0] // rows_per_chunk), 1)
-    # ZeRO-3's ranks gather weights together: each has to run as many chunks as the others, empty
-    # ones at the end
-    if apart:
-        most = torch.tensor(chunks, device=hidden.device)
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        chunks = int(most)
-    starts = range(0, chunks * rows_per_chunk, rows_per_chunk)
-    run = (
-        partial(checkpoint, function, use_reentrant=False) if torch.is_grad_enabled() else function
-    )
-    parts = [run(*(x[start : start + rows_per_chunk] for x in (hidden, *rows))) for start in starts]
-    losses, *tables = zip(*parts, strict=True)
+    # Running a module gathers its weights from all ranks, and a rank that runs fewer chunks than
+    # the others would leave them waiting: all run as many, empty ones at the end.
+    if partitioned:
+        most_chunks = torch.tensor(chunks, device=hidden.device)
+        torch.distributed.all_reduce(most_chunks, torch.distributed.ReduceOp.MAX)
+        chunks = int(most_chunks)
+    run = function
+    if torch.is_grad_enabled():
+        run = partial(checkpoint, function, use_reentrant=False)
+    results = []
+    for start in range(0, chunks * rows_per_chunk, rows_per_chunk):
+        chunk = slice(start, start + rows_per_chunk)
+        results.append(run(hidden[chunk], *(values[chunk] for values in rows)))
+    losses, *tables = zip(*results, strict=True)
     return (torch.stack(losses).sum(), *(torch.cat(table).detach() for table in tables))
 
 
 def check_all_listed(loss: Tensor, wanted: Sequence[Tensor]) -> None:
-    """Raise `RuntimeError` if `loss` depends on a leaf that learns and is not among `wanted`: it
-    would get no gradient."""
+    """Raise `RuntimeError` if `loss` depends on a leaf that learns and is not among `wanted`.
+
+    Such a leaf would get no gradient, and nothing else would show it.
+    """
     listed, seen = {id(tensor) for tensor in wanted}, set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        if (node := waiting.pop()) is None or node in seen:
+    # In the graph of autograd only leaves that learn have a `variable`.
+    pending = [loss.grad_fn]
+    while pending:
+        if (node := pending.pop()) is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None and id(leaf) not in listed:
             raise RuntimeError(
                 f"a parameter of shape {list(leaf.shape)} learns from this loss but is not among "
-                "the parameters that are listed; "
-                "it would get no gradient"
+                "the parameters that are listed; it would get no gradient"
             )
-        waiting += [before for before, _ in node.next_functions]
+        pending += [next_node for next_node, _ in node.next_functions]
 
 
 class _InChunks(torch.autograd.Function):
+    """`sum_in_chunks` as one step of autograd: the gradients are made in the forward pass."""
+
     @staticmethod
     def forward(
         ctx: Any, function: Any, rows: Any, rows_per_chunk: int, hidden: Tensor, *parameters: Tensor
     ) -> Any:
         learning = [i for i, p in enumerate(parameters) if p.requires_grad]
-        sums = [torch.zeros_like(parameters[i]) for i in learning]
-        to_hidden = torch.zeros_like(hidden)
+        parameter_grads = [torch.zeros_like(parameters[i]) for i in learning]
+        hidden_grad = torch.zeros_like(hidden)
         total, tables = None, []
+        # An empty `hidden` still makes one chunk, so that the loss has a value and tables a shape.
         for start in range(0, max(hidden.shape[0], 1), rows_per_chunk):
-            part = slice(start, start + rows_per_chunk)
+            chunk = slice(start, start + rows_per_chunk)
+            # Autograd is off within `forward`. The detached leaf makes the graph end at this chunk.
             with torch.enable_grad():
-                inputs = hidden[part].detach().requires_grad_()
-                loss, *found = function(inputs, *(row[part] for row in rows))
+                inputs = hidden[chunk].detach().requires_grad_()
+                loss, *chunk_tables = function(inputs, *(values[chunk] for values in rows))
                 wanted = [inputs, *(parameters[i] for i in learning)]
+                # Every chunk has the same graph.
                 if start == 0:
                     check_all_listed(loss, wanted)
-                grads = (
-                    torch.autograd.grad(loss, wanted, allow_unused=True)
-                    if loss.requires_grad
-                    else [None] * len(wanted)
-                )
+                grads: Any = [None] * len(wanted)
+                if loss.requires_grad:
+                    grads = torch.autograd.grad(loss, wanted, allow_unused=True)
             total = loss.detach() if total is None else total + loss.detach()
-            tables.append([table.detach() for table in found])
+            tables.append([table.detach() for table in chunk_tables])
+            # None stands for a tensor that the loss does not depend on.
             if grads[0] is not None:
-                to_hidden[part] = grads[0]
-            for into, grad in zip(sums, grads[1:], strict=True):
+                hidden_grad[chunk] = grads[0]
+            for summed, grad in zip(parameter_grads, grads[1:], strict=True):
                 if grad is not None:
-                    into += grad
+                    summed += grad
         ctx.learning, ctx.count = learning, len(parameters)
-        ctx.save_for_backward(to_hidden, *sums)
+        ctx.save_for_backward(hidden_grad, *parameter_grads)
         joined = [torch.cat(parts) for parts in zip(*tables, strict=True)]
         ctx.mark_non_differentiable(*joined)
         return (total, *joined)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        to_hidden, *sums = ctx.saved_tensors
-        to_parameters: list[Tensor | None] = [None] * ctx.count
-        for i, total in zip(ctx.learning, sums, strict=True):
-            to_parameters[i] = total * grad
-        return None, None, None, to_hidden * grad, *to_parameters
+        hidden_grad, *parameter_grads = ctx.saved_tensors
+        scaled_grads: list[Tensor | None] = [None] * ctx.count
+        for i, summed in zip(ctx.learning, parameter_grads, strict=True):
+            scaled_grads[i] = summed * grad
+        # A gradient for each argument of `forward`: the first three are no tensors.
+        return None, None, None, hidden_grad * grad, *scaled_grads

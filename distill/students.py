@@ -1,7 +1,9 @@
-"""Making a small model from a target: some of its layers, narrower, with fewer tokens; or any other
-model of its tokenizer.
+"""Draft models before training: cut from a target, of another configuration, or read from a folder.
 
-Shapes: L target layers, H target width, h student width, V vocabulary.
+A cut keeps some of the target's layers, and may be narrower and have fewer tokens. While it is
+trained, a draft model is called the student.
+
+Shapes: S positions of a text, H hidden size of the draft model, Ht of the target.
 """
 
 from __future__ import annotations
@@ -25,53 +27,47 @@ from .divergences import divergence, log_probs
 
 Choice = Literal["even", "ends", "importance"]
 FACTORS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
-"""By which a student's logits may be scaled at the start."""
-CALIBRATION_TEXTS, CALIBRATION_LENGTH = 8, 128
+"""Factors by which the logits of a cut may be scaled before training."""
+CALIBRATION_TEXTS, CALIBRATION_LENGTH = 8, 128  # texts, and positions of each
 
 
 @dataclass
 class StudentConfig:
-    """Where the student comes from: `path`, `config`, or, if neither is given, the target
-    itself."""
+    """Origin of the draft model: `path`, `config`, or a cut of the target if neither is given."""
 
     path: str | None = None
     """A model folder with the target's tokenizer."""
     config: str | None = None
-    """A folder with a config.json, or the file itself: a student from scratch; its vocabulary is
-    set to the target's."""
+    """A folder with a config.json, or the file itself: a draft model with random weights and the
+    target's vocabulary."""
     layers: int | list[int] | None = None
-    """Cut from the target: so many of its layers, or just these (from 0); an eighth of them if not
-    given."""
+    """Cut: the number of the target's layers to keep, or a list of them (from 0); an eighth of them
+    if not given."""
     choose: Choice = "even"
-    """How so many are chosen: evenly spread, half from each end, or by importance (1 - cosine
-    between a layer's input and output, on training text)."""
+    """Cut: rule for choosing that number of layers: evenly spread, half from each end, or by
+    importance (1 - cosine between a layer's input and output, on training text)."""
     hidden_size: int | None = None
-    """Cut: width of the residual stream, the dimensions of largest activation; the target's if not
-    given."""
+    """Cut: width of the residual stream; the dimensions of largest activation are kept. The
+    target's if not given."""
     intermediate_size: int | None = None
-    """Cut: width of the MLPs, the rows of largest weights; in proportion to hidden_size if not
-    given."""
+    """Cut: width of the MLPs; the neurons of largest output weights are kept. In proportion to
+    hidden_size if not given."""
     head: Literal["copy", "tie"] = "copy"
-    """Cut: copy embedding and output matrix as the target has them, or tie them to the target's
-    output matrix."""
+    """Cut: copy embedding and head as the target has them, or tie both to the target's head."""
     vocab_size: int | None = None
-    """Cut: keep the first so many tokens; the others can then never be drafted, and engines that
-    want equal vocabularies refuse the student. Trimming padding rows past the tokenizer's last
-    token loses nothing."""
+    """Cut: number of tokens, the first ones, that are kept. The others are never drafted, and
+    engines that want equal vocabularies refuse the draft model. Padding rows after the tokenizer's
+    last token can be cut off without loss."""
 
     def __post_init__(self) -> None:
-        default = {name: field.default for name, field in self.__dataclass_fields__.items()}
-        cuts = [
-            name
-            for name in default
-            if name not in ("path", "config") and getattr(self, name) != default[name]
-        ]
+        cuts = []
+        for name, field in self.__dataclass_fields__.items():
+            if name not in ("path", "config") and getattr(self, name) != field.default:
+                cuts.append(name)
         given = [name for name in ("path", "config") if getattr(self, name) is not None]
         if len(given) > 1 or (given and cuts):
-            raise UserError(
-                f"student.{(given + cuts)[0]} and student.{(given + cuts)[1]} exclude each other; "
-                "give one"
-            )
+            first, second = (given + cuts)[:2]
+            raise UserError(f"student.{first} and student.{second} exclude each other; give one")
         if isinstance(self.layers, list) and self.choose != "even":
             raise UserError(
                 f"student.layers names them, so student.choose {self.choose} means nothing; leave "
@@ -83,33 +79,35 @@ class StudentConfig:
 
     @property
     def narrow(self) -> bool:
-        """Whether a cut is to be narrower than the target too."""
+        """True if widths are given, so that a cut has them in place of the target's."""
         return self.hidden_size is not None or self.intermediate_size is not None
 
 
 @dataclass(frozen=True)
 class CutPlan:
-    """What a student costs beside its target."""
+    """Size of a draft model, and its cost relative to the target's."""
 
     parameters: int
     target_parameters: int
     cost: float
-    """Weights that a token's forward reads, as a share of the target's: what a draft costs in
-    target passes while both wait for memory. An embedding table is not read, one row of it is."""
+    """Weights that one forward pass of the draft model reads, divided by those that one of the
+    target reads. This is the cost of a draft in target passes while memory limits both."""
 
     def lines(self, dtype: torch.dtype) -> list[str]:
+        """Return two lines for the log; `dtype` is the type that the weights will be stored in."""
         size = self.parameters * dtype.itemsize
         return [
             f"student: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in "
-            f"{str(dtype).removeprefix('torch.')}, "
-            f"{self.parameters / self.target_parameters:.1%} of the target's "
-            f"{self.target_parameters / 1e6:.2f}M",
+            f"{str(dtype).removeprefix('torch.')}, {self.parameters / self.target_parameters:.1%} "
+            f"of the target's {self.target_parameters / 1e6:.2f}M",
             f"a draft reads {self.cost:.1%} of what a target pass reads; it pays if more drafts "
             "than that are accepted",
         ]
 
 
 def plan_of(student: nn.Module, target: nn.Module) -> CutPlan:
+    """Return size and relative cost of the draft model `student`."""
+
     def count(model):
         return sum(p.numel() for p in model.parameters())
 
@@ -117,21 +115,22 @@ def plan_of(student: nn.Module, target: nn.Module) -> CutPlan:
 
 
 def _read(model: Any) -> int:
-    """Weights that a forward reads: all but an embedding table that is not the output matrix as
-    well."""
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    return sum(p.numel() for p in model.parameters()) - (
-        embedding.numel() if embedding is not output else 0
-    )
+    """Return the number of weights that a forward pass of one token reads.
+
+    Of the embedding it reads one row, which is not counted. A tied embedding is read as the head.
+    """
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters())
+    return weights if embedding is head else weights - embedding.numel()
 
 
 def make_student(
     config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]
 ) -> DraftModel:
-    """The student that `config` asks for, in float32 on the target's device. `texts`: token ids
-    `[S]` to judge importance by.
+    """Return the draft model that `config` asks for, in float32 on the target's device.
 
-    Random weights come from torch's global generator. Raises `UserError`.
+    `texts` returns token ids `[S]` each, by which a cut chooses and calibrates; it is called only
+    if needed. Random weights are drawn from torch's global generator. Raises `UserError`.
     """
     if config.path is not None:
         check_there(config.path)
@@ -143,19 +142,20 @@ def make_student(
     else:
         student = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
     model = student.model.to(target.device)
-    # engines take the ends of a text from it
+    # Engines read the end tokens from it.
     model.generation_config = copy.deepcopy(target.model.generation_config)
     return student.requires_grad_(True)
 
 
 def _from_scratch(path: str, target: Target) -> nn.Module:
+    """Return a model with random weights of the configuration at `path`. Raises `UserError`."""
     try:
         config = read_config(path)
         config.vocab_size = target.vocab_size
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(target.config, name, None))
         return make_causal_lm(config, dtype=torch.float32)
-    # each architecture demands other things of its config, each in its own way
+    # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
         raise UserError(f"cannot make a student from {path}: {first_line(error)}") from error
 
@@ -163,13 +163,14 @@ def _from_scratch(path: str, target: Target) -> nn.Module:
 def chosen_layers(
     config: StudentConfig, total: int, importance: Callable[[], list[float]]
 ) -> list[int]:
-    """The target's layers that a student keeps, ascending. Raises `UserError`."""
+    """Return the target's layers that a cut keeps, ascending, out of `total`.
+
+    `importance` returns a number for each layer; it is called only if the choice needs it. Raises
+    `UserError`.
+    """
     if isinstance(config.layers, list):
-        if (
-            sorted(set(config.layers)) != config.layers
-            or not config.layers
-            or not all(0 <= i < total for i in config.layers)
-        ):
+        ascending = bool(config.layers) and sorted(set(config.layers)) == config.layers
+        if not ascending or not all(0 <= i < total for i in config.layers):
             raise UserError(
                 f"student.layers {config.layers} must be ascending, distinct and between 0 and "
                 f"{total - 1}"
@@ -180,26 +181,33 @@ def chosen_layers(
         raise UserError(f"student.layers must be between 1 and the target's {total}, not {count}")
     if config.choose == "importance":
         values = importance()
-        return sorted(sorted(range(total), key=lambda i: (-values[i], i))[:count])
+        # Of equally important layers the lower one is kept.
+        by_importance = sorted(range(total), key=lambda i: (-values[i], i))
+        return sorted(by_importance[:count])
     if config.choose == "ends":
         front = (count + 1) // 2
         return [*range(front), *range(total - (count - front), total)]
-    return [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [0]
+    if count == 1:
+        return [0]
+    # The first layer, the last one, and those between at equal distances.
+    return [round(i * (total - 1) / (count - 1)) for i in range(count)]
 
 
 @torch.no_grad()
 def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
-    """1 - cosine between the input and the output of each layer, the mean over all positions
-    (ShortGPT, arXiv 2403.03853)."""
+    """Return 1 - cosine between input and output of each layer, a mean over all positions.
+
+    `texts` are token ids `[S]` each. The measure is that of ShortGPT (arXiv 2403.03853).
+    """
     sums, count = [0.0] * target.num_layers, 0
 
     def watch(index: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple, named: dict, output: Any) -> None:
+            # Architectures differ in how they pass the hidden states, and in what a layer returns.
             before = arguments[0] if arguments else named["hidden_states"]
             after = output[0] if isinstance(output, tuple) else output
-            sums[index] += float(
-                (1 - nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)).sum()
-            )
+            cosine = nn.functional.cosine_similarity(before.float(), after.float(), dim=-1)
+            sums[index] += float((1 - cosine).sum())
 
         return hook
 
@@ -218,8 +226,7 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
 
 
 def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
-    """The list of the target's decoder layers, and its name within the decoder. Raises
-    `UserError`."""
+    """Return the name, within the decoder, and the list of its layers. Raises `UserError`."""
     try:
         return decoder_layers(target.decoder, target.num_layers)
     except UserError as error:
@@ -227,8 +234,7 @@ def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
 
 
 def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:
-    """A model of the target's architecture, smaller, with the target's weights where it has the
-    same ones."""
+    """Return a smaller model that starts from the target's weights. Raises `UserError`."""
     if getattr(target.model, "is_quantized", False):
         raise UserError(
             "the target's weights are quantised, a student cannot be cut from them; give "
@@ -242,64 +248,62 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
         _copy_weights(config, target, student, kept, width)
     except UserError:
         raise
-    # each architecture demands other things of its config, each in its own way
+    # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
         raise UserError(
             f"cannot cut a student from {target.config.model_type} ({first_line(error)}); give "
             "student.path or student.config"
         ) from error
-    untied = (
-        target.model.get_input_embeddings().weight
-        is not target.model.get_output_embeddings().weight
-    )
+    embedding = target.model.get_input_embeddings().weight
+    untied = embedding is not target.model.get_output_embeddings().weight
+    # A narrower model, or one with another embedding, does not compute what the target's layers do.
     if not width.narrow and not (config.head == "tie" and untied):
         _check_cut(target, Target(student, target.tokenizer, "student", frozen=False), kept)
-    begin_calibrated(
-        Target(student.to(target.device), target.tokenizer, "student", frozen=False),
-        target,
-        texts(),
-    )
+    on_device = Target(student.to(target.device), target.tokenizer, "student", frozen=False)
+    begin_calibrated(on_device, target, texts())
     return student
 
 
 @torch.no_grad()
 def begin_calibrated(student: Target, target: Target, texts: Sequence[Tensor]) -> float:
-    """Scale the final norm of a student that was cut from `target` so that it is as sure as it is
-    right; returns the factor.
+    """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
     as the target's, mostly wrong: with three of SmolLM2's thirty the loss began at 16. The factor
-    is the one of `FACTORS` with which the student's distributions are nearest to the target's (KL)
-    on some of the texts.
+    is the one of `FACTORS` with which the cut's distributions are nearest to the target's (KL) on
+    some of the texts. It is returned; it is 1 where the norm has an unknown form.
     """
     norm = student.final_norm()
     if norm is None:
         return 1.0
     losses = torch.zeros(len(FACTORS), dtype=torch.float64)
-    for ids in texts[:CALIBRATION_TEXTS]:
-        part = ids[None, :CALIBRATION_LENGTH].to(target.device)
-        theirs, ours = (
-            target.forward(part).last[0],
-            student.forward(part.clamp(max=student.vocab_size - 1)).last[0],
-        )
-        log_p = log_probs(target.head(theirs))[:, : student.vocab_size]
+    for text in texts[:CALIBRATION_TEXTS]:
+        ids = text[None, :CALIBRATION_LENGTH].to(target.device)
+        target_last = target.forward(ids).last[0]
+        # A trimmed vocabulary lacks some of the text's tokens; its last token stands for them.
+        last = student.forward(ids.clamp(max=student.vocab_size - 1)).last[0]
+        # Both distributions are compared on the tokens that both have.
+        log_p = log_probs(target.head(target_last))[:, : student.vocab_size]
         for i, factor in enumerate(FACTORS):
-            log_q = log_probs(student.head(ours * factor))[:, : log_p.shape[-1]]
-            losses[i] += divergence("kl", log_q, log_p, part[0]).double().sum().cpu()
+            log_q = log_probs(student.head(last * factor))[:, : log_p.shape[-1]]
+            losses[i] += divergence("kl", log_q, log_p, ids[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
     return factor if factor == 1.0 or scale_norm(norm, factor, student.hidden_size) else 1.0
 
 
 @torch.no_grad()
 def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
-    """Multiply what a final norm gives by `factor`, by way of its parameters; False, and nothing
-    changed, where its form is not known. The forms are x * w, x * w + b and x * (1 + w),
-    distinguished by trying."""
+    """Multiply a final norm's output by `factor`, by way of its parameters.
+
+    Returns false, and changes nothing, if its form is unknown. Known are x * w, x * w + b and
+    x * (1 + w), which are distinguished by trying. `size` is the hidden size H.
+    """
     parameters = dict(norm.named_parameters())
     before = {name: parameter.clone() for name, parameter in parameters.items()}
     first = next(iter(parameters.values()))
     x = torch.linspace(-3, 4, size, device=first.device, dtype=first.dtype)[None]
     wanted = norm(x) * factor
+    # Offset 0 multiplies w and b by the factor; offset 1 makes 1 + w the factor times what it was.
     for offset in (0.0, 1.0):
         for parameter in parameters.values():
             parameter.mul_(factor).add_(offset * (factor - 1))
@@ -311,11 +315,11 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
 
 
 def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
-    """The target's config with fewer layers and tokens, and narrower if that is asked for. Raises
-    `UserError`."""
+    """Return the config of a cut with the target's layers `kept`. Raises `UserError`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
-    for name, value in small.to_dict().items():  # layer_types, no_rope_layers and their like
+    # Lists with an entry for each layer, such as layer_types and no_rope_layers.
+    for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == target.num_layers:
             setattr(small, name, [value[i] for i in kept])
     if config.head == "tie":
@@ -327,6 +331,7 @@ def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
                 f"at most {target.vocab_size}"
             )
         small.vocab_size = config.vocab_size
+        # An embedding refuses a padding token outside of its table.
         if (small.pad_token_id or 0) >= config.vocab_size:
             small.pad_token_id = None
     if config.narrow:
@@ -335,7 +340,7 @@ def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
 
 
 def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
-    """Set the sizes of a narrower student in its config `small`; `target` is the target's."""
+    """Set the widths in a cut's config `small`. Raises `UserError` if the target's are smaller."""
     hidden, inner = target.hidden_size, target.intermediate_size
     small.hidden_size = config.hidden_size or hidden
     small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
@@ -343,47 +348,48 @@ def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
         raise UserError(
             "student.hidden_size and student.intermediate_size can be at most the target's"
         )
-    # Whole groups of heads, of their old size: the rotary positions of a head belong to its size.
-    size = getattr(target, "head_dim", None) or hidden // target.num_attention_heads
+    # Whole groups of attention heads are kept, so that each key-value head keeps its queries. Their
+    # size stays too: the frequencies of rotary positions depend on it.
+    head_size = getattr(target, "head_dim", None) or hidden // target.num_attention_heads
     kv_heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
-    shared = target.num_attention_heads // kv_heads
+    group_size = target.num_attention_heads // kv_heads
     groups = max(round(kv_heads * small.hidden_size / hidden), 1)
-    small.num_key_value_heads, small.num_attention_heads, small.head_dim = (
-        groups,
-        groups * shared,
-        size,
-    )
+    small.num_key_value_heads = groups
+    small.num_attention_heads = groups * group_size
+    small.head_dim = head_size
 
 
 @torch.no_grad()
 def _copy_weights(
     config: StudentConfig, target: Target, student: Any, kept: list[int], width: _Width
 ) -> None:
+    """Copy into `student` the weights of the target's layers `kept`, as `width` cuts them."""
     prefix, _ = layers_of(target)
-    theirs = dict(target.decoder.state_dict())
+    target_state = dict(target.decoder.state_dict())
     head = target.model.get_output_embeddings()
+    # A tied model has one matrix for both, and a head matters more than an embedding: the target's
+    # head takes the embedding's place.
     if config.head == "tie":
         table = target.model.get_input_embeddings().weight
-        name = next(
-            name for name, parameter in target.decoder.named_parameters() if parameter is table
-        )
-        theirs[name] = head.weight
+        parameters = target.decoder.named_parameters()
+        target_state[next(name for name, value in parameters if value is table)] = head.weight
     for name, tensor in student.get_decoder().state_dict().items():
-        tensor.copy_(width.cut(theirs, _in_target(name, prefix, kept), tensor.shape))
+        tensor.copy_(width.cut(target_state, _in_target(name, prefix, kept), tensor.shape))
     student.tie_weights()
+    # A tied head was filled with the embedding.
     if student.get_output_embeddings().weight is not student.get_input_embeddings().weight:
+        head_state = {f"lm_head.{name}": value for name, value in head.state_dict().items()}
         for name, tensor in student.get_output_embeddings().state_dict().items():
-            tensor.copy_(
-                width.cut(
-                    {f"lm_head.{name}": head.state_dict()[name]}, f"lm_head.{name}", tensor.shape
-                )
-            )
+            tensor.copy_(width.cut(head_state, f"lm_head.{name}", tensor.shape))
 
 
 @torch.no_grad()
 def _check_cut(target: Target, student: Target, kept: list[int]) -> None:
-    """Demand that the student is the target with its other layers skipped: configs may hold more
-    that belongs to one layer."""
+    """Raise `UserError` unless `student` computes what the target does without its other layers.
+
+    A config may hold more that belongs to single layers than `smaller` knows of. Hooks skip the
+    target's other layers: they return a layer's input in place of its output.
+    """
 
     def skip(module: nn.Module, arguments: tuple, named: dict, output: Any) -> Any:
         before = arguments[0] if arguments else named["hidden_states"]
@@ -396,23 +402,24 @@ def _check_cut(target: Target, student: Target, kept: list[int]) -> None:
     ]
     try:
         ids = (torch.arange(24, device=target.device) * 7 % student.vocab_size)[None]
-        theirs = target.forward(ids).last.float().cpu()
+        expected = target.forward(ids).last.float().cpu()
     finally:
         for hook in hooks:
             hook.remove()
-    ours = student.forward(ids.cpu()).last.float()
+    last = student.forward(ids.cpu()).last.float()
+    # The cut computes in float32, and the target may not.
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
-    if not (error := float((ours - theirs).norm() / theirs.norm())) <= tolerance:
+    # The comparison is negated so that NaN fails it.
+    if not (error := float((last - expected).norm() / expected.norm())) <= tolerance:
         raise UserError(
             f"layers {kept} of {target.config.model_type} alone are not what they are in the "
-            "target (relative difference "
-            f"{error:.1e}): the config says more of single layers than is known here; choose "
-            "others, or give student.path"
+            f"target (relative difference {error:.1e}): the config says more of single layers than "
+            "is known here; choose others, or give student.path"
         )
 
 
 def _in_target(name: str, prefix: str, kept: list[int]) -> str:
-    """The name of a student's tensor in the target's decoder."""
+    """Return the name that a cut's tensor has in the target; `prefix` is that of the layers."""
     if not name.startswith(prefix + "."):
         return name
     number, _, rest = name[len(prefix) + 1 :].partition(".")
@@ -421,19 +428,25 @@ def _in_target(name: str, prefix: str, kept: list[int]) -> str:
 
 @torch.no_grad()
 def loudest(target: Target, texts: Sequence[Tensor], count: int) -> Tensor:
-    """The `count` dimensions of the residual stream of largest mean size over layers and positions,
-    ascending (Minitron, arXiv 2407.14679)."""
+    """Return the `count` dimensions of the residual stream with the largest activations, ascending.
+
+    Their mean absolute value over layers and positions decides (Minitron, arXiv 2407.14679).
+    """
     total = torch.zeros(target.hidden_size)
     for ids in texts:
         hidden = target.forward(ids[None].to(target.device), taps=tuple(range(target.num_layers)))
         for states in (*hidden.taps, hidden.last):
+            # The stream grows with depth: divided by its mean, each layer weighs the same.
             total += (states[0].float().abs() / states.float().abs().mean()).sum(0).cpu()
     return total.topk(count).indices.sort().values
 
 
 class _Width:
-    """Which rows and columns a narrower student keeps. Knows matrices by the names that Llama,
-    Mistral, Qwen, Gemma and their kin share; refuses others."""
+    """Choice of the rows and columns that a cut keeps of each matrix.
+
+    For a narrower cut a matrix is recognised by the name that Llama, Mistral, Qwen, Gemma and
+    similar models share; others are refused.
+    """
 
     def __init__(
         self,
@@ -449,19 +462,24 @@ class _Width:
         self._dims = loudest(target, texts(), small.hidden_size)
 
     def cut(self, theirs: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
-        """The part of the target's tensor `name` that the student's of `shape` starts as, in
-        float32 on the CPU."""
+        """Return what a cut keeps of the target's tensor `name`, in float32 on the CPU.
+
+        `theirs` are the target's tensors by name, `shape` is that of the cut's tensor. Raises
+        `UserError` for a tensor of unknown form.
+        """
         tensor = theirs[name].to("cpu", torch.float32)
         if not self.narrow:
-            # a trimmed vocabulary keeps the first rows
+            # Only a trimmed vocabulary makes a tensor smaller: it keeps the first rows.
             return tensor[: shape[0]] if tensor.dim() else tensor
         module, kind = name.split(".")[-2:]
-        if module in ("q_norm", "k_norm") or (
-            module in ("q_proj", "k_proj", "v_proj") and kind == "bias"
-        ):
+        # Vectors over attention heads or their elements: the first heads are kept.
+        bias_of_heads = module in ("q_proj", "k_proj", "v_proj") and kind == "bias"
+        if module in ("q_norm", "k_norm") or bias_of_heads:
             return tensor[: shape[0]]
         if "norm" in module and tensor.dim() == 1:
             return tensor[self._dims]
+        # Matrices are [out, in]: the kept dimensions are columns where the residual stream is read,
+        # and rows where it is written. Tokens and heads are the first ones, neurons the chosen.
         if module in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj"):
             return tensor[: shape[0], self._dims]
         if module in ("gate_proj", "up_proj"):
@@ -472,12 +490,11 @@ class _Width:
             return tensor[self._dims][:, self._neurons(theirs, name, shape[1])]
         raise UserError(
             f"a narrower student cannot be cut from {self._type}: {name} is not known; leave out "
-            "student.hidden_size and "
-            "intermediate_size, or start from student.config"
+            "student.hidden_size and intermediate_size, or start from student.config"
         )
 
     def _neurons(self, theirs: dict[str, Tensor], name: str, count: int) -> Tensor:
-        """The `count` neurons of the MLP that `name` belongs to whose output columns are largest,
-        ascending."""
+        """Return the `count` neurons, ascending, of largest output weights in the MLP of `name`."""
+        # `down_proj` alone decides, so that all matrices of an MLP keep the same neurons.
         down = theirs[name.rpartition("mlp.")[0] + "mlp.down_proj.weight"].to("cpu", torch.float32)
         return down[self._dims].norm(dim=0).topk(count).indices.sort().values

@@ -1,2 +1,4 @@
-"""What a drafter is: modules, their configs, and what stands on disk. No loop of any kind; imports
-nothing of ours."""
+"""Drafter modules, their configuration, draft vocabularies and the artifact on disk.
+
+This package holds no training or decoding loop and imports no other package of draftsmith.
+"""

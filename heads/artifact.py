@@ -1,11 +1,12 @@
-"""A drafter's directory on disk: an engine's own layout, and beside it `draftsmith.json` with what
-only we need.
+"""The artifact: a drafter's directory on disk, in the layout that engines read.
 
-    config.json          what engines read
+    config.json          the drafter's sizes, as engines read them
     *.safetensors        the drafter's tensors, under the names that engines read
-    draftsmith.json      method, fingerprint of the target, taps, calibration, provenance
+    draftsmith.json      facts that only draftsmith needs: method, fingerprint of the target, taps,
+                         calibration, provenance
 
-Loading demands every tensor by name, shape and dtype, and nothing besides.
+Loading demands exactly the expected tensors, each with its name, shape and dtype
+(docs/checkpoint-formats.md#artifact).
 """
 
 from __future__ import annotations
@@ -26,55 +27,66 @@ from .files import differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
 
 OWN_FILE = "draftsmith.json"
+# A module that is built from a damaged config fails in any of these ways.
+CONFIG_ERRORS = (KeyError, TypeError, IndexError, ValueError, RuntimeError, ArithmeticError)
 
 
 class DrafterModule(Protocol):
-    """What a method's module offers to be stored; most have it from `layout.EngineLayout`."""
+    """Interface of a drafter's module to the artifact; `layout.EngineLayout` has most of it."""
 
     method: str
     taps: tuple[int, ...]
     bound_to: tuple[str, ...]
-    """Fields of the fingerprint that have to be the target's own."""
+    """Fields of the fingerprint in which a target has to equal the one of the training."""
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
-        """Write what engines read."""
+        """Write the files that engines read; floating tensors are cast to `dtype`."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """Everything that decides what it computes besides its tensors, as JSON has it."""
+        """Return everything besides the tensors that decides what the module computes, as JSON."""
         ...
 
     @classmethod
     def load(
         cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
     ) -> DrafterModule:
-        """Read it back; raises `UserError`, or `KeyError` and its kin for a config that lacks or
-        garbles a field."""
+        """Return the module that `save` wrote, with its tensors.
+
+        Raises `UserError`, or one of `CONFIG_ERRORS` for a config that lacks or garbles a key.
+        """
         ...
 
 
 @dataclass
 class Artifact:
-    """A drafter with what it was trained for and how it was calibrated."""
+    """Drafter with the target that it was trained for, its calibration and its provenance."""
 
     drafter: Any
+    """Module with the interface of `DrafterModule`."""
     fingerprint: Fingerprint
+    """Fingerprint of the target that the drafter was trained for."""
     calibration: dict[str, Any] = field(default_factory=dict)
+    """Measurements on held-out texts, see `documents.Calibration`."""
     provenance: dict[str, Any] = field(default_factory=dict)
+    """Facts about the training: command, versions, step, data."""
 
     @property
     def method(self) -> str:
         return self.drafter.method
 
     def save(self, directory: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write the directory whole or not at all; floating tensors are cast to `dtype`."""
+        """Write the directory completely or not at all; floating tensors are cast to `dtype`.
+
+        Raises `UserError` if the disk is full or refuses it.
+        """
         drafter: DrafterModule = self.drafter
         with whole_directory(directory) as aside:
             drafter.save(aside, self.fingerprint.name, dtype)
             write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
     def own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
-        """The content of `draftsmith.json`, but for the checksums of the other files."""
+        """Return the content of `draftsmith.json` without the checksums of the other files."""
         return {
             "schema": SCHEMA,
             "method": self.method,
@@ -94,52 +106,49 @@ class Artifact:
         embedding_and_head: EmbeddingAndHead | None = None,
         warn: Callable[[str], None] = lambda message: None,
     ) -> Artifact:
-        """Read a directory and check it against the target that it is to be used with.
+        """Return the artifact in a directory, checked against the target it is to be used with.
 
-        Raises `UserError` for a missing or broken file, for a missing, surplus, misshapen or
-        miscast tensor, and for a target of another shape. A target of equal shape but other
-        weights, tokenizer or template is reported through `warn`.
+        `embedding_and_head` are the target's; all methods but Medusa with heads of its own need
+        them. Raises `UserError` for a missing or broken file, for a missing or surplus tensor or
+        one of another shape or dtype, and for a target of other sizes. A target of equal sizes but
+        with other weights, tokenizer or template is reported through `warn`.
         """
         directory = Path(directory)
         if not (directory / OWN_FILE).is_file():
             raise not_a_drafter(directory)
-        own, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
-        trained_for, dtype = own.target, getattr(torch, own.dtype)
-        if own.export is not None and own.export.layout != "native":
+        own_file, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+        trained_for, dtype = own_file.target, getattr(torch, own_file.dtype)
+        if own_file.export is not None and own_file.export.layout != "native":
             raise UserError(
-                f"{directory} is an export in the layout of {own.export.layout}; "
+                f"{directory} is an export in the layout of {own_file.export.layout}; "
                 f"read it with draftsmith import --from {directory}"
             )
-        check_files(directory, own, warn)
-        drafter_type = drafter_class(own.method)
+        check_files(directory, own_file, warn)
+        drafter_type = drafter_class(own_file.method)
         check_target(trained_for, target, drafter_type.bound_to, directory, warn)
         config_path = directory / "config.json"
         try:
             drafter = drafter_type.load(directory, dtype, embedding_and_head)
         except DocumentError as error:
             raise UserError(f"{config_path}: {error}; save or copy the drafter again") from error
-        except (
-            KeyError,
-            TypeError,
-            IndexError,
-            ValueError,
-            RuntimeError,
-            ArithmeticError,
-        ) as error:
-            if isinstance(error, UserError):
+        except CONFIG_ERRORS as error:
+            if isinstance(error, UserError):  # a ValueError whose message is clear already
                 raise
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
                 f"{config_path} describes no drafter ({reason}); save or copy the drafter again"
             ) from error
-        check_shape(drafter, own.taps, own.shape, config_path)
+        check_shape(drafter, own_file.taps, own_file.shape, config_path)
         drafter.eval().requires_grad_(False)
-        return cls(drafter, trained_for, own.calibration, own.provenance)
+        return cls(drafter, trained_for, own_file.calibration, own_file.provenance)
 
 
 def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> None:
-    """Demand the files that were written, bit by bit. Raises `UserError` that names the one that is
-    not; a drafter of version 0.1, which noted no checksums, is reported through `warn`."""
+    """Demand that the files of a drafter are exactly those that were written.
+
+    Raises `UserError`, which names the file that is not. A drafter without checksums, which version
+    0.1 wrote, is reported through `warn`.
+    """
     noted = {name: (facts.bytes, facts.sha256) for name, facts in own.files.items()}
     if not noted and own.export is not None:
         noted = {name: (None, sha256) for name, sha256 in own.export.sha256.items()}
@@ -151,25 +160,23 @@ def check_files(directory: Path, own: OwnFile, warn: Callable[[str], None]) -> N
     for name, (size, sha256) in noted.items():
         if (reason := differs(directory, name, OWN_FILE, size, sha256)) is not None:
             raise UserError(f"{directory}: {reason}; copy or save the drafter again")
-    unlisted = [
-        path.name
-        for path in sorted(directory.glob("*.safetensors"))
-        if noted and path.name not in noted
-    ]
-    if unlisted:
-        raise UserError(
-            f"{directory}: {unlisted[0]} is not among the files that were written; copy or save "
-            "the drafter again"
-        )
+    # An engine would read tensors from a weights file that nobody wrote here.
+    for path in sorted(directory.glob("*.safetensors")):
+        if noted and path.name not in noted:
+            raise UserError(
+                f"{directory}: {path.name} is not among the files that were written; copy or save "
+                "the drafter again"
+            )
 
 
 def not_a_drafter(directory: Path) -> UserError:
-    """For a folder without `draftsmith.json`: a training run's own folder has its drafters further
-    down."""
-    below = [
-        directory / name for name in ("best", "last") if (directory / name / OWN_FILE).is_file()
-    ]
-    remedy = f"did you mean {below[0]}?" if below else "name the folder that training wrote"
+    """Return the error for a folder without `draftsmith.json`.
+
+    For the folder of a training run, whose drafters are in `best` and `last`, it names one of them.
+    """
+    candidates = (directory / name for name in ("best", "last"))
+    drafters = [folder for folder in candidates if (folder / OWN_FILE).is_file()]
+    remedy = f"did you mean {drafters[0]}?" if drafters else "name the folder that training wrote"
     return UserError(f"{directory} is not a drafter: it has no {OWN_FILE}; {remedy}")
 
 
@@ -180,7 +187,10 @@ def check_target(
     directory: Path,
     warn: Callable[[str], None],
 ) -> None:
-    """Raise `UserError` for a target of another shape; tell through `warn` what else differs."""
+    """Raise `UserError` for a target that differs in a field of `bound_to`.
+
+    Other differences are reported through `warn`.
+    """
     if errors := trained_for.errors_against(target, bound_to):
         raise UserError(
             f"{directory} was trained for another target ({trained_for.name}): "
@@ -194,9 +204,12 @@ def check_target(
 def check_shape(
     drafter: DrafterModule, taps: list[int], shape: dict[str, Any], config_path: Path
 ) -> None:
-    """Demand that what `config_path` made is what was saved. Raises `UserError`."""
+    """Demand that the drafter made from `config_path` has the noted `taps` and `shape`.
+
+    Raises `UserError`, which names the first fact that differs.
+    """
     facts = {**drafter.facts(), "taps": list(drafter.taps)}
-    # drafters of version 0.1 noted their taps only
+    # Drafters of version 0.1 noted no shape, only their taps.
     for name, value in [("taps", taps), *shape.items()]:
         if (now := facts.get(name)) != value:
             raise UserError(
@@ -206,9 +219,16 @@ def check_shape(
 
 
 def drafter_class(method: str) -> Any:
-    """The module class of a method: `Drafter` in the file of that name in this folder."""
-    if not method.isidentifier() or importlib.util.find_spec(f".{method}", __package__) is None:
+    """Return the module class of a method: `Drafter` in the file of that name in this package.
+
+    Raises `UserError` if there is no such file.
+    """
+    # A name with dots, from a damaged file, could import a module from anywhere.
+    known = method.isidentifier() and importlib.util.find_spec(f".{method}", __package__)
+    module = importlib.import_module(f".{method}", __package__) if known else None
+    drafter = getattr(module, "Drafter", None)
+    if drafter is None:  # not every module of this package is a drafter's
         raise UserError(
             f"unknown drafting method {method!r}; this version may be too old for that drafter"
         )
-    return importlib.import_module(f".{method}", __package__).Drafter
+    return drafter

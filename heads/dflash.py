@@ -1,12 +1,13 @@
 """DFlash: a block of drafts in one pass over the target's features (arXiv 2602.06036).
 
-A block stands at an anchor, the root at position a: its own token in slot 0, mask tokens in the
-slots after it. Its rows attend to each other and, as extra keys and values, to the target's fused
-features of all positions before a. Slot j says what stands at a + j (drafter-recipes 6). Embedding
-and head are the target's.
+A block stands at an anchor, the root at position a: slot 0 holds the root's own token, the slots
+after it hold mask tokens. The rows of a block attend to each other and, as further keys and values,
+to the target's fused features of all positions before a. Slot j predicts the token at position
+a + j (docs/objectives.md#dflash). Embedding and head are the target's.
 
-Shapes: B batch, S context positions, N rows of blocks, H hidden size, K taps, V vocabulary, b slots
-of a block.
+Shapes: B rows of the batch, S positions of the context, N rows of one pass (of one block or
+several), Sa anchors, b slots of a block, F taps, H hidden size (the target's too), E size of an
+attention head, G attention heads, Gkv key-value heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,31 +29,36 @@ from .layout import EngineLayout
 from .rotary import Rotary
 
 WEIGHTS_FILE = "model.safetensors"
-NEARBY = 5.0  # how much of queries and keys begins as the shared direction; chance makes about 3
-RIDGE = 0.03
+# Length of the direction that queries and keys share at first (`attend_nearby`); random weights
+# alone give them a length of about 3 in another direction each, for heads of size 32.
+NEARBY = 5.0
+RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
 Pair = tuple[Tensor, Tensor]
-"""Keys and values [B, N, Gkv, D]."""
+"""Keys and values, [B, N, Gkv, E] each."""
 
 
 @dataclass
 class DFlashConfig:
-    """What is chosen of a block drafter; width, head layout, rotary positions and norm epsilon are
-    the target's own."""
+    """Options of a block drafter.
+
+    Width, attention heads, rotary positions and norm epsilon are the target's own.
+    """
 
     num_layers: int = 5
-    """Decoder layers."""
+    """Number of decoder layers."""
     block_size: int = 8
-    """Slots of a block, the anchor's own among them: one draft fewer a round."""
+    """Number of slots of a block, the anchor's own among them: one draft fewer per round."""
     taps: list[int] | None = None
-    """Hidden states that are fused, ascending; if not given, as many as layers, evenly from 2 to L
-    - 2."""
+    """Hidden states that are fused, ascending; if not given, as many as there are decoder layers,
+    spread evenly from 2 to L - 2 (L: layers of the target)."""
     mask_token: int | None = None
     """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
-    one of the target's."""
+    token of the target."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
     activation: str = "silu"
-    """Of the MLP, by transformers' name; engines load silu only, whatever the target has."""
+    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
+    has."""
 
     def __post_init__(self) -> None:
         if self.activation not in ACT2FN:
@@ -72,7 +78,7 @@ class DFlashConfig:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """All sizes of a drafter: what its `config.json` says."""
+    """All sizes of a block drafter, as in its `config.json`."""
 
     taps: tuple[int, ...]
     block_size: int
@@ -89,39 +95,47 @@ class BlockShape:
     activation: str
     target_layers: int
     rope: dict[str, Any] = field(hash=False)
+    """Rotary parameters, as transformers' `rope_parameters`."""
     attention_bias: bool = False
-    """Of imported drafters; training makes none."""
+    """True only for some imported drafters; training makes none with biases."""
 
     @property
     def qk_norm(self) -> bool:
+        """True, for `layers.LayerShape`: block drafters are made of Qwen3's layers."""
         return True
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` hidden states, evenly from 2 to L - 2; the middle one if it is one. Of DFlash's
-    releases, counted as ours are."""
+    """Return `count` taps, spread evenly from 2 to L - 2; for a `count` of 1 the middle one.
+
+    These are the taps of DFlash's releases; these count layers from 0 without the embeddings, hence
+    the `+ 1` behind `round`. Raises `UserError` for a target with too few layers.
+    """
     if count == 1:
         return (num_layers // 2 + 1,)
-    found = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
-    if len(set(found)) < count or found[-1] >= num_layers:
+    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
+    if len(set(taps)) < count or taps[-1] >= num_layers:
         raise UserError(
             f"the target has {num_layers} layers, too few for {count} taps; give heads.taps, such "
             "as [2, 4]"
         )
-    return found
+    return taps
 
 
 class DFlashDrafter(EngineLayout, nn.Module):
-    """The layers with what stands before and behind them. `embedding_and_head` are the target's
-    embedding and head, borrowed, not owned."""
+    """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head.
+
+    `embedding_and_head` are the target's embedding and head, borrowed, not owned.
+    """
 
     method = "dflash"
     document = BlockFile
     architecture = "DFlashDraftModel"
     weights_file = WEIGHTS_FILE
     first_slot = 1
-    """The first slot that drafts; its draft is about the token after the anchor."""
+    """Number of the first slot that drafts; its draft is about the token after the anchor."""
     tap_scales: Tensor
+    """Factors `[F]` of the taps while the drafter is trained, see `rescale`."""
 
     def __init__(self, shape: BlockShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__()
@@ -139,18 +153,23 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor | None) -> None:
-        """Begin with the target's final norm `[H]`, and with taps that weigh the same once they are
-        scaled (`rescale`)."""
+        """Set the final norm to the target's `[H]`, and `fc` to weigh all taps the same.
+
+        They do so once `rescale` has been called, which brings them to similar sizes.
+        """
         if norm_weight is not None:
             self.norm.weight.copy_(norm_weight)
         nn.init.normal_(self.fc.weight, std=self.fc.weight.shape[1] ** -0.5)
 
     @torch.no_grad()
     def rescale(self, tap_sizes: tuple[float, ...], keep: bool) -> None:
-        """Divide taps of these root mean squares by powers of two near them, so that `fc` learns at
-        the pace of the other matrices: raw taps are 10 to 100 in size, its weights as much smaller,
-        and a step of AdamW changes them by as much as they are. `keep`: what is computed, which it
-        does bit for bit."""
+        """Divide the taps by powers of two near their sizes `tap_sizes`, root mean squares.
+
+        With it `fc` learns at the pace of the other matrices: raw taps have sizes of 10 to 100, the
+        weights of `fc` would be as much smaller, and a step of AdamW would change them by as much
+        as they are. With `keep` the weights are changed too, so that the drafter computes the same
+        as before, bit for bit (a factor that is a power of two rounds nothing).
+        """
         scales = torch.tensor(
             [2.0 ** -round(math.log2(size)) for size in tap_sizes], device=self.tap_scales.device
         )
@@ -160,16 +179,45 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @torch.no_grad()
     def attend_nearby(self, taps: tuple[Tensor, ...], ids: Tensor) -> None:
-        """Begin with attention that finds what a draft is made of: the anchor's token in the first
-        of the key heads, the newest context in the others. `taps` `[n, H]` each and `ids` `[n]` are
-        a sample of the target's features and tokens.
+        """Let queries and keys begin so that attention finds the rows that a draft depends on.
 
-        Left to chance, attention starts out even over hundreds of rows. Queries all begin as one
-        direction of a head; keys as its multiple by how much a row is wanted, a linear function
-        fitted to the sample. Which of the wanted rows is nearest, rotary positions tell: the
-        context's direction lies in the fast turning half of the head, the anchor's in the slow one.
-        With it the first draft of the quickstart target is right 20% of the time after 200 steps,
-        without it 9% (EXPERIMENTS.md).
+        `taps` `[n, H]` each and `ids` `[n]` are a sample of the target's features and tokens. A
+        third of the key-value heads (at least one, if there are several) begins with the anchor's
+        token, the others with the newest positions of the context.
+
+        With random weights attention starts out even over hundreds of rows. Here all queries of a
+        head begin with one direction, and each key with the same direction times how much its row
+        is wanted, a linear function of the row that is fitted to the sample. Rotary positions then
+        tell which of the wanted rows is nearest: the direction for the context lies in the half of
+        the head that rotates fast, so that its product fades with distance, the one for the anchor
+        in the slow half. With this start the first draft for the quickstart target is right 20% of
+        the time after 200 steps, without it 9% (EXPERIMENTS.md).
+        """
+        query_fit, anchor_fit, context_fit = self._fit_rows(taps, ids)
+        size, numbers = self.shape.head_dim, torch.arange(self.shape.head_dim)
+        # Number i of a head is paired with i + rotary.size / 2, and frequencies fall with i: the
+        # first quarter of the rotated part turns fast, the second quarter slowly.
+        fast = numbers < self.rotary.size // 4
+        slow = ~fast & (numbers < self.rotary.size // 2)
+        for layer in self._layers:
+            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
+                [layer.heads, layer.kv_heads, layer.kv_heads]
+            )
+            for head, key in enumerate(keys):  # `key` is a view `[E, H]` of the layer's weights
+                to_anchor = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
+                half = slow if to_anchor else fast
+                direction = functional.normalize(half.to(query_fit), dim=0) * NEARBY
+                key += torch.outer(direction, anchor_fit if to_anchor else context_fit)
+                # All attention heads that share this key-value head get the same queries.
+                shared = queries.unflatten(0, (layer.kv_heads, -1))[head]
+                shared += torch.outer(direction, query_fit)
+
+    def _fit_rows(self, taps: tuple[Tensor, ...], ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return three linear functions `[H]` of a normed row, fitted to a sample of rows.
+
+        `taps` `[n, H]` each and `ids` `[n]` are the sample. The first function is near 1 for the
+        rows of a block, which have queries, and near 0 for the context. The second is near 1 for
+        anchors' tokens, the third for the context, and each near -1 for all other rows.
         """
         context = functional.rms_norm(
             self.fuse(tuple(tap[None] for tap in taps))[0].float(), self.norm.weight.shape
@@ -177,52 +225,46 @@ class DFlashDrafter(EngineLayout, nn.Module):
         embedded = functional.rms_norm(
             self.embed(ids[None]).float()[0].unflatten(0, (len(ids), -1)), self.norm.weight.shape
         )
+        # Every slot but the first holds the mask token: one is repeated, so that it weighs as much
+        # as the other two kinds of rows.
         tokens, masks = embedded[:, 0], embedded[:1, 1].expand(len(ids), -1)
         rows = torch.cat([context, tokens, masks])
 
-        def wants(*values):
-            return torch.tensor(values, device=rows.device).repeat_interleave(len(ids))
+        def fit(context_value: float, token_value: float, mask_value: float) -> Tensor:
+            values = torch.tensor([context_value, token_value, mask_value], device=rows.device)
+            return linear_fit(rows, values.repeat_interleave(len(ids)))
 
-        asks, token, near = (
-            linear_fit(rows, wants(*v))
-            for v in ((0.0, 1.0, 1.0), (-1.0, 1.0, -1.0), (1.0, -1.0, -1.0))
-        )
-        size, turns = self.shape.head_dim, torch.arange(self.shape.head_dim)
-        fast, slow = (
-            turns < self.rotary.size // 4,
-            (turns >= self.rotary.size // 4) & (turns < self.rotary.size // 2),
-        )
-        for layer in self._layers:
-            queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
-                [layer.heads, layer.kv_heads, layer.kv_heads]
-            )
-            for head, key in enumerate(keys):
-                first = head < max(layer.kv_heads // 3, 1) and layer.kv_heads > 1
-                direction = functional.normalize((slow if first else fast).to(rows), dim=0) * NEARBY
-                key += torch.outer(direction, token if first else near)
-                queries.unflatten(0, (layer.kv_heads, -1))[head] += torch.outer(direction, asks)
+        return fit(0.0, 1.0, 1.0), fit(-1.0, 1.0, -1.0), fit(1.0, -1.0, -1.0)
 
     def _columns(self, scales: Tensor) -> Tensor:
+        """Return a factor for each column of `fc`, `[F * H]`, for `scales` `[F]` of the taps."""
         return scales.to(self.fc.weight.dtype).repeat_interleave(self.shape.hidden_size)
 
     @property
     def drafts(self) -> int:
-        """Drafts of a block."""
+        """Number of drafts of a block."""
         return self.shape.block_size - self.first_slot
 
     def fuse(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The target's features `[B, S, H]` of each tap -> the context `[B, S, H]`, the same for
-        all layers."""
-        together = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
-        return self.hidden_norm(self.fc(together * self._columns(self.tap_scales)))
+        """Return the context `[B, S, H]`, the same for all layers.
+
+        `taps` are the target's features, `[B, S, H]` for each tap.
+        """
+        features = torch.cat([tap.to(self.fc.weight.dtype) for tap in taps], dim=-1)
+        return self.hidden_norm(self.fc(features * self._columns(self.tap_scales)))
 
     def context(self, fused: Tensor, rotary: tuple[Tensor, Tensor]) -> list[Pair]:
-        """Each layer's keys and values of the context; its own input norm is not applied."""
+        """Return each layer's keys and values of the context `fused` `[B, S, H]`.
+
+        The layers' input norms are not applied to it: `fuse` ends with a norm of its own.
+        """
         return [layer.keys_values(fused, rotary) for layer in self._layers]
 
     def embed(self, anchors: Tensor, slots: int | None = None) -> Tensor:
-        """The anchors' tokens `[B, A]` -> the rows of their blocks `[B, A * b, H]`; `slots`: how
-        many, if not b."""
+        """Return the rows `[B, Sa * b, H]` of the blocks whose anchors hold tokens `[B, Sa]`.
+
+        `slots` is the number of slots that are needed, if not b.
+        """
         ids = anchors[..., None].expand(*anchors.shape, slots or self.shape.block_size).clone()
         ids[..., 1:] = self.shape.mask_token
         return self.embedding_and_head.rows(ids.flatten(1)).to(self.fc.weight.dtype)
@@ -230,22 +272,24 @@ class DFlashDrafter(EngineLayout, nn.Module):
     def layer(
         self, index: int, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """One layer over rows `[B, N, H]`."""
+        """Return the output `[B, N, H]` of layer number `index` for rows `state` `[B, N, H]`."""
         layer = self._layers[index]
         return layer(index, state, layer.qkv(self.input_norms[index](state)), rotary, attend)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
-        """What a draft's distribution is made of: the layers' output `[..., H]` in its slot,
-        whatever the token `before` it `[...]`."""
+        """Return the state of which `logits` makes a draft's distribution.
+
+        For DFlash it is the layers' `output` `[..., H]` in the draft's slot, whatever the token
+        `before` the draft `[...]`.
+        """
         return output
 
     def logits(self, state: Tensor) -> Tensor:
-        """`state` `[..., H]` of slots -> logits `[..., V]` of their drafts, through the target's
-        own head."""
+        """Return the logits `[..., V]` of drafts, by the target's head, for states `[..., H]`."""
         return self.base_logits(state)
 
     def base_logits(self, output: Tensor) -> Tensor:
-        """What the slots alone say `[..., V]`."""
+        """Return the logits `[..., V]` for the layers' output `[..., H]` in the drafts' slots."""
         return self.embedding_and_head.head(self.norm(output))
 
     @property
@@ -254,18 +298,19 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @property
     def head_parameters(self) -> list[Tensor]:
-        """What the logits have to train."""
+        """Parameters that `logits` reads and that are trained."""
         return [self.norm.weight]
 
     def facts(self) -> dict[str, Any]:
         return {**asdict(self.shape), "taps": list(self.taps)}
 
-    # What is on disk: reference/checkpoint-formats.md section 8.
+    # docs/checkpoint-formats.md#dflash-and-dspark describes the layout on disk.
 
     def serving_state(self) -> dict[str, Tensor]:
+        """Return the drafter's tensors under their names on disk, `fc` with the scales in it."""
         weight = self.fc.weight
-        # Only while it learns: a view of the weight is what loading fills, and on the meta device
-        # there are no numbers.
+        # Scales other than 1 exist only in training. Otherwise the weight itself is returned, which
+        # loading fills; and on the meta device there are no numbers to compare.
         if not weight.is_meta and bool((self.tap_scales != 1).any()):
             weight = weight * self._columns(self.tap_scales)
         state: dict[str, Tensor] = {
@@ -280,8 +325,10 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return state | {"norm.weight": self.norm.weight}
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. Taps are counted from 0, without the embeddings, as all
-        engines do here."""
+        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
+
+        Taps are written as layers counted from 0, without the embeddings, as engines read them.
+        """
         shape = self.shape
         config: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -322,6 +369,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
     def from_serving_config(
         cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
+        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "a block drafter needs the target's embedding and head; load it together with its "
@@ -331,13 +379,16 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @classmethod
     def shape_from(cls, config: dict[str, Any]) -> BlockShape:
-        """The shape that `config.json` describes; `KeyError` when a key is missing."""
+        """Return the sizes in a `config.json`; `KeyError` if one of its keys is missing."""
         return BlockShape(**sizes_from(config))
 
 
 def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
-    """`w` `[H]` with `rows` `[n, H]` times w near `wanted` `[n]`: ridge regression, by way of the n
-    x n products."""
+    """Return `w` `[H]` such that `rows @ w` is near `wanted` `[n]`, for `rows` `[n, H]`.
+
+    This is ridge regression in its dual form, w = X^T (X X^T + c I)^-1 y, where c is `RIDGE` times
+    the mean squared length of a row.
+    """
     products = rows @ rows.T
     return rows.T @ torch.linalg.solve(
         products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
@@ -345,7 +396,7 @@ def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
 
 
 def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `BlockShape` in a `config.json`."""
+    """Return the fields of `BlockShape` by name, from the content of a `config.json`."""
     inner = config["dflash_config"]
     return {
         "taps": tuple(layer + 1 for layer in inner["target_layer_ids"]),
@@ -368,8 +419,10 @@ def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> dict[str, Any]:
-    """The fields of `BlockShape` that `config` asks for, in the layout of a target's transformers
-    config. Raises `UserError`."""
+    """Return the fields of `BlockShape` by name, from `config` and a target's transformers config.
+
+    Raises `UserError` for taps or a mask token that the target does not have.
+    """
     layers = target.num_hidden_layers
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
     if sorted(set(taps)) != list(taps) or any(not 1 <= tap < layers for tap in taps):
@@ -394,17 +447,14 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> dict[str, A
 
 
 def shape_for(config: DFlashConfig, target: Any, mask_token: int) -> BlockShape:
-    """The drafter that `config` asks for. Raises `UserError`."""
+    """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
     return BlockShape(**sizes_for(config, target, mask_token))
 
 
 def config_of(shape: BlockShape) -> dict[str, Any]:
-    """The part of a shape that a user chose, by the names of `DFlashConfig`."""
-    chosen = {
-        name: value
-        for name, value in asdict(shape).items()
-        if name in DFlashConfig.__dataclass_fields__
-    }
+    """Return the sizes in `shape` that a user chose, by the names of `DFlashConfig`."""
+    options = DFlashConfig.__dataclass_fields__
+    chosen = {name: value for name, value in asdict(shape).items() if name in options}
     return chosen | {"taps": list(shape.taps)}
 
 

@@ -1,9 +1,8 @@
-"""The JSON files that are read here, each as a type: its keys, their types and ranges, and what has
-to agree.
+"""Types of the JSON files of drafters: their keys, with types and ranges, and which have to agree.
 
-A file is read through `read_document`, which names the key that is wrong. Keys that a type does not
-list are left alone: engines and later versions of their own add some. A `schema` above ours is
-refused: its writer knew something that we do not.
+`read_document` reads a file as one of these types and names the key that is wrong. Keys that a type
+does not list are ignored, because engines and their later versions add some. A file whose `schema`
+is above the newest that this version knows is refused: its content may mean something else.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from .errors import UserError
 from .files import read_json
 from .fingerprint import Fingerprint
 
-SCHEMA = 2  # of draftsmith.json; 1 called the method draft_model draft_lm
+# Version of draftsmith.json. In version 1 the method draft_model was called draft_lm.
+SCHEMA = 2
 FORMER_METHODS = {"draft_lm": "draft_model"}
 T = TypeVar("T")
 D = TypeVar("D", bound="Document")
 
-# Bounds that no model comes near, so that a damaged number is refused before anything of that size
-# is built.
+# These bounds are far beyond any model. With them a damaged number is refused before anything of
+# that size is built.
 Size = Annotated[int, Meta(ge=1, le=1 << 20)]
 Layers = Annotated[int, Meta(ge=1, le=1 << 10)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -39,28 +39,33 @@ Shares = list[list[Share]]
 
 
 class DocumentError(UserError):
-    """A value that is not what its type says; the message begins with the key."""
+    """Value of a JSON file that does not fit its type; the message begins with the key."""
 
 
 class Document(Struct):
-    """A file that says which version of its form it has."""
+    """JSON file in which a key gives the version of its form."""
 
     what: ClassVar[str]
-    """Its name in messages."""
+    """Description of the file for error messages."""
     version_key: ClassVar[str] = "schema"
+    """Key with the version of the form."""
     newest: ClassVar[int] = SCHEMA
+    """Newest version that can be read."""
     finite: ClassVar[bool] = True
-    """True where NaN and infinities are mistakes."""
+    """True if NaN and infinities are mistakes in this file."""
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
-    """The JSON file at `path` as `kind`, and as it is. Raises `UserError` that names the file, the
-    key and `remedy`."""
+    """Return the JSON file at `path` as an object of type `kind`, and as plain JSON.
+
+    Raises `UserError`, which names the file, the key and `remedy`.
+    """
     value = read_json(path, kind.finite, remedy)
-    theirs = value.get(kind.version_key) if isinstance(value, dict) else None
-    if isinstance(theirs, int) and theirs > kind.newest:
-        found = f"{kind.version_key} {theirs}, this one reads {kind.newest}"
-        raise UserError(f"{path} was written by a newer draftsmith ({found}); update draftsmith")
+    # The version is compared first: a newer form may not fit the type, and updating is the remedy.
+    version = value.get(kind.version_key) if isinstance(value, dict) else None
+    if isinstance(version, int) and version > kind.newest:
+        versions = f"{kind.version_key} {version}, this one reads {kind.newest}"
+        raise UserError(f"{path} was written by a newer draftsmith ({versions}); update draftsmith")
     try:
         return convert(value, kind), value
     except DocumentError as error:
@@ -68,66 +73,83 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
 
 
 def convert(value: Any, kind: type[T]) -> T:
-    """`value`, as `json.loads` gives it, as `kind`. Raises `DocumentError`."""
+    """Return `value`, as `json.loads` gives it, as an object of type `kind`.
+
+    Raises `DocumentError`.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).replace("`", "").partition(" - at $")
-        key = where.strip(".")
-        raise DocumentError(f"{key}: {what}" if key else what) from error
+        # msgspec writes "Expected `int`, got `str` - at `$.target.hidden_size`".
+        reason, _, json_path = str(error).replace("`", "").partition(" - at $")
+        key = json_path.strip(".")
+        raise DocumentError(f"{key}: {reason}" if key else reason) from error
 
 
 def demand(holds: bool, what: str) -> None:
-    """Raise `ValueError`, which msgspec turns into its own error, unless `holds`."""
+    """Raise `ValueError` with the text `what` unless `holds`.
+
+    It is for the `__post_init__` of a type: msgspec turns the error into its own, with the key.
+    """
     if not holds:
         raise ValueError(what)
 
 
 class Confidence(Struct):
-    """Temperatures that calibrate a DSpark drafter's confidence, by position."""
+    """Calibration of a DSpark drafter's confidence (docs/objectives.md#confidence)."""
 
     temperatures: list[Annotated[float, Meta(gt=0)]] = []
+    """Temperature of the confidence's logit, by draft of the block."""
 
 
 class Calibration(Struct):
     """Measurements on held-out texts; each method notes some of them."""
 
     rank_accuracy: Shares = []
+    """Share of roots, by depth and then by rank, at which this candidate is the target's token."""
     tree_nodes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    """Nodes of the draft tree that training evaluated with."""
     length: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
+    """Default depth of a draft tree."""
     width: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    """Default width of a draft tree."""
     roots: Annotated[int, Meta(ge=0)] = 0
+    """Number of positions at which `rank_accuracy` was counted."""
     adaptive: list[tuple[float, Annotated[int, Meta(ge=1)], float, float]] = []
+    """Rows (threshold, longest chain, tau, drafts a round) for chains that stop early."""
     confidence: Confidence = msgspec.field(default_factory=Confidence)
 
 
 class FileFacts(Struct):
-    """Size and SHA-256 of a file, for `files.differs` to look at."""
+    """Size in bytes and SHA-256 of a file, which `files.differs` compares."""
 
     bytes: Annotated[int, Meta(ge=0)]
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Export(Struct):
-    """Of an export: whose layout it has, and the SHA-256 of its files."""
+    """Facts about an export that are noted beside it."""
 
     layout: str = "native"
+    """Layout of its files; native is draftsmith's own."""
     sha256: dict[str, str] = {}
+    """SHA-256 of its files, by name."""
 
 
 class WeightsIndex(Document):
-    """`model.safetensors.index.json` and its like: which file holds which tensor."""
+    """Index of weights that are split over files, such as `model.safetensors.index.json`."""
 
     what: ClassVar[str] = "an index of weights"
 
     weight_map: dict[str, str]
+    """File of each tensor, by the tensor's name."""
 
     def __post_init__(self) -> None:
         demand(bool(self.weight_map), "weight_map names no files of weights")
 
 
 class AdapterFile(Document):
-    """`adapter_config.json`: what a LoRA adapter is for."""
+    """`adapter_config.json` of a LoRA adapter."""
 
     what: ClassVar[str] = "the config of an adapter"
 
@@ -135,7 +157,10 @@ class AdapterFile(Document):
 
 
 class OwnFile(Document):
-    """`draftsmith.json`: what only we need of a drafter."""
+    """`draftsmith.json`: the facts about a drafter that only draftsmith needs.
+
+    docs/checkpoint-formats.md#artifact describes the keys.
+    """
 
     what: ClassVar[str] = "what draftsmith wrote beside a drafter"
 
@@ -148,8 +173,10 @@ class OwnFile(Document):
     calibration: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
     files: dict[str, FileFacts] = {}
-    """Of every other file of the drafter; drafters of version 0.1 and exports, which have a list of
-    their own, have none."""
+    """Size and SHA-256 of every other file of the drafter.
+
+    Some drafters of version 0.1 have none, and exports have `export.sha256` instead.
+    """
     export: Export | None = None
 
     def __post_init__(self) -> None:
@@ -159,12 +186,12 @@ class OwnFile(Document):
             all(tap <= layers for tap in self.taps),
             f"taps {self.taps} are not all among the target's {layers} layers",
         )
-        # kept as it is: later versions may note more
+        # The table is checked, but stays as it was read: later versions may note more in it.
         msgspec.convert(self.calibration, Calibration)
 
 
 class LlamaFile(Struct):
-    """What every `config.json` of a drafter with attention holds."""
+    """Keys of `config.json` that every drafter with attention has."""
 
     architectures: Annotated[list[str], Meta(min_length=1)]
     hidden_size: Size
@@ -181,10 +208,10 @@ class LlamaFile(Struct):
     attention_bias: bool
 
     def __post_init__(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         demand(
-            heads % groups == 0,
-            f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}",
+            heads % kv_heads == 0,
+            f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}",
         )
         demand(
             self.head_dim % 2 == 0,
@@ -195,6 +222,7 @@ class LlamaFile(Struct):
             "rope_parameters name no rope_type",
         )
         for key, value in self.rope_parameters.items():
+            # True is an int to Python, but a flag among these parameters.
             number = isinstance(value, int | float) and not isinstance(value, bool)
             demand(
                 not number or (math.isfinite(value) and value > 0),
@@ -203,7 +231,7 @@ class LlamaFile(Struct):
 
 
 class EagleFile(LlamaFile):
-    """`config.json` of an EAGLE drafter; those of EAGLE-1 have no keys with defaults here."""
+    """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
 
     bias: bool
     target_hidden_size: Size | None = None
@@ -216,18 +244,19 @@ class EagleFile(LlamaFile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kept = self.draft_vocab_size or self.vocab_size
+        draft_vocab_size = self.draft_vocab_size or self.vocab_size
         demand(
-            kept <= self.vocab_size,
-            f"draft_vocab_size {kept} is more than vocab_size {self.vocab_size}",
+            draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {draft_vocab_size} is more than vocab_size {self.vocab_size}",
         )
 
 
 class BlockInner(Struct):
-    """What engines look for under `dflash_config`."""
+    """Keys of `config.json` that engines look for under `dflash_config`."""
 
     mask_token_id: Token
     target_layer_ids: Annotated[list[Tap], Meta(min_length=1)]
+    """Layers counted from 0 without the embeddings: tap - 1."""
 
 
 class BlockFile(LlamaFile):

@@ -1,5 +1,7 @@
-"""A small causal language model as drafter: an ordinary Hugging Face model directory, which any
-engine takes as a draft model."""
+"""Draft models: small causal language models that draft for a target with the same tokenizer.
+
+On disk a draft model is an ordinary Hugging Face model directory, which every engine accepts.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
+# Texts that tokenizers of one vocabulary may still split in different ways.
 PROBES = (
     "The quick brown fox jumps over the lazy dog, 1234567890 times.",
     "def f(x):\n    return {'a': [x ** 2, -1.5e-3]}  # \t tabs",
@@ -22,24 +25,28 @@ PROBES = (
 
 
 class DraftModel(nn.Module):
-    """The model with the target's tokenizer. Trained and used without dropout."""
+    """Draft model with the target's tokenizer; it is trained and used without dropout."""
 
     method = "draft_model"
     taps: tuple[int, ...] = ()
-    bound_to: tuple[str, ...] = ()  # any target with this tokenizer
+    bound_to: tuple[str, ...] = ()
+    """Empty, because every target with this tokenizer will do, of whatever size."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, vocab_size: int) -> None:
-        """`vocab_size`: the target's."""
+        """Make a drafter of a model and its tokenizer; `vocab_size` is the target's."""
         super().__init__()
         self.model: Any = model.eval()
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        """Write the model, cast to `dtype`, and the tokenizer as Hugging Face files."""
         weights = {
             name: weight.detach().to("cpu", dtype)
             for name, weight in self.model.state_dict().items()
         }
-        with torch.device("meta"):  # a second model of no size, so that the device holds one only
+        # `save_pretrained` needs a model of the type that is written. This one takes no memory
+        # until it is given the cast weights, so that the device never holds two models.
+        with torch.device("meta"):
             copy: Any = make_causal_lm(self.model.config, dtype=dtype)
         copy.load_state_dict(weights, assign=True)
         copy.tie_weights()
@@ -48,27 +55,29 @@ class DraftModel(nn.Module):
         self.tokenizer.save_pretrained(directory)
 
     def facts(self) -> dict[str, Any]:
-        return {}  # its own config.json is all, and has no second reader here
+        return {}  # transformers writes and reads config.json, so there is nothing to compare
 
     @classmethod
     def load(
         cls, directory: Path, dtype: torch.dtype | str, embedding_and_head: EmbeddingAndHead | None
     ) -> DraftModel:
-        """The model in `directory`. Raises `UserError` if it is incomplete, or has another
-        tokenizer than the target."""
+        """Return the draft model in `directory`; of the target it needs tokenizer and vocabulary.
+
+        Raises `UserError` if its weights do not fit its config, or if its tokenizer is not the
+        target's.
+        """
         if embedding_and_head is None:
             raise UserError(
                 "a draft model needs the target's tokenizer to be checked against; load it "
                 "together with its target"
             )
         with clear_errors(directory, "draft model"):
-            model, found = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
+            model, loading_info = read_causal_lm(directory, dtype=dtype, output_loading_info=True)
             tokenizer = read_tokenizer(directory)
-        if wrong := [
-            name
-            for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-            for name in found[kind]
-        ]:
+        wrong: list[Any] = []
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            wrong += loading_info[kind]
+        if wrong:
             raise UserError(
                 f"draft model {directory} does not fit its config: {sorted(map(str, wrong))[0]} "
                 "is missing or surplus"
@@ -83,16 +92,18 @@ class DraftModel(nn.Module):
 
 
 def tokenizer_difference(target: Any, draft: Any) -> str | None:
-    """What tells two tokenizers apart, or None: ids of all tokens first, then what they make of
-    texts that are hard to cut."""
+    """Return a sentence about a difference between two tokenizers, or None.
+
+    The ids of all tokens are compared first, then the ids of `PROBES`.
+    """
     if target is None or draft is None:
         return "one of them has none"
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    for token, number in sorted(ours.items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            other = f"{theirs[token]}" if token in theirs else "missing"
-            return f"token {token!r} is {number} in the target and {other} in the draft model"
-    if surplus := theirs.keys() - ours.keys():
+    target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
+    for token, number in sorted(target_ids.items(), key=lambda item: item[1]):
+        if draft_ids.get(token) != number:
+            draft_id = f"{draft_ids[token]}" if token in draft_ids else "missing"
+            return f"token {token!r} is {number} in the target and {draft_id} in the draft model"
+    if surplus := draft_ids.keys() - target_ids.keys():
         return f"the draft model has {len(surplus)} tokens more, such as {min(surplus)!r}"
     for text in PROBES:
         if target.encode(text) != draft.encode(text):

@@ -1,10 +1,10 @@
-"""DSpark: DFlash whose anchor drafts too, with a transition bias between drafts and a confidence in
-each (arXiv 2607.05147).
+"""DSpark: DFlash with a transition bias between drafts and a confidence (arXiv 2607.05147).
 
-Slot j of a block at anchor a says what stands at a + j + 1. To its logits comes W2 W1[x], x being
-the token before the draft: the anchor's or the draft before, so drafts are chosen one after
-another, though all layers run once. A confidence head tells from the slot's state and W1[x], before
-the draft is chosen, how much of its distribution the target will accept.
+The anchor's slot drafts too: slot j of a block at anchor a predicts the token at position
+a + j + 1. A bias W2 W1[x] is added to its logits, where x is the token before the draft: the
+anchor's own, or the draft before. So drafts are chosen one after another, though the layers run
+only once. A confidence head estimates from the slot's state and W1[x], before the draft is chosen,
+how much of its distribution the target will accept (docs/objectives.md#dspark).
 
 Shapes: H hidden size, V vocabulary, r rank of the transition.
 """
@@ -23,17 +23,17 @@ from .documents import DSparkFile
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 
-INIT_STD = 0.02
+INIT_STD = 0.02  # of the matrices that DFlash does not have
 
 
 @dataclass
 class DSparkConfig(DFlashConfig):
-    """What is chosen of a DSpark drafter."""
+    """Options of a DSpark drafter."""
 
     block_size: int = 7
-    """Slots of a block, and drafts of a round: the anchor's slot drafts too."""
+    """Number of slots of a block, and of drafts per round: the anchor's slot drafts too."""
     markov_rank: int = 256
-    """Rank of the transition bias; its two matrices are of vocabulary times rank."""
+    """Rank of the transition bias, which has two matrices of vocabulary times rank numbers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,13 +46,13 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass(frozen=True)
 class DSparkShape(BlockShape):
-    """All sizes of a drafter: what its `config.json` says."""
+    """All sizes of a DSpark drafter, as in its `config.json`."""
 
     markov_rank: int = 256
 
 
 class DSparkDrafter(DFlashDrafter):
-    """A DFlash drafter with a transition bias and a confidence head."""
+    """DFlash drafter with a transition bias and a confidence head."""
 
     method = "dspark"
     document = DSparkFile
@@ -68,32 +68,41 @@ class DSparkDrafter(DFlashDrafter):
 
     @torch.no_grad()
     def start_from(self, norm_weight: Tensor | None) -> None:
+        """Set the first weights of an untrained drafter; the target's final norm is one of them."""
         super().start_from(norm_weight)
-        for part in (self.transition_in, self.transition_out, self.confidence_head):
-            nn.init.normal_(part.weight, std=INIT_STD)
+        for module in (self.transition_in, self.transition_out, self.confidence_head):
+            nn.init.normal_(module.weight, std=INIT_STD)
         nn.init.zeros_(self.confidence_head.bias)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
-        """`[..., H + r]`: the slot's state and W1 of the token before its draft."""
+        """Return `[..., H + r]`: the slot's output and W1 of the token `before` its draft."""
         return torch.cat([output, self.transition_in(before)], dim=-1)
 
     def logits(self, state: Tensor) -> Tensor:
+        """Return the logits `[..., V]` of drafts with the transition, for states `[..., H + r]`."""
         hidden = self.shape.hidden_size
         return self.base_logits(state[..., :hidden]) + self.transition_out(state[..., hidden:])
 
     def transition(self, before: Tensor) -> Tensor:
-        """Tokens `[...]` -> what they add to the logits `[..., V]` of the draft after them."""
+        """Return the bias `[..., V]` that tokens `[...]` give to the logits of the next draft."""
         return self.transition_out(self.transition_in(before))
 
     def confidence(self, state: Tensor) -> Tensor:
-        """The logit `[...]` of how much of each draft's distribution the target is expected to
-        accept."""
+        """Return the confidence `[...]` in drafts, as a logit, for states `[..., H + r]`.
+
+        It is the share of a draft's distribution that the target is expected to accept
+        (docs/objectives.md#confidence).
+        """
         hidden = self.shape.hidden_size
         normed = torch.cat([self.norm(state[..., :hidden]), state[..., hidden:]], dim=-1)
         return self.confidence_head(normed)[..., 0]
 
     @property
     def head_parameters(self) -> list[Tensor]:
+        """Parameters that `logits` and `confidence` read, without W1.
+
+        States hold rows of W1 already, so that its gradient is part of that of the states.
+        """
         return [
             self.norm.weight,
             self.transition_out.weight,
@@ -110,9 +119,10 @@ class DSparkDrafter(DFlashDrafter):
         }
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+        """Return the content of `config.json`: DFlash's with the keys of DSpark."""
         config = super().serving_config(target_name, dtype)
         inner = config["dflash_config"]
-        # a reader of this one refuses the first, and has the second at the top
+        # A reader of DSpark refuses the first of these keys, and looks for the second at the top.
         del inner["causal"], inner["block_size"]
         return config | {
             "target_layer_ids": inner["target_layer_ids"],
@@ -130,12 +140,12 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape:
-    """The drafter that `config` asks for. Raises `UserError`."""
+    """Return the sizes of the drafter that `config` describes. Raises `UserError`."""
     return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
 
 
 def config_of(shape: DSparkShape) -> dict[str, Any]:
-    """The part of a shape that a user chose, by the names of `DSparkConfig`."""
+    """Return the sizes in `shape` that a user chose, by the names of `DSparkConfig`."""
     return dflash.config_of(shape) | {"markov_rank": shape.markov_rank}
 
 

@@ -1,11 +1,11 @@
-"""EAGLE: one decoder layer that continues the target's features (EAGLE-1 arXiv 2401.15077, EAGLE-3
-arXiv 2503.01840).
+"""EAGLE: one decoder layer that continues the target's features.
 
-A row at position t pairs the target's feature of t with the token at t + 1, and predicts the token
-at t + 2. Drafting further recycles the layer's own output as the feature of the next row
-(drafter-recipes 0.3).
+EAGLE-1 is arXiv 2401.15077, EAGLE-3 arXiv 2503.01840. A row at position t pairs the target's
+feature of t with the token at t + 1, and predicts the token at t + 2. For the next draft the
+layer's own output is recycled as the feature of the next row (docs/notation.md#positions).
 
-Shapes: B batch, N rows, H hidden size, Ht the target's, K taps, V vocabulary, Vd draft vocabulary.
+Shapes: B rows of the batch, N rows of one pass, H hidden size, Ht the target's hidden size, F taps,
+V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -27,37 +27,40 @@ from .rotary import Rotary
 from .vocabulary import ids_of_offsets, offsets
 
 WEIGHTS_FILE = "model.safetensors"
-SELF_SCORE = 7.0  # an untrained row's attention score for itself; other tokens get 0 +- 1
+SELF_SCORE = 7.0  # attention score of an untrained row for its own token; others get 0 +- 1
 
 
 @dataclass
 class EagleConfig:
-    """What is chosen of an EAGLE drafter; head layout, rotary positions and norm epsilon are the
-    target's own."""
+    """Options of an EAGLE drafter.
+
+    Attention heads, rotary positions and norm epsilon are the target's own.
+    """
 
     version: Literal[1, 3] = 3
-    """3: fused taps, own norms and head, trained on its own states. 1: the last feature, the
-    target's head (arXiv 2401.15077)."""
+    """Version of EAGLE. 3: fused taps, own norms and head, trained on its own states. 1: the last
+    hidden state and the target's head (arXiv 2401.15077)."""
     taps: list[int] | None = None
-    """Version 3: hidden states that are fused, ascending; 2, L/2, L-3 if not given, for targets of
-    7 layers or more."""
+    """Version 3: hidden states that are fused, ascending; if not given, 2, L/2 and L-3 of a target
+    with L layers, at least 7."""
     draft_vocab_size: int | None = None
-    """Version 3: tokens that can be drafted, the most frequent of the training replies; all of them
-    if not given."""
+    """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
+    all tokens if not given."""
     norm_taps: bool = False
     """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
     norm_output: bool = False
     """EAGLE-3.1: recycle the state after the final norm instead of before it. Not for llama.cpp."""
     num_layers: int = 1
-    """Decoder layers; engines load one."""
+    """Number of decoder layers; engines load one."""
     qk_norm: bool = False
     """Norms on queries and keys, as in Qwen3; vLLM only."""
     hidden_size: int | None = None
-    """Version 3: another width than the target's, with an embedding of its own."""
+    """Version 3: a width other than the target's; the drafter then has its own embedding."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
     activation: str = "silu"
-    """Of the MLP, by transformers' name; engines load silu only, whatever the target has."""
+    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
+    has."""
 
     def __post_init__(self) -> None:
         if self.activation not in ACT2FN:
@@ -79,7 +82,7 @@ class EagleConfig:
 
 @dataclass(frozen=True)
 class EagleShape:
-    """All sizes of a drafter: what its `config.json` says."""
+    """All sizes and flags of an EAGLE drafter, as in its `config.json`."""
 
     version: int
     taps: tuple[int, ...]
@@ -96,20 +99,21 @@ class EagleShape:
     norm_eps: float
     activation: str
     rope: dict[str, Any] = field(hash=False)
+    """Rotary parameters, as transformers' `rope_parameters`."""
     norm_taps: bool = False
     norm_output: bool = False
     qk_norm: bool = False
-    # What imported drafters may have besides; training makes none of it.
+    # Only imported drafters have any of the following.
     norm_fused_taps: bool = False
     """One norm over all taps together, before they are fused (engines call it norm_before_fc)."""
     norm_before_residual: bool = False
-    """The layer adds to the normed state instead of the state itself."""
+    """The residual stream begins with the normed state instead of the state itself."""
     attention_bias: bool = False
     fc_bias: bool = False
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """2, L/2, L-3, which every engine assumes; they collide below 7 layers."""
+    """Return taps 2, L/2 and L-3, as engines assume. Raises `UserError` below 7 layers."""
     if num_layers < 7:
         raise UserError(
             f"the target has {num_layers} layers, too few for default taps; give heads.taps, such "
@@ -119,8 +123,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 class EagleDrafter(EngineLayout, nn.Module):
-    """The layer with what stands before and behind it. `embedding_and_head` are the target's
-    embedding and head, borrowed, not owned."""
+    """EAGLE drafter: fusion of the taps, decoder layers, and (version 3) a norm and a head.
+
+    `embedding_and_head` are the target's embedding and head, borrowed, not owned.
+    """
 
     method = "eagle"
     document = EagleFile
@@ -131,18 +137,17 @@ class EagleDrafter(EngineLayout, nn.Module):
         self.shape, self.taps, self.embedding_and_head = shape, shape.taps, embedding_and_head
         hidden, wide = shape.hidden_size, shape.target_hidden_size
         third = shape.version == 3
-        self.fc = nn.Linear(
-            len(shape.taps) * wide if third else 2 * hidden, hidden, bias=shape.fc_bias
-        )
+        # A token and a state meet in `fc` (version 1) or in the first layer's projection (version
+        # 3); both matrices have the columns of the token first.
+        fc_inputs = len(shape.taps) * wide if third else 2 * hidden
+        self.fc = nn.Linear(fc_inputs, hidden, bias=shape.fc_bias)
         self.layers = nn.ModuleList(
             DecoderLayer(shape, 2 * hidden if third and i == 0 else hidden)
             for i in range(shape.num_layers)
         )
-        self.input_norms = nn.ModuleDict(  # by layer; EAGLE-1 has none on its first
-            {
-                str(i): RMSNorm(hidden, shape.norm_eps)
-                for i in range(0 if third else 1, shape.num_layers)
-            }
+        normed_layers = range(0 if third else 1, shape.num_layers)  # EAGLE-1's first has no norm
+        self.input_norms = nn.ModuleDict(
+            {str(i): RMSNorm(hidden, shape.norm_eps) for i in normed_layers}
         )
         self.tap_norms = nn.ModuleList(
             RMSNorm(wide, shape.norm_eps) for _ in shape.taps if shape.norm_taps
@@ -158,12 +163,10 @@ class EagleDrafter(EngineLayout, nn.Module):
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         reduced = shape.draft_vocab_size < shape.vocab_size
-        self.register_buffer(
-            "d2t", torch.zeros(shape.draft_vocab_size, dtype=torch.int64) if reduced else None
-        )
-        self.register_buffer(
-            "t2d", torch.zeros(shape.vocab_size, dtype=torch.bool) if reduced else None
-        )
+        d2t = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
+        t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
+        self.register_buffer("d2t", d2t if reduced else None)
+        self.register_buffer("t2d", t2d if reduced else None)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
     @torch.no_grad()
@@ -174,12 +177,13 @@ class EagleDrafter(EngineLayout, nn.Module):
         ids: Tensor | None,
         tap_sizes: tuple[float, ...] = (),
     ) -> None:
-        """Begin with the target's output rows `[V, Ht]` and final norm `[Ht]`; `ids` `[Vd]` are the
-        tokens kept, None: all.
+        """Set the first weights of an untrained drafter.
 
-        `tap_sizes`: root mean square of each tap, so that each weighs the same and the fused state
-        is of size one. The residual stream grows with depth (to 27 in the quickstart target), and
-        would drown what the layer adds to it.
+        Head and norm begin as the target's output matrix `[V, Ht]` and final norm `[Ht]`. `ids`
+        `[Vd]` are the target ids of the draft vocabulary, None for all tokens. `tap_sizes` are the
+        root mean squares of the taps: `fc` begins such that all taps weigh the same and the fused
+        state has size one. The residual stream grows with depth (to 27 in the quickstart target),
+        and would drown what the layer adds to it.
         """
         if ids is not None:
             assert self.d2t is not None and self.t2d is not None, (
@@ -195,24 +199,24 @@ class EagleDrafter(EngineLayout, nn.Module):
                 self.norm.weight.copy_(norm_weight)
         wide = self.shape.target_hidden_size
         for i, size in enumerate(tap_sizes):
-            part = self.fc.weight[:, i * wide : (i + 1) * wide]
-            nn.init.normal_(
-                part, std=self.fc.weight.shape[1] ** -0.5 / (1.0 if self.shape.norm_taps else size)
-            )
+            columns = self.fc.weight[:, i * wide : (i + 1) * wide]
+            input_size = 1.0 if self.shape.norm_taps else size
+            nn.init.normal_(columns, std=self.fc.weight.shape[1] ** -0.5 / input_size)
         self._attend_to_self()
 
     def _attend_to_self(self) -> None:
-        """Queries of the token half start as its keys, so that a row attends to itself and its
-        token reaches the MLP at once.
+        """Let the token's part of the queries begin as that of the keys.
 
-        Left to chance, attention starts out even over the text, and the newest token is one of
-        hundreds.
+        A row then attends to itself, and its token reaches the MLP at once. With random weights
+        attention starts out even over the text, where the newest token is one of hundreds.
         """
         layer, hidden = self._first, self.shape.hidden_size
-        queries, rest = layer.qkv.weight[:, :hidden].split(
+        queries, keys_values = layer.qkv.weight[:, :hidden].split(
             [layer.heads * layer.size, 2 * layer.kv_heads * layer.size]
         )
-        keys = rest[: layer.kv_heads * layer.size]
+        keys = keys_values[: layer.kv_heads * layer.size]
+        # A normed row x has squared length H. With this variance of the key matrix K its score for
+        # itself, |K x|^2 / sqrt(E), is SELF_SCORE on average; E is the size of a head.
         nn.init.normal_(keys, std=(SELF_SCORE / (layer.size**0.5 * hidden)) ** 0.5)
         shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(
             layer.heads // layer.kv_heads, dim=0
@@ -221,15 +225,13 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     @property
     def draft_vocab_ids(self) -> Tensor | None:
-        """Target ids `[Vd]` of the draft vocabulary; None: all."""
-        return (
-            None
-            if self.d2t is None
-            else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        )
+        """Target ids `[Vd]` of the draft vocabulary; None if it has all tokens."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def check(self) -> None:
-        """Demand a sound vocabulary map."""
+        """Raise `UserError` if `d2t` and `t2d` are broken or name different tokens."""
         if self.d2t is not None and self.t2d is not None:
             ids = ids_of_offsets(self.d2t, self.shape.vocab_size)
             if not torch.equal(self.t2d.nonzero()[:, 0], ids):
@@ -238,28 +240,32 @@ class EagleDrafter(EngineLayout, nn.Module):
                 )
 
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
-        """The target's features `[B, N, Ht]` -> the state `[B, N, H]` that a row starts with."""
+        """Return the state `[B, N, H]` with which rows begin, from the target's features.
+
+        Version 3 fuses `taps`, `[B, N, Ht]` each; version 1 takes `last`, the last hidden states.
+        """
         dtype = self.fc.weight.dtype
         if self.shape.version == 1:
             return last.to(dtype)
-        parts = [tap.to(dtype) for tap in taps]
+        features = [tap.to(dtype) for tap in taps]
         if self.shape.norm_taps:
-            parts = [norm(part) for norm, part in zip(self.tap_norms, parts, strict=True)]
-        fused = torch.cat(parts, dim=-1)
+            features = [norm(state) for norm, state in zip(self.tap_norms, features, strict=True)]
+        fused = torch.cat(features, dim=-1)
         return self.fc(fused if self.fused_tap_norm is None else self.fused_tap_norm(fused))
 
     def token_part(self, ids: Tensor) -> Tensor:
-        """What tokens `[B, N]` add to the layer's first product, whatever the state: the same for
-        every unrolled step."""
-        embedded = (
-            self.embedding if self.embedding is not None else self.embedding_and_head.embed
-        )(ids).to(self.fc.weight.dtype)
+        """Return the tokens' part of the product in which tokens `ids` `[B, N]` and states meet.
+
+        The product is `fc` (version 1) or the first layer's projection to queries, keys and values
+        (version 3). Training computes this part once for all unrolled steps.
+        """
+        embed = self.embedding if self.embedding is not None else self.embedding_and_head.embed
+        embedded = embed(ids).to(self.fc.weight.dtype)
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             return functional.linear(embedded, self.fc.weight[:, :hidden])
-        return functional.linear(
-            self.input_norms["0"](embedded), self._first.qkv.weight[:, :hidden]
-        )
+        normed = self.input_norms["0"](embedded)
+        return functional.linear(normed, self._first.qkv.weight[:, :hidden])
 
     @property
     def _first(self) -> DecoderLayer:
@@ -270,18 +276,23 @@ class EagleDrafter(EngineLayout, nn.Module):
     def advance(
         self, token_part: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> Tensor:
-        """One pass: `state` `[B, N, H]` (fused features, or what `recycled` gives) -> the layers'
-        output `[B, N, H]`."""
+        """Return the layers' output `[B, N, H]` of one pass.
+
+        `state` `[B, N, H]` comes from `fuse`, or for drafts of a greater depth from `recycled`.
+        """
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
             state = token_part + functional.linear(state, self.fc.weight[:, hidden:], self.fc.bias)
             qkv = self._first.qkv(state)
         else:
+            # This is one product with the concatenation of token and state, whose first half is
+            # in `token_part`.
             normed = self.hidden_norm(state)
             qkv = token_part + functional.linear(
                 normed, self._first.qkv.weight[:, hidden:], self._first.qkv.bias
             )
-            state = normed if self.shape.norm_before_residual else state
+            if self.shape.norm_before_residual:
+                state = normed
         state = self._first(0, state, qkv, rotary, attend)
         for i, layer in enumerate(self.layers[1:], 1):
             assert isinstance(layer, DecoderLayer)
@@ -289,46 +300,43 @@ class EagleDrafter(EngineLayout, nn.Module):
         return state
 
     def recycled(self, output: Tensor) -> Tensor:
-        """The layers' output as the state `[B, N, H]` of the next row."""
+        """Return the layers' output as the state `[B, N, H]` of the next row."""
         return self.norm(output) if self.shape.norm_output else output
 
     def feature(self, output: Tensor) -> Tensor:
-        """The layers' output `[..., H]` in the scale of the target's last feature, which it can be
-        taught to be.
+        """Return the layers' output `[..., H]` in the scale of the target's last hidden state.
 
-        Version 3 does without its final norm here: a state of any size would do behind it, and one
+        A feature loss compares the two (docs/objectives.md#eagle). Version 3 applies the weight of
+        its final norm, but not the norm itself: behind it a state of any size would do, and one
         that grows drowns what the layer adds to it.
         """
         return output if self.shape.version == 1 else output * self.norm.weight.detach()
 
     def logits(self, output: Tensor) -> Tensor:
-        """The layers' output `[..., H]` -> logits `[..., Vd]`."""
-        return (
-            self.embedding_and_head.head(output)
-            if self.shape.version == 1
-            else self.lm_head(self.norm(output))
-        )
+        """Return the logits `[..., Vd]` for the layers' output `[..., H]`; in version 1 Vd is V."""
+        if self.shape.version == 1:
+            return self.embedding_and_head.head(output)
+        return self.lm_head(self.norm(output))
 
     @property
     def head_parameters(self) -> list[Tensor]:
-        """What `logits` has to train."""
+        """Parameters of the drafter that `logits` reads."""
         return [] if self.shape.version == 1 else [self.norm.weight, self.lm_head.weight]
 
     def freeze_head(self) -> None:
-        """Keep the final norm and the head as they are."""
-        for parameter in (self.norm.weight, self.lm_head.weight) if self.shape.version == 3 else ():
+        """Exclude the final norm and the head from training."""
+        for parameter in self.head_parameters:
             parameter.requires_grad_(False)
 
     def facts(self) -> dict[str, Any]:
         return {**asdict(self.shape), "taps": list(self.taps)}
 
-    # What is on disk: reference/checkpoint-formats.md sections 5 and 6.
+    # docs/checkpoint-formats.md#eagle describes the layout on disk.
 
     def serving_state(self) -> dict[str, Tensor]:
+        """Return the drafter's tensors under their names on disk."""
         third, single = self.shape.version == 3, self.shape.num_layers == 1
-        state: dict[str, Tensor] = {
-            f"fc.{name}": parameter for name, parameter in self.fc.named_parameters()
-        }
+        state: dict[str, Tensor] = {f"fc.{name}": p for name, p in self.fc.named_parameters()}
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             prefix = "midlayer." if third and single else f"layers.{i}."
@@ -353,8 +361,10 @@ class EagleDrafter(EngineLayout, nn.Module):
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. Every flag is written out: readers' defaults differ. No
-        key is null."""
+        """Return the content of `config.json`; `dtype` is the floating type of the tensors.
+
+        Every flag is written out, because readers' defaults differ, and no value is null.
+        """
         shape = self.shape
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
@@ -379,9 +389,9 @@ class EagleDrafter(EngineLayout, nn.Module):
             "base_model_name_or_path": target_name,
         }
         if (share := shape.rope.get("partial_rotary_factor")) is not None:
-            config["partial_rotary_factor"] = share  # where SGLang looks
+            config["partial_rotary_factor"] = share  # SGLang looks for it here
         if shape.rope["rope_type"] != "default":
-            config["rope_scaling"] = shape.rope  # where readers of older layouts look
+            config["rope_scaling"] = shape.rope  # readers of older layouts look for it here
         if shape.version == 3:
             config |= {
                 "draft_vocab_size": shape.draft_vocab_size,
@@ -404,6 +414,7 @@ class EagleDrafter(EngineLayout, nn.Module):
     def from_serving_config(
         cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
     ) -> EagleDrafter:
+        """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
             raise UserError(
                 "an EAGLE drafter needs the target's embedding and head; load it together with "
@@ -448,20 +459,18 @@ VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 
 
 def shape_for(config: EagleConfig, target: Any) -> EagleShape:
-    """The drafter that `config` asks for, in the layout of a target's transformers config. Raises
-    `UserError`."""
-    hidden = target.hidden_size
-    taps = (
-        tuple(config.taps)
-        if config.taps
-        else (default_taps(target.num_hidden_layers) if config.version == 3 else ())
-    )
-    if sorted(set(taps)) != list(taps) or any(
-        not 0 <= tap < target.num_hidden_layers for tap in taps
-    ):
+    """Return the sizes of the drafter that `config` describes, for a target's transformers config.
+
+    Raises `UserError` for taps that the target does not have.
+    """
+    hidden, layers = target.hidden_size, target.num_hidden_layers
+    taps = tuple(config.taps or ())
+    if not taps and config.version == 3:
+        taps = default_taps(layers)
+    # The last tap, L, is refused: transformers gives it after the final norm, engines before.
+    if sorted(set(taps)) != list(taps) or any(not 0 <= tap < layers for tap in taps):
         raise UserError(
-            f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and "
-            f"{target.num_hidden_layers - 1}"
+            f"heads.taps {list(taps)} must be ascending, distinct, and between 0 and {layers - 1}"
         )
     return EagleShape(
         version=config.version,
@@ -480,12 +489,9 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
 
 
 def config_of(shape: EagleShape) -> dict[str, Any]:
-    """The part of a shape that a user chose, by the names of `EagleConfig`."""
-    chosen = {
-        name: value
-        for name, value in asdict(shape).items()
-        if name in EagleConfig.__dataclass_fields__
-    }
+    """Return the sizes in `shape` that a user chose, by the names of `EagleConfig`."""
+    options = EagleConfig.__dataclass_fields__
+    chosen = {name: value for name, value in asdict(shape).items() if name in options}
     return chosen | {"taps": list(shape.taps)}
 
 

@@ -1,4 +1,4 @@
-"""What a drafter may borrow of its target instead of owning it."""
+"""The target's embedding and head, which a drafter borrows instead of owning copies of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
-    """The frozen target's two ends and its vocabulary. They are not parameters of a drafter and are
-    not stored with it."""
+    """The frozen target's embedding and head, with its vocabulary.
+
+    They are no parameters of the drafter that borrows them and are not stored with it.
+    """
 
     embed: Callable[[Tensor], Tensor]
-    """Token ids `[...]` -> embeddings `[..., Ht]`."""
+    """Function from token ids `[...]` to the target's embeddings `[..., Ht]`."""
     head: Callable[[Tensor], Tensor]
-    """`[..., Ht]` after the final norm -> the target's logits `[..., V]`."""
+    """Function from states `[..., Ht]` after the final norm to the target's logits `[..., V]`."""
     vocab_size: int = 0
+    """Number of tokens in the target's vocabulary, V."""
     tokenizer: Any = None
+    """The target's tokenizer; None for a target without one."""
     scale: float = 1.0
-    """What `embed` multiplies the rows of the embedding's matrix with."""
+    """Factor by which `embed` multiplies the rows of the embedding matrix."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Token ids `[...]` -> the embedding's own rows `[..., Ht]`, which is what engines hand to
-        drafters."""
+        """Return the unscaled rows `[..., Ht]` of the embedding matrix for token ids `[...]`.
+
+        Serving engines pass these rows to block drafters, so that training has to use them too.
+        """
         embedded = self.embed(ids)
         return embedded if self.scale == 1 else embedded / self.scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of a drafter borrows from the same target."""
+        """Return the same object: a copy of a drafter borrows from the same target."""
         return self

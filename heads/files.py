@@ -1,4 +1,8 @@
-"""Directories that are whole or absent: written aside, synced to disk, then renamed into place."""
+"""Files and directories that are complete or absent, and clear errors for those that are neither.
+
+They are written under another name, flushed to disk and then renamed. Checksums find what was
+damaged afterwards, and a file's name that was read from another file may not leave its folder.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,11 @@ from safetensors import SafetensorError
 
 from .errors import UserError
 
-LEAST_FREE = 1 << 20  # bytes, for whatever is to be written
+LEAST_FREE = 1 << 20  # bytes that have to be free before anything is written
 CHECKSUMS = "checksums.json"
+# torch.save reports a full disk as a RuntimeError with one of these texts, without an errno.
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
+# Errors of the operating system that the user can mend by choosing another place.
 DISK_ERRORS = (
     errno.ENOSPC,
     errno.EDQUOT,
@@ -35,14 +41,13 @@ DISK_ERRORS = (
 
 @contextmanager
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty directory beside `path`; on success it becomes `path` (replacing it), on any
-    error it is removed.
+    """Yield an empty directory beside `path`, which becomes `path` on success.
 
-    `path` is always whole or absent; while an old one is replaced it is absent for the moment
-    between two renames.
-
-    A reader never sees a half-written directory, whenever the process is killed. What a killed
-    writer leaves behind is named `.NAME.HEX.partial`; `remove_partials` deletes it.
+    An existing `path` is replaced; on any error the new directory is removed. A reader never sees a
+    half-written directory, whenever the process is killed; while an old one is replaced, `path` is
+    absent for the moment between two renames. The directory that a killed writer leaves behind is
+    named `.NAME.HEX.partial`; `remove_partials` deletes it. Raises `UserError` if the disk is full
+    or refuses the files.
     """
     path = Path(path)
     try:
@@ -55,18 +60,25 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         ) from error
     try:
         yield aside
+        # safetensors writes files that only their owner may read, and a server may run as another
+        # user. The umask can only be read by setting it.
         mask = os.umask(0)
         os.umask(mask)
         for file in aside.rglob("*"):
-            # safetensors writes files that nobody else may read, and a server may be somebody else
             if file.is_file():
                 file.chmod(0o666 & ~mask)
+        # The contents reach the disk before the rename does: after a crash of the machine, a
+        # directory of the right name must not hold empty files.
         sync_tree(aside)
         if path.exists():
+            # A directory that is not empty cannot be renamed over, so the old one is renamed first.
             old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
             path.rename(old)
             aside.rename(path)
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
         else:
             aside.rename(path)
         _sync(path.parent)
@@ -80,20 +92,24 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_failure(error: BaseException) -> str | None:
-    """Why the disk refused, if that is what `error` is about; each library says it in its own
-    way."""
+    """Return why the disk refused a file, or None if `error` is about something else.
+
+    Python, safetensors and torch report a full disk in three different ways.
+    """
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return error.strerror
     if isinstance(error, SafetensorError) and "I/O error" in str(error):
         return str(error).split("I/O error: ")[-1]
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in STREAM_ERRORS):
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in STREAM_ERRORS):
         return "the disk is full or refuses the file"
     return None
 
 
 def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
-    """Demand that the file which `option` names can be written, before anything that takes long.
-    None is no file. Raises `UserError`."""
+    """Demand that the file `path`, which `option` names, can be written.
+
+    Commands call this before anything that takes long. None stands for no file. Raises `UserError`.
+    """
     if path is None:
         return
     if not str(path).strip():
@@ -104,7 +120,10 @@ def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
 
 
 def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
-    """`check_output` for a folder, which may be there already."""
+    """Demand that the folder `path`, which `option` names, can be written or, if need be, made.
+
+    Raises `UserError`.
+    """
     if not str(path).strip():
         raise UserError(f"{option} is empty; name a folder")
     if Path(path).exists() and not Path(path).is_dir():
@@ -117,6 +136,10 @@ def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
 
 
 def _check_parent(path: Path, option: str) -> None:
+    """Demand that `path` can be made in the nearest of its parents that exists, which has space.
+
+    Raises `UserError`.
+    """
     try:
         folder = next(parent for parent in path.absolute().parents if parent.exists())
     except OSError as error:
@@ -132,9 +155,13 @@ def _check_parent(path: Path, option: str) -> None:
 
 
 def check_space(path: Path, needed: float, remedy: str) -> None:
-    """Demand that many bytes of free space where `path` is or will be. Raises `UserError`."""
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    """Demand `needed` bytes of free space on the disk where `path` is or will be.
+
+    Raises `UserError`, whose message ends with `remedy`.
+    """
+    candidates = (path.absolute(), *path.absolute().parents)
+    existing = next(candidate for candidate in candidates if candidate.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
             f"cannot write {path}: {free / 1e6:,.1f} MB are free there and {needed / 1e6:,.1f} MB "
@@ -145,8 +172,10 @@ def check_space(path: Path, needed: float, remedy: str) -> None:
 
 @contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; on success it becomes `path`, on any error it is
-    removed."""
+    """Yield the path of a file beside `path`, which becomes `path` on success.
+
+    On any error the file is removed. Raises `UserError` if the disk is full or refuses it.
+    """
     path = Path(path)
     aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
     try:
@@ -164,16 +193,21 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_partials(folder: Path, but: str = "") -> None:
-    """Delete what killed writers left in `folder`, but of the file of that name, which somebody
-    else may be writing."""
-    for left in folder.glob(".*.partial"):
-        if but and left.name.startswith(f".{but}."):
+    """Delete the unfinished files and directories that killed writers left in `folder`.
+
+    Those of the file named `but` stay, because another process may be writing it.
+    """
+    for leftover in folder.glob(".*.partial"):
+        if but and leftover.name.startswith(f".{but}."):
             continue
-        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file and directory below `folder` to the disk."""
+    """Flush `folder`, and every file and directory below it, to the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             _sync(Path(root, name))
@@ -189,77 +223,78 @@ def _sync(path: Path) -> None:
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file below `folder`, by its path there."""
+    """Return size and SHA-256 of every file below `folder`, by its path relative to it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): file_facts(path) for path in files}
 
 
 def file_facts(path: Path) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
+    """Return size in bytes and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
 
 def write_checksums(folder: Path) -> None:
-    """Note size and SHA-256 of every file below `folder`, for `damage` to look at."""
+    """Write size and SHA-256 of every file below `folder` to its `checksums.json`, for `damage`."""
     write_json(folder / CHECKSUMS, facts_of(folder))
 
 
 def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: str) -> str | None:
-    """A sentence about how a file of `folder` differs from what the file `noted_in` says of it, or
-    None.
+    """Return a sentence about how a file differs from what was noted of it, or None.
 
-    Raises `UserError` for a name that leads out of the folder.
+    `name` is the file's path in `folder`; `size` in bytes (None: not noted) and `sha256` stand in
+    the file `noted_in` there. Raises `UserError` for a name that leads out of the folder.
     """
     path = inside(folder, name, noted_in)
     if not path.is_file():
         return f"{name} is missing"
     if size is not None and (now := path.stat().st_size) != size:
         return f"{name} has {now} bytes instead of {size}"
-    return (
-        None
-        if checksum(path) == sha256
-        else f"{name} has changed since it was written (its SHA-256 differs)"
-    )
+    if checksum(path) != sha256:
+        return f"{name} has changed since it was written (its SHA-256 differs)"
+    return None
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `write_checksums` has seen, or None."""
+    """Return a sentence about damage to a folder since `write_checksums`, or None.
+
+    A file that is missing, changed or surplus, or cannot be read, counts as damage.
+    """
     try:
         table = read_json(folder / CHECKSUMS)
         for name, facts in table.items():
-            if (
-                reason := differs(folder, name, CHECKSUMS, facts["bytes"], facts["sha256"])
-            ) is not None:
+            reason = differs(folder, name, CHECKSUMS, facts["bytes"], facts["sha256"])
+            if reason is not None:
                 return reason
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
     except (UserError, AttributeError, KeyError, TypeError):
         return f"{CHECKSUMS} is missing or garbled"
     known = {*table, CHECKSUMS}
-    surplus = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and str(path.relative_to(folder)) not in known
-    ]
-    return f"{surplus[0].relative_to(folder)} does not belong to it" if surplus else None
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and str(path.relative_to(folder)) not in known:
+            return f"{path.relative_to(folder)} does not belong to it"
+    return None
 
 
 def inside(folder: Path, name: Any, named_by: str) -> Path:
-    """The path of a file that `named_by`, a file of `folder`, names. It need not exist.
+    """Return the path of the file `name`, which `named_by`, a file of `folder`, names.
 
-    Raises `UserError` for a name that leads out of the folder: an absolute one, one with `..`, or a
-    symbolic link to another place. Links into the blobs of the hub's cache, of which its snapshots
-    are made, are within.
+    The file need not exist. Raises `UserError` for a name that leads out of the folder: an absolute
+    one, one with `..`, or a symbolic link to another place.
     """
     path = folder / str(name)
-    own = folder.resolve()
-    homes = [own] + [own.parent.parent / "blobs"] * (own.parent.name == "snapshots")
+    resolved = folder.resolve()
+    allowed = [resolved]
+    # In the hub's cache a snapshot is a folder of links to ../../blobs, so these are within it.
+    if resolved.parent.name == "snapshots":
+        allowed.append(resolved.parent.parent / "blobs")
+    # A name from a damaged or malicious file may be of any type, and `resolve` fails for a NUL.
     plain = (
         isinstance(name, str)
         and name
@@ -267,7 +302,7 @@ def inside(folder: Path, name: Any, named_by: str) -> Path:
         and not Path(name).is_absolute()
         and ".." not in Path(name).parts
     )
-    if not plain or not any(path.resolve().is_relative_to(home) for home in homes):
+    if not plain or not any(path.resolve().is_relative_to(parent) for parent in allowed):
         raise UserError(
             f"{folder / named_by} names {name!r}, which is not a file within its folder; copy or "
             "download it again"
@@ -280,16 +315,18 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, finite: bool = True, remedy: str = "copy or download it again") -> Any:
-    """The JSON value in `path`; a byte order mark is skipped. Raises `UserError` for a missing or
-    broken file, and, where numbers have to be `finite`, for NaN and infinities, which Python reads
-    although they are no JSON."""
+    """Return the JSON value in the file `path`; a byte order mark is skipped.
+
+    Raises `UserError` for a missing or broken file, and, where numbers have to be `finite`, for NaN
+    and infinities, which Python reads although they are no JSON. The message ends with `remedy`.
+    """
     try:
         return json.loads(
             path.read_text(encoding="utf-8-sig"), parse_constant=no_constant if finite else None
         )
     except OSError as error:
-        what = "check the path" if isinstance(error, FileNotFoundError) else remedy
-        raise UserError(f"cannot read {path}: {error.strerror}; {what}") from error
+        advice = "check the path" if isinstance(error, FileNotFoundError) else remedy
+        raise UserError(f"cannot read {path}: {error.strerror}; {advice}") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"{path} is not valid JSON (line {error.lineno}): {error.msg}; {remedy}"
@@ -298,15 +335,17 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         raise UserError(f"{path} is not text in UTF-8 ({error.reason}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{path} is nested too deeply to be read; {remedy}") from error
-    except ValueError as error:  # such as an integer of more digits than Python converts
+    except ValueError as error:  # for example an integer of more digits than Python converts
         raise UserError(
             f"{path} cannot be read: {str(error).partition(';')[0]}; {remedy}"
         ) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The table of keys in `path`. Raises `UserError` for a missing file, and one that is no YAML
-    or no table."""
+    """Return the table of keys in the YAML file `path`; a byte order mark is skipped.
+
+    Raises `UserError` for a missing file, and one that is no YAML or no table.
+    """
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -319,5 +358,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def no_constant(name: str) -> float:
-    """For `parse_constant` of `json.loads`. Raises `ValueError` for NaN and infinities."""
+    """Raise `ValueError` for NaN and infinities: the `parse_constant` of a strict `json.loads`."""
     raise ValueError(f"it holds {name}, which is no number in JSON")

@@ -1,5 +1,8 @@
-"""Which target is this? Shapes, tokenizer and sampled weights, so that a drafter is never silently
-used on another one."""
+"""Fingerprints by which a target is recognised, so that no drafter is silently used with another.
+
+A fingerprint has the target's sizes and hashes of its tokenizer, its chat template and a sample of
+its weights (docs/checkpoint-formats.md#artifact).
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ import torch
 from torch import nn
 
 SAMPLES_PER_TENSOR = 32
-LARGEST_EXACT = 1 << 24  # float32 counts no further without gaps
+LARGEST_EXACT = 1 << 24  # float32 represents all integers up to here
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a drafter remembers of the target that it was trained for."""
+    """Facts about a target that its drafters and feature stores note."""
 
     name: str
     model_type: str
@@ -27,16 +30,25 @@ class Fingerprint:
     num_layers: int
     vocab_size: int
     tokenizer_hash: str
+    """Hash of every (token, id) pair; empty for a target without a tokenizer."""
     template_hash: str
+    """Hash of the chat template; empty for a target without a tokenizer."""
     weights_hash: str
+    """Hash of a sample of every parameter, see `weights_hash`."""
 
     @classmethod
     def of(
         cls, model: nn.Module, tokenizer: Any, name: str, weights: str | None = None
     ) -> Fingerprint:
-        """`weights`: their hash, where the model no longer has them whole."""
+        """Return the fingerprint of a target.
+
+        `weights` is the hash of its weights, for a model of which this process does not hold all.
+        """
         config: Any = model.config
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        template_hash = ""
+        if tokenizer is not None:
+            template_hash = _digest(str(getattr(tokenizer, "chat_template", None)))
         return cls(
             name=name,
             model_type=config.model_type,
@@ -44,9 +56,7 @@ class Fingerprint:
             num_layers=config.num_hidden_layers,
             vocab_size=config.vocab_size,
             tokenizer_hash=tokenizer_hash(tokenizer),
-            template_hash=_digest(str(getattr(tokenizer, "chat_template", None)))
-            if tokenizer is not None
-            else "",
+            template_hash=template_hash,
             weights_hash=weights or weights_hash(model),
         )
 
@@ -54,7 +64,10 @@ class Fingerprint:
         return asdict(self)
 
     def errors_against(self, target: Fingerprint, fields: tuple[str, ...]) -> list[str]:
-        """Differences in `fields` make a drafter of `self` unusable with `target`."""
+        """Return a sentence for each of `fields` in which `target` differs.
+
+        A drafter that was trained for `self` cannot be used with such a target.
+        """
         return [
             f"{field} is {getattr(self, field)} in the drafter and {getattr(target, field)} in "
             "the target"
@@ -63,14 +76,19 @@ class Fingerprint:
         ]
 
     def warnings_against(self, target: Fingerprint) -> list[str]:
-        """Differences that leave decoding lossless but probably cost acceptance."""
-        what = {
+        """Return a sentence about hashes in which `target` differs, in a list; none if none does.
+
+        Decoding stays lossless with such a target, but fewer drafts are probably accepted.
+        """
+        descriptions = {
             "tokenizer_hash": "tokenizer",
             "template_hash": "chat template",
             "weights_hash": "weights",
         }
         different = [
-            text for field, text in what.items() if getattr(self, field) != getattr(target, field)
+            text
+            for field, text in descriptions.items()
+            if getattr(self, field) != getattr(target, field)
         ]
         if not different:
             return []
@@ -81,26 +99,32 @@ class Fingerprint:
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of every (token, id) pair, added and special tokens included; empty for a target without
-    a tokenizer."""
+    """Return the hash of every (token, id) pair, added and special tokens included.
+
+    It is empty for a target without a tokenizer.
+    """
     if tokenizer is None:
         return ""
-    return _digest(
-        json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0])))
-    )
+    # Ordered by id, then by token: the order of the dictionary is not the same in every process.
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return _digest(json.dumps(pairs))
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Hash of some elements of every parameter, rounded to bf16 so that the dtype it was loaded in
-    does not matter."""
+    """Return the hash of some elements of every parameter of a model.
+
+    They are rounded to bfloat16, so that the type in which the model was loaded does not matter.
+    """
     parameters = dict(model.named_parameters())
     return hash_of(parameters, parameters.get)
 
 
 def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) -> str:
-    """`weights_hash` of parameters `names` that `read` gives, such as from files; those that it
-    does not have (quantised there, or fused on loading) are left out, which makes it another hash
-    than the loaded model's."""
+    """Return `weights_hash` of the parameters `names`, which `read` gives, for example from files.
+
+    Parameters for which `read` gives None (they are quantised in the files, or are fused when a
+    model is loaded) are left out, and the hash is then not the loaded model's.
+    """
     digest = hashlib.sha256()
     for name in sorted(names):
         tensor = read(name)
@@ -108,43 +132,50 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
             if plain.numel():
                 flat = plain.detach().reshape(-1)
                 index = torch.tensor(sampled_places(flat.numel()), device=flat.device)
-                some = (
+                # numpy has no bfloat16, so the same bits are read as int16.
+                sample = (
                     flat[index].to("cpu", torch.bfloat16).view(torch.int16)
                     if flat.is_floating_point()
                     else flat[index].cpu()
                 )
                 digest.update(name.encode())
-                digest.update(some.numpy().tobytes())
+                digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def sampled_places(size: int) -> list[int]:
-    """Indices of the elements that stand for a tensor of `size`: at most `SAMPLES_PER_TENSOR`,
-    ascending, evenly spread.
+    """Return the indices of the elements that stand for a tensor of `size` elements.
 
-    Beyond 2^24 elements they are exact integers. Up to there they are what float32 arithmetic gives
-    (each index computed from the nearer end and rounded once), because every fingerprint stored so
-    far was made so. The arithmetic is written out here, in doubles: `torch.linspace` gives other
-    numbers on other processors, and leaves the tensor beyond 2^24.
+    They are at most `SAMPLES_PER_TENSOR`, ascending and evenly spread. Beyond 2^24 elements they
+    are exact integers. Up to there they are what float32 arithmetic gives (each index computed from
+    the nearer end and rounded once), because every fingerprint stored so far was made so. The
+    arithmetic is written out here, in doubles: `torch.linspace` gives other numbers on other
+    processors, and indices outside of the tensor beyond 2^24.
     """
     count, last = min(SAMPLES_PER_TENSOR, size), size - 1
     if size > LARGEST_EXACT:
         return [i * last // (count - 1) for i in range(count)]
     step = float(np.float32(last) / np.float32(max(count - 1, 1)))
-    places = [step * i if i < count // 2 else last - step * (count - 1 - i) for i in range(count)]
-    return [int(np.float32(place)) for place in places]
+    indices = [step * i if i < count // 2 else last - step * (count - 1 - i) for i in range(count)]
+    return [int(np.float32(index)) for index in indices]
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A quantised weight is a tensor made of tensors, such as codes and scales, which can be
-    sampled though it cannot."""
+    """Return the plain tensors that a tensor consists of, at any depth.
+
+    A quantised weight is a tensor made of tensors, such as codes and scales, and cannot be indexed
+    itself. Any other tensor consists of itself.
+    """
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
-    parts: Any = tensor
-    return [
-        plain for name in parts.__tensor_flatten__()[0] for plain in _plain(getattr(parts, name))
-    ]
+    composite: Any = tensor
+    inner_names = composite.__tensor_flatten__()[0]
+    plain_tensors = []
+    for name in inner_names:
+        plain_tensors += _plain(getattr(composite, name))
+    return plain_tensors
 
 
 def _digest(text: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,10 +1,10 @@
-"""The decoder layer that feature-level drafters are made of, and what of its layout is the target's
-own.
+"""The decoder layer of EAGLE, DFlash and DSpark drafters, and the sizes it takes from a target.
 
-What the rows attend to is the caller's: training and decoding run the same code below with
-different `attend`.
+Training and decoding run the same layer: the caller passes the attention function, which decides
+what each row attends to.
 
-Shapes: B batch, N rows, H hidden size, G heads, D head size.
+Shapes: B rows of the batch, N rows of one pass, H hidden size, G attention heads, Gkv key-value
+heads, E size of an attention head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from transformers.activations import ACT2FN
 from .rotary import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, queries [B, N, G, D], keys, values [B, N, Gkv, D]) -> [B, N, G * D]."""
+"""Attention function: (layer, queries [B, N, G, E], keys, values [B, N, Gkv, E]) -> [B, N, G * E].
+
+Keys and values are those of the N rows; the function itself adds those of earlier passes, or of a
+block's context.
+"""
 
 
 class LayerShape(Protocol):
-    """The sizes of a layer."""
+    """Sizes and flags of a decoder layer."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -47,6 +51,8 @@ class LayerShape(Protocol):
 
 
 class RMSNorm(nn.Module):
+    """Norm that divides by the root mean square of the last axis and multiplies by a weight."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -58,20 +64,25 @@ class RMSNorm(nn.Module):
 
 @torch.no_grad()
 def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
-    """Scale an untrained drafter's final norm down, if need be, until its `logits` `[..., V]` have
-    a standard deviation of `spread`.
+    """Scale an untrained drafter's final norm down until its logits are small.
 
-    The target's norm belongs to states that the target made. Behind it the first states of a
-    drafter make logits as large as the target's, and wrong: with SmolLM2 the loss began at 36, far
-    above log V, and the first hundred steps had to unlearn that.
+    `logits` `[..., V]` are a sample of what the drafter computes so far; afterwards their standard
+    deviation over the vocabulary is at most `spread`. The reason: the target's norm belongs to
+    states that the target made. Behind it the first states of a drafter make logits as large as the
+    target's, and wrong: with SmolLM2 the loss began at 36, far above log V, and the first hundred
+    steps had to unlearn that.
     """
-    size = logits.float().std(-1).square().mean().sqrt()
-    norm.weight.mul_((spread / size).clamp(max=1.0).to(norm.weight))
+    deviation = logits.float().std(-1).square().mean().sqrt()
+    norm.weight.mul_((spread / deviation).clamp(max=1.0).to(norm.weight))
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer without its first norm and projection. Matrices that share an input are kept as
-    one."""
+    """Llama layer that is given projected queries, keys and values.
+
+    The norm before the projection is the caller's, because EAGLE-3 adds the projections of a token
+    and of a state. Matrices that share an input are stored as one: `qkv` `[(G + 2 Gkv) * E,
+    inputs]` makes queries, keys and values in this order, and `gate_up` both factors of the MLP.
+    """
 
     def __init__(self, shape: LayerShape, inputs: int) -> None:
         super().__init__()
@@ -96,36 +107,41 @@ class DecoderLayer(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Tensor:
-        """`residual` `[B, N, H]` and projected `qkv` -> the layer's output `[B, N, H]`, not
-        normed."""
-        parts = qkv.unflatten(-1, (-1, self.size))
-        turning, values = parts.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        """Return the output `[B, N, H]` of layer number `index`, without a norm behind it.
+
+        `residual` is `[B, N, H]`, and `qkv` `[B, N, (G + 2 Gkv) * E]` the projection of the layer's
+        input. `rotary` holds cosines and sines of the rows' positions, see `Rotary`.
+        """
+        by_head = qkv.unflatten(-1, (-1, self.size))
+        # Queries and keys stay in one tensor, so that one call rotates both.
+        queries_keys, values = by_head.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = turning.split([self.heads, self.kv_heads], dim=2)
-            # autocast norms in fp32
-            turning = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2).to(values.dtype)
-        queries, keys = rotate(turning, rotary).split([self.heads, self.kv_heads], dim=2)
-        middle = residual + self.output(attend(index, queries, keys, values))
-        gate, up = self.gate_up(self.post_attention_norm(middle)).chunk(2, dim=-1)
-        return middle + self.down(self.act(gate) * up)
+            queries, keys = queries_keys.split([self.heads, self.kv_heads], dim=2)
+            queries_keys = torch.cat([self.q_norm(queries), self.k_norm(keys)], dim=2)
+            # Under autocast a norm gives float32.
+            queries_keys = queries_keys.to(values.dtype)
+        queries, keys = rotate(queries_keys, rotary).split([self.heads, self.kv_heads], dim=2)
+        attended = residual + self.output(attend(index, queries, keys, values))
+        gate, up = self.gate_up(self.post_attention_norm(attended)).chunk(2, dim=-1)
+        return attended + self.down(self.act(gate) * up)
 
     def keys_values(self, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, N, Gkv, D]` of `states` `[B, N, inputs]`, for rows that are attended
-        to and ask nothing."""
-        first = self.heads * self.size
+        """Return keys and values `[B, N, Gkv, E]` of `states` `[B, N, inputs]`.
+
+        The rows are context that others attend to; they have no queries of their own.
+        """
+        first = self.heads * self.size  # the rows of `qkv` before it make queries
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        parts = functional.linear(states, self.qkv.weight[first:], bias).unflatten(
-            -1, (-1, self.size)
-        )
-        keys, values = parts.chunk(2, dim=2)
-        return rotate(
-            keys if self.k_norm is None else self.k_norm(keys).to(values.dtype), rotary
-        ), values
+        projected = functional.linear(states, self.qkv.weight[first:], bias)
+        keys, values = projected.unflatten(-1, (-1, self.size)).chunk(2, dim=2)
+        if self.k_norm is not None:
+            keys = self.k_norm(keys).to(values.dtype)
+        return rotate(keys, rotary), values
 
     def matrices(self) -> dict[str, Tensor]:
-        """Views of the weights under their names on disk."""
-        parts = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
-        queries, keys, values = self.qkv.weight.split(parts)
+        """Return views of the layer's weights under their names on disk."""
+        sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
+        queries, keys, values = self.qkv.weight.split(sizes)
         gate, up = self.gate_up.weight.chunk(2)
         named = {
             "self_attn.q_proj": queries,
@@ -145,42 +161,48 @@ class DecoderLayer(nn.Module):
         named = {f"{name}.weight": weight for name, weight in named.items()}
         if self.qkv.bias is not None:
             names = (f"self_attn.{letter}_proj.bias" for letter in "qkv")
-            named |= dict(zip(names, self.qkv.bias.split(parts), strict=True))
+            named |= dict(zip(names, self.qkv.bias.split(sizes), strict=True))
         return named
 
 
 def layout_of(target: Any) -> dict[str, Any]:
-    """The sizes that a drafter takes over from a target's transformers config, by the names of
-    `LayerShape`."""
+    """Return the sizes that a drafter takes from a target's transformers config.
+
+    The names are those of the fields of `EagleShape` and `BlockShape`.
+    """
     hidden, heads = target.hidden_size, target.num_attention_heads
+    norm_eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
         "num_kv_heads": first_of(target, "num_key_value_heads") or heads,
         "head_dim": first_of(target, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
-        "norm_eps": first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-        or 1e-6,
+        "norm_eps": norm_eps or 1e-6,
         "rope": rope_of(target),
     }
 
 
 def inner_size(target: Any) -> int:
-    """Width of the target's MLP."""
+    """Return the width of the target's MLP."""
     return first_of(target, "intermediate_size", "n_inner") or 4 * target.hidden_size
 
 
 def rope_of(target: Any) -> dict[str, Any]:
-    """A target's rotary parameters; those of its full-attention layers where they differ, base
-    10000 where it has none."""
-    found = getattr(target, "rope_parameters", None) or {}
-    found = found.get("full_attention") or found
-    return {"rope_type": "default", "rope_theta": 10000.0} | {
-        k: v for k, v in found.items() if v is not None
-    }
+    """Return the rotary parameters of a target, as transformers' `rope_parameters`.
+
+    They are those of its full-attention layers where the kinds of layers differ; for a target
+    without rotary positions they have the base 10000.
+    """
+    parameters = getattr(target, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention") or parameters
+    given = {name: value for name, value in parameters.items() if value is not None}
+    return {"rope_type": "default", "rope_theta": 10000.0} | given
 
 
 def first_of(config: Any, *names: str) -> Any:
-    return next(
-        (value for name in names if (value := getattr(config, name, None)) is not None), None
-    )
+    """Return the first attribute of `config` among `names` that is not None, or None."""
+    for name in names:
+        if (value := getattr(config, name, None)) is not None:
+            return value
+    return None

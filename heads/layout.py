@@ -1,6 +1,7 @@
-"""Drafters whose files are a `config.json` and one file of tensors under names that engines read.
+"""Saving and loading of drafters that consist of a `config.json` and one file of tensors.
 
-Loading demands every tensor by name, shape and dtype, and nothing besides.
+Keys and tensors have the names that engines read. Loading demands exactly the expected tensors,
+each with its name, shape and dtype.
 """
 
 from __future__ import annotations
@@ -24,49 +25,60 @@ from .stored_tensors import header
 
 @torch.no_grad()
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Move a drafter and cast its parameters; buffers keep their type: rotary frequencies in bf16
-    would be other positions."""
+    """Move a drafter to a device and cast its parameters; buffers keep their dtype.
+
+    In bfloat16 a draft model's rotary frequencies, which are buffers, would be other positions.
+    """
     module.to(device)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 class EngineLayout(ABC):
-    """`save` and `load` of a module that says what its files hold."""
+    """Base of drafters that get `save` and `load` from a description of their files."""
 
     weights_file: str
+    """Name of the safetensors file."""
     document: type
-    """What its `config.json` has to be, of `documents`."""
+    """Type in `documents` that `config.json` has to fit."""
     bound_to: tuple[str, ...] = ("hidden_size", "vocab_size", "num_layers")
+    """Fields of the fingerprint in which a target has to equal the one of the training."""
 
     @abstractmethod
     def serving_state(self) -> dict[str, Tensor]:
-        """This module's tensors under their names on disk (views, so that loading can fill
-        them)."""
+        """Return this module's tensors under their names on disk.
+
+        They are views of its parameters and buffers, so that loading can fill them.
+        """
 
     @abstractmethod
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors."""
+        """Return the content of `config.json`; `dtype` is the floating type of the tensors."""
 
     @classmethod
     @abstractmethod
     def from_serving_config(
         cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
-        """An untrained module of the shape that `config.json` describes; `KeyError` when a key is
-        missing."""
+        """Return an untrained module of the sizes in the content of a `config.json`.
+
+        Raises `UserError` if the module needs `embedding_and_head` and they are None, and
+        `KeyError` if a key is missing.
+        """
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Everything that decides what this module computes besides its tensors, as JSON has it."""
+        """Return everything besides the tensors that decides what the module computes, as JSON."""
 
     def check(self) -> None:  # noqa: B027  # most have nothing to check
         """Raise `UserError` if the loaded tensors contradict each other."""
 
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
+        """Write `config.json` and the tensors; floating tensors are cast to `dtype`."""
+        # safetensors refuses tensors that share memory, as the views of one matrix do.
         tensors = {
-            name: t.detach().to("cpu", stored_as(t, dtype)).contiguous().clone()
-            for name, t in self.serving_state().items()
+            name: tensor.detach().to("cpu", stored_as(tensor, dtype)).contiguous().clone()
+            for name, tensor in self.serving_state().items()
         }
         write_json(
             directory / "config.json",
@@ -78,10 +90,17 @@ class EngineLayout(ABC):
     def load(
         cls, directory: Path, dtype: torch.dtype, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
+        """Return the drafter in a directory, with its tensors, which have to be of type `dtype`.
+
+        Raises `UserError`, or an error of `artifact.CONFIG_ERRORS` for a config that describes no
+        drafter.
+        """
         config = read_json(directory / "config.json")
         convert(config, cls.document)
         stored = header(directory / cls.weights_file)
-        with torch.device("meta"):  # a damaged size must not be allocated
+        # A damaged size must not be allocated: the sizes are compared with the file's header while
+        # the module takes no memory, and the module is then built once more.
+        with torch.device("meta"):
             expected = cls.from_serving_config(config, embedding_and_head).serving_state()
         check_same(
             expected,
@@ -95,13 +114,15 @@ class EngineLayout(ABC):
 
 
 def stored_as(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Vocabulary maps keep their own type; everything else is stored as `dtype`."""
+    """Return the type in which a tensor is stored: `dtype`, or its own for a vocabulary map."""
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
-    """Copy the tensors of the safetensors file `path` into `expected`, after checking that they are
-    exactly those."""
+    """Copy the tensors of the safetensors file `path` into `expected`.
+
+    Raises `UserError` if the file cannot be read, or does not hold exactly these tensors.
+    """
     try:
         stored = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -114,8 +135,10 @@ def fill(expected: dict[str, Tensor], path: Path, dtype: torch.dtype) -> None:
 def check_same(
     expected: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path
 ) -> None:
-    """Demand exactly the tensors of `expected`, by name and shape, in the file `path` with
-    `shapes`. Raises `UserError`."""
+    """Demand that a file holds exactly the tensors of `expected`, by name and shape.
+
+    `shapes` are the shapes of the tensors in the file `path`. Raises `UserError`.
+    """
     problems = [f"{name} is missing" for name in expected if name not in shapes]
     problems += [f"{name} is not part of this drafter" for name in shapes if name not in expected]
     for name in sorted(expected.keys() & shapes.keys()):
@@ -127,7 +150,7 @@ def check_same(
 
 
 def refuse(problems: list[str], path: Path) -> None:
-    """Raise `UserError` that names the first few problems, if there are any."""
+    """Raise `UserError` with the first three problems of the file `path`, if there are any."""
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(f"{path} does not fit its config: {'; '.join(sorted(problems)[:3])}{more}")
@@ -137,10 +160,14 @@ def refuse(problems: list[str], path: Path) -> None:
 def fill_from(
     stored: Mapping[str, Tensor], expected: dict[str, Tensor], path: Path, dtype: torch.dtype
 ) -> None:
-    """`fill` from tensors that were read from `path`. Raises `UserError`."""
+    """Copy the tensors `stored`, which were read from `path`, into `expected`.
+
+    Raises `UserError` if names, shapes or dtypes differ; floating tensors have to be of type
+    `dtype`, which need not be that of `expected`.
+    """
     check_same(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, path)
-    kinds = {name: stored_as(tensor, dtype) for name, tensor in expected.items()}
-    others = [name for name, kind in kinds.items() if stored[name].dtype != kind]
-    refuse([f"{name} is {stored[name].dtype}, expected {kinds[name]}" for name in others], path)
+    dtypes = {name: stored_as(tensor, dtype) for name, tensor in expected.items()}
+    miscast = [name for name, wanted in dtypes.items() if stored[name].dtype != wanted]
+    refuse([f"{name} is {stored[name].dtype}, expected {dtypes[name]}" for name in miscast], path)
     for name, tensor in expected.items():
         tensor.copy_(stored[name])

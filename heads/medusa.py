@@ -1,12 +1,14 @@
-"""Medusa heads (Cai et al., arXiv 2401.10774): head i (0-based) reads the target's last hidden
-state at t and predicts x[t+2+i].
+"""Medusa heads (Cai et al., arXiv 2401.10774).
 
-Choices that differ from the reference code: block biases start at zero, so that an untrained head
-is exactly the target's own head; the blocks of a head are distinct modules (the reference repeats
-one); with `shared_head` the heads own no output matrix and their logits go through the target's
-head.
+Head i, from 0, reads the target's last hidden state at position t and predicts x[t+2+i]
+(docs/notation.md#positions).
 
-Shapes: B batch, N rows, H hidden size, V vocabulary, M heads.
+Choices that differ from the reference code: the biases of residual blocks start at zero, so that an
+untrained block is exactly the identity; the blocks of a head are distinct modules (the reference
+repeats one); with `shared_head` the heads own no output matrix, and the target's head makes their
+logits.
+
+Shapes: D heads, H hidden size (the target's), V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,15 +31,14 @@ WEIGHTS_FILE = "medusa_lm_head.safetensors"
 
 @dataclass
 class MedusaConfig:
-    """The shape of the heads."""
+    """Options of the Medusa heads."""
 
     num_heads: int = 4
-    """Heads, so the deepest guess is this many tokens ahead."""
+    """Number of heads, each of which drafts one token: the longest path has as many drafts."""
     num_layers: int = 1
-    """Residual blocks in each head."""
+    """Number of residual blocks in each head."""
     shared_head: bool = False
-    """Send each head's state through the target's own head instead of an output matrix of its
-    own."""
+    """Use the target's own head for all heads, instead of an output matrix for each."""
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
@@ -45,7 +46,7 @@ class MedusaConfig:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(A x + b), the identity at initialisation."""
+    """Residual block x + SiLU(A x + b), which is the identity at initialisation."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -58,10 +59,10 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHeads(EngineLayout, nn.Module):
-    """M heads over the target's last hidden state.
+    """D heads over the target's last hidden state.
 
-    `target_head` maps `[..., H]` to the target's logits; it is needed for `shared_head` only and is
-    not a parameter.
+    `target_head` maps states `[..., H]` to the target's logits `[..., V]`. It is needed for
+    `shared_head` only and has no parameters of the drafter. Raises `UserError` if it is missing.
     """
 
     method = "medusa"
@@ -101,12 +102,14 @@ class MedusaHeads(EngineLayout, nn.Module):
             output.weight.copy_(head_weight)
 
     def states(self, hidden: Tensor, head: int) -> Tensor:
-        """`[..., H]` -> `[..., H]`: what head `head` sends to its output matrix."""
+        """Return the state `[..., H]` that head number `head` makes of `hidden` `[..., H]`."""
         return self.blocks[head](hidden)
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
-        """`[..., H]` -> `[..., V]`: logits of head `head` for the token `head + 2` after the
-        state's own."""
+        """Return the logits `[..., V]` of head number `head` for last hidden states `[..., H]`.
+
+        They are about the token at position t + 2 + `head`, where t is the state's position.
+        """
         states = self.states(hidden, head)
         if self.config.shared_head:
             assert self.target_head is not None
@@ -114,7 +117,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         return self.outputs[head](states)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` -> `[M, ..., V]`."""
+        """Return the logits `[D, ..., V]` of all heads for last hidden states `[..., H]`."""
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
 
     def facts(self) -> dict[str, Any]:
@@ -124,25 +127,30 @@ class MedusaHeads(EngineLayout, nn.Module):
             "vocab_size": self.vocab_size,
         }
 
-    # What is on disk: the original Medusa names, read by TGI and vLLM <= 0.32
-    # (reference/checkpoint-formats.md section 7).
+    # The layout on disk has the names of the original project, which TGI and vLLM <= 0.32 read
+    # (docs/checkpoint-formats.md#medusa).
 
     def serving_state(self) -> dict[str, Tensor]:
+        """Return the heads' tensors under their names on disk."""
         state: dict[str, Tensor] = {}
-        for h, blocks in enumerate(self.blocks):
+        for head, blocks in enumerate(self.blocks):
             assert isinstance(blocks, nn.Sequential)
             for layer, block in enumerate(blocks):
                 assert isinstance(block, ResidualBlock)
-                state[f"{h}.{layer}.linear.weight"] = block.linear.weight
-                state[f"{h}.{layer}.linear.bias"] = block.linear.bias
-        for h, output in enumerate(self.outputs):
+                state[f"{head}.{layer}.linear.weight"] = block.linear.weight
+                state[f"{head}.{layer}.linear.bias"] = block.linear.bias
+        # The output matrix is numbered as if it were one more block.
+        for head, output in enumerate(self.outputs):
             assert isinstance(output, nn.Linear)
-            state[f"{h}.{self.config.num_layers}.weight"] = output.weight
+            state[f"{head}.{self.config.num_layers}.weight"] = output.weight
         return state
 
     def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
-        """`config.json` beside the tensors. No `architectures` (TGI would look for no head) and no
-        other `num_*` keys."""
+        """Return the content of `config.json`.
+
+        It has no `architectures`, with which TGI would take the folder for a model without heads,
+        and no other `num_*` keys.
+        """
         return {
             "medusa_num_heads": self.config.num_heads,
             "medusa_num_layers": self.config.num_layers,
@@ -160,12 +168,8 @@ class MedusaHeads(EngineLayout, nn.Module):
         shape = MedusaConfig(
             config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]
         )
-        return cls(
-            shape,
-            config["hidden_size"],
-            config["vocab_size"],
-            embedding_and_head.head if embedding_and_head is not None else None,
-        )
+        target_head = embedding_and_head.head if embedding_and_head is not None else None
+        return cls(shape, config["hidden_size"], config["vocab_size"], target_head)
 
 
 Drafter = MedusaHeads

@@ -1,10 +1,10 @@
-"""The one place that reads models, configurations and tokenizers through transformers' Auto
-classes.
+"""Models, configurations and tokenizers from disk or hub, read with transformers' Auto classes.
 
-No code that comes with a checkpoint runs unless the caller passes `trust_remote_code`, which only a
-target's own option does: left open, transformers asks on standard input, and a `yes` that is piped
-there for another question runs it. Weights are read from safetensors files only: pickled ones can
-run code when they are read.
+No other module calls these classes. Code that comes with a checkpoint runs only if the caller
+passes `trust_remote_code`, which only a target's own option does. Without a value for it,
+transformers asks on standard input, and a `yes` that was piped there for another question would run
+the code. Weights are read from safetensors files only: pickled ones can run code when they are
+read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ExpertCount = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 class Repeated(Struct):
-    """The numbers of a config.json by which a model repeats its parts.
+    """Numbers of a config.json by which a model repeats its layers and experts.
 
     transformers makes a list or a module for each, even of a model whose tensors take no memory,
     before it compares anything with the weights: a damaged number would keep it busy for hours.
@@ -50,7 +50,10 @@ class Repeated(Struct):
 
 
 def check_repeated(folder: Path) -> None:
-    """Demand numbers of layers and experts that a model may have. Raises `UserError`."""
+    """Demand plausible numbers of layers and experts in the config.json of `folder`, if it has one.
+
+    Raises `UserError`.
+    """
     if not (folder / "config.json").is_file():
         return
     try:
@@ -62,22 +65,25 @@ def check_repeated(folder: Path) -> None:
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The configuration of a model. Raises `UserError` for a damaged number of layers, else what
-    transformers raises; see `clear_errors`."""
+    """Return the configuration of a model in a folder or on the hub.
+
+    Raises `UserError` for a damaged number of layers or experts, and the errors of transformers,
+    see `clear_errors`.
+    """
     check_repeated(Path(path))
     return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def read_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model. Raises what transformers raises; see `clear_errors`."""
+    """Return the tokenizer of a model. Raises the errors of transformers, see `clear_errors`."""
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options: Any) -> Any:
-    """A causal language model with its weights; `options` are those of `from_pretrained`.
+    """Return a causal language model with its weights; `options` are those of `from_pretrained`.
 
-    Raises `UserError` for weights that are pickled, or that an index looks for outside of the
-    folder, else what transformers raises; see `clear_errors`.
+    Raises `UserError` for weights that are missing, pickled, or named by an index but outside of
+    the folder, and the errors of transformers, see `clear_errors`.
     """
     if Path(path).is_dir():
         check_repeated(Path(path))
@@ -88,14 +94,15 @@ def read_causal_lm(path: str | Path, trust_remote_code: bool = False, **options:
 
 
 def make_causal_lm(config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
-    """A causal language model of a configuration, untrained; `options` are those of
-    `from_config`."""
+    """Return an untrained causal language model; `options` are those of `from_config`."""
     return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
 
 
 def check_weights(folder: Path) -> None:
-    """Demand safetensors files, and an index (if there is one) that names files of the folder only.
-    Raises `UserError`."""
+    """Demand that `folder` holds its weights in safetensors files.
+
+    If there is an index, every file that it names has to be in the folder. Raises `UserError`.
+    """
     if (folder / WEIGHTS_INDEX).is_file():
         files_in(folder / WEIGHTS_INDEX)
     elif not any(folder.glob("*.safetensors")):
@@ -114,15 +121,18 @@ def check_weights(folder: Path) -> None:
 
 @contextmanager
 def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> Iterator[None]:
-    """Within this, what transformers raises for files that it cannot read becomes a `UserError`,
-    and what it prints about them is not printed."""
+    """Turn the errors of transformers about files that it cannot read into `UserError`s.
+
+    This is a context manager. The message begins with `what` was to be loaded and ends with
+    `remedy`; what transformers itself would print about the files is not printed.
+    """
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
         yield
     except UserError:
         raise
-    # tokenizers raises Exception itself, and each architecture has its own way to fail
+    # tokenizers raises Exception itself, and every architecture fails in its own way.
     except Exception as error:
         raise UserError(
             f"cannot load {what} {str(path)!r}: {reason_of(error)}{'; ' + remedy if remedy else ''}"
@@ -132,8 +142,11 @@ def clear_errors(path: str | Path, what: str = "target", remedy: str = "") -> It
 
 
 def reason_of(error: Exception) -> str:
-    """What a library says of files that it cannot read, in a line that makes sense without the rest
-    of its message."""
+    """Return why a library cannot read some files, in one line.
+
+    The first line of some libraries' messages makes no sense without the rest, or names a remedy
+    that does not exist here; these are replaced.
+    """
     reason = first_line(error)
     if isinstance(error, KeyError):
         return f"one of its files lacks {reason}"

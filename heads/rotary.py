@@ -1,5 +1,7 @@
-"""Rotary positions as the target has them; angles are computed in fp32 whatever the drafter's own
-dtype is."""
+"""Rotary positions with the target's parameters.
+
+Angles are computed in float32 whatever the drafter's own dtype is.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,25 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 class Rotary:
-    """Cosines and sines of any scaling that transformers knows. Not a module: casting a drafter
-    must not cast its frequencies.
+    """Cosines and sines of positions, for every rotary scaling that transformers knows.
 
-    `parameters` are transformers' `rope_parameters`; a `partial_rotary_factor` turns the first part
-    of each head only. The frequencies never change with the text's length (as those of dynamic and
-    long rope do in transformers), or cached keys and packed rows would disagree.
+    `parameters` are transformers' `rope_parameters`; with a `partial_rotary_factor` only the first
+    part of each attention head, `size` numbers, is rotated. The frequencies do not depend on the
+    length of the text, as those of dynamic and long rope do in transformers: cached keys and the
+    documents of a packed row would disagree.
+
+    This is not a module, because casting a drafter to bfloat16 must not cast its frequencies.
     """
 
     def __init__(self, head_dim: int, max_positions: int, parameters: dict[str, Any]) -> None:
-        rest = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+        # Some scalings of transformers would apply the partial factor once more, to a size that
+        # already contains it.
+        scaling = {
+            key: value for key, value in parameters.items() if key != "partial_rotary_factor"
+        }
         self.size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         config = LlamaConfig(
-            head_dim=self.size, max_position_embeddings=max_positions, rope_parameters=rest
+            head_dim=self.size, max_position_embeddings=max_positions, rope_parameters=scaling
         )
         table = LlamaRotaryEmbedding(config)
         self._frequencies, self._scale = (
@@ -33,18 +41,22 @@ class Rotary:
         )
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions `[B, N]` -> cosines and sines `[B, N, 1, R]`, fp32."""
+        """Return float32 cosines and sines `[B, N, 1, n]` of positions `[B, N]`; n is `size`."""
         self._frequencies = self._frequencies.to(positions.device)
+        # Both halves of a head have the same angles; the new axis is for its attention heads.
         angles = (positions[..., None].float() * self._frequencies).repeat(1, 1, 2)[:, :, None]
         return angles.cos() * self._scale, angles.sin() * self._scale
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the first R of each head `[B, N, G, D]` by the angles of its position (RoFormer, arXiv
-    2104.09864; halves paired)."""
+    """Return `x` `[B, N, G, E]` with the first n numbers of each head rotated by its position.
+
+    `rotary` holds cosines and sines `[B, N, 1, n]`. Number i of a head is paired with number
+    i + n/2, as in Llama (RoFormer, arXiv 2104.09864, pairs neighbours).
+    """
     cos, sin = (table.to(x.dtype) for table in rotary)
     size = cos.shape[-1]
-    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return turned if rest is None else torch.cat([turned, rest], dim=-1)
+    rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
+    return rotated if rest is None else torch.cat([rotated, rest], dim=-1)

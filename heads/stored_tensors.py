@@ -1,5 +1,7 @@
-"""Tensors of other people's checkpoints: safetensors first, pickles only through `weights_only`, so
-that nothing in them runs."""
+"""Tensors of other projects' checkpoints, read without running anything that is in the files.
+
+Pickled files are read only where there are no safetensors, and only with torch's `weights_only`.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,21 @@ from .files import inside
 LFS_POINTER = b"version https://git-lfs"
 LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones too
 PICKLES = ("*.bin", "*.pt", "*.pth")
+# Files that trainers write beside the weights.
 TRAINERS_OWN = re.compile(r"(training_args|optimizer|scheduler|rng_state|training_state|scaler)")
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """All tensors of a folder by name, read when they are asked for."""
+    """All tensors of a folder by name; each is read when it is looked up."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `UserError` if there are none, if two files hold the same name, or if a file holds
-        anything but tensors."""
+        """List the tensors of `folder`.
+
+        Raises `UserError` if there are none, if two files hold the same name, or if a file holds
+        anything but tensors.
+        """
         self.files: list[Path] = files_of(folder, ("*.safetensors",))
-        opened = _safetensors if self.files else _pickled
+        readers_of = _safetensors if self.files else _pickled
         self.files = self.files or files_of(folder, PICKLES)
         if not self.files:
             raise UserError(
@@ -44,7 +50,7 @@ class StoredTensors(Mapping[str, Tensor]):
             )
         self._readers: dict[str, Callable[[], Tensor]] = {}
         for path in self.files:
-            for name, read in opened(path):
+            for name, read in readers_of(path):
                 if name in self._readers:
                     raise UserError(
                         f"{name} stands in two files of {folder}; leave one of them there"
@@ -62,19 +68,26 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def files_of(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """The weights' files: those that an index names if there is one, else all but a trainer's own.
-    Raises `UserError`."""
-    found = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    """Return the files of weights in `folder` that match `patterns`.
+
+    They are those that an index names if there is one for such files, else all but those that a
+    trainer writes beside weights. Raises `UserError` if the index is broken.
+    """
+    matching = sorted(path for pattern in patterns for path in folder.glob(pattern))
     for index in sorted(folder.glob("*.index.json")):
-        if any(
-            path.suffix == Path(index.name.removesuffix(".index.json")).suffix for path in found
-        ):
+        # model.safetensors.index.json is about .safetensors files only: a folder may hold an index
+        # of its pickled weights too.
+        suffix = Path(index.name.removesuffix(".index.json")).suffix
+        if any(path.suffix == suffix for path in matching):
             return files_in(index)
-    return [path for path in found if not TRAINERS_OWN.match(path.name)]
+    return [path for path in matching if not TRAINERS_OWN.match(path.name)]
 
 
 def files_in(index: Path) -> list[Path]:
-    """The files of weights that an index names, all of which are there. Raises `UserError`."""
+    """Return the files of weights that an index names.
+
+    Raises `UserError` if one is missing or outside of the index's folder.
+    """
     table, _ = read_document(index, WeightsIndex, "copy or download it again")
     named = sorted({inside(index.parent, file, index.name) for file in table.weight_map.values()})
     if missing := [path.name for path in named if not path.is_file()]:
@@ -85,17 +98,26 @@ def files_in(index: Path) -> list[Path]:
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the name of each tensor in a safetensors file, and a function that reads it.
+
+    Raises `UserError`.
+    """
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}; copy or download it again") from error
-    for name in file.keys():  # noqa: SIM118  # it is no mapping
+    for name in file.keys():  # noqa: SIM118  # `file` is no mapping and has no iterator
         yield name, partial(file.get_tensor, name)
 
 
 def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the name of each tensor in a file of `torch.save`, and a function that returns it.
+
+    Raises `UserError` for a file that holds anything but a table of tensors.
+    """
     try:
-        held: Any = torch.load(
+        # Files of the current format are zip archives, whose tensors are mapped and not read yet.
+        content: Any = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -103,12 +125,12 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             f"{path} is refused: it is damaged, or holds more than tensors, which could run code"
         ) from error
     if (
-        not isinstance(held, dict)
-        or not held
-        or not all(isinstance(tensor, Tensor) for tensor in held.values())
+        not isinstance(content, dict)
+        or not content
+        or not all(isinstance(tensor, Tensor) for tensor in content.values())
     ):
         raise UserError(f"{path} is refused: it is not a table of tensors by name")
-    for name, tensor in held.items():
+    for name, tensor in content.items():
         yield str(name), partial(_itself, tensor)
 
 
@@ -117,28 +139,33 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 class TensorFacts(msgspec.Struct):
-    """A tensor in the header of a safetensors file."""
+    """Entry for one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+    """First byte and the one after the last, counted from the end of the header."""
 
 
 def header(file: Path) -> dict[str, TensorFacts]:
-    """Type, shape and place of every tensor in a safetensors file, from its header alone. Raises
-    `UserError`."""
+    """Return dtype, shape and offsets of every tensor in a safetensors file, by name.
+
+    Only the header is read. Raises `UserError`.
+    """
     try:
         with file.open("rb") as opened:
+            # A safetensors file begins with the length of its header (8 bytes, little-endian),
+            # then the header in JSON.
             start = opened.read(8)
             if start == LFS_POINTER[:8]:
                 raise ValueError("a pointer of Git LFS stands in its place: run git lfs pull")
             if len(start) < 8 or (length := struct.unpack("<Q", start)[0]) > LONGEST_HEADER:
                 raise ValueError("it has no header")
-            held = json.loads(opened.read(length))
-        if not isinstance(held, dict):
+            entries = json.loads(opened.read(length))
+        if not isinstance(entries, dict):
             raise ValueError("its header is no table")
         return msgspec.convert(
-            {name: facts for name, facts in held.items() if name != "__metadata__"},
+            {name: facts for name, facts in entries.items() if name != "__metadata__"},
             dict[str, TensorFacts],
         )
     except (OSError, ValueError, RecursionError) as error:

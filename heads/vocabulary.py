@@ -1,7 +1,8 @@
-"""A draft vocabulary: the part of the target's tokens that a drafter with its own head can propose.
+"""Draft vocabularies: the part of the target's tokens that a drafter with its own head can propose.
 
-Stored as engines read it (reference/checkpoint-formats.md section 4): `d2t` `[N]` int64 offsets,
-target id = i + d2t[i], and `t2d` `[V]` bool, true for the tokens kept. Ids are ascending.
+A draft vocabulary is stored as engines read it (docs/checkpoint-formats.md#draft-vocabulary):
+`d2t` int64 `[Vd]` holds offsets (target id = i + d2t[i]), and `t2d` bool `[V]` is true for the
+tokens in it. Target ids are ascending.
 """
 
 from __future__ import annotations
@@ -15,39 +16,44 @@ from .errors import UserError
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:
-    """Ids `[size]`, ascending: all of `always`, then the tokens of highest `counts` `[V]`; of
-    equals the lowest id.
+    """Return the ascending target ids `[size]` of a draft vocabulary.
 
-    Tokens that were never counted fill up what is left, so there are always `size`. Raises
-    `UserError` if that is impossible.
+    They are all of `always`, then the tokens with the highest `counts` `[V]`, of equal counts the
+    lowest id. Tokens that were never counted fill up the rest, so there are always `size` of them.
+    Raises `UserError` if `size` is less than the tokens of `always` or more than V.
     """
     vocab = counts.shape[0]
-    kept = sorted({token for token in always if 0 <= token < vocab})
-    if not len(kept) <= size <= vocab or size < 1:
+    required = sorted({token for token in always if 0 <= token < vocab})
+    if not len(required) <= size <= vocab or size < 1:
         raise UserError(
-            f"a draft vocabulary of {size} tokens cannot be made: it must hold the {len(kept)} "
+            f"a draft vocabulary of {size} tokens cannot be made: it must hold the {len(required)} "
             "special tokens and can hold the "
             f"target's {vocab} at most; change heads.draft_vocab_size"
         )
     rank = counts.double().clone()
-    rank[torch.tensor(kept, dtype=torch.long)] = torch.inf
+    rank[torch.tensor(required, dtype=torch.long)] = torch.inf
+    # The sort is stable, so that equal counts stay in the order of their ids.
     return rank.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def spread_ids(vocab_size: int, count: int) -> Tensor:
-    """`count` token ids, int64, evenly spread from the first of a vocabulary to its last: a sample
-    to judge the others by."""
+    """Return `count` token ids, int64, evenly spread from the first of a vocabulary to its last.
+
+    They are a sample that stands for all tokens where a statistic over the vocabulary is needed.
+    """
     return torch.arange(count) * (vocab_size - 1) // max(count - 1, 1)
 
 
 def offsets(ids: Tensor) -> Tensor:
-    """`d2t` `[N]` of ascending ids `[N]`."""
+    """Return the offsets `d2t` `[Vd]` of ascending target ids `[Vd]`."""
     return ids - torch.arange(len(ids), device=ids.device)
 
 
 def ids_of_offsets(d2t: Tensor, vocab_size: int) -> Tensor:
-    """Target ids `[N]` of a stored map. Raises `UserError` if they are not ascending, distinct and
-    within the vocabulary."""
+    """Return the target ids `[Vd]` of stored offsets `d2t` `[Vd]`.
+
+    Raises `UserError` if they are not ascending, distinct and within the target's vocabulary.
+    """
     ids = d2t + torch.arange(len(d2t), device=d2t.device)
     if not (bool((ids[1:] > ids[:-1]).all()) and bool(ids[0] >= 0) and bool(ids[-1] < vocab_size)):
         raise UserError(
@@ -58,8 +64,11 @@ def ids_of_offsets(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def to_target(logits: Tensor, ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits `[..., N]` over the kept `ids` -> `[..., V]` over the target's vocabulary; what is not
-    kept is never drafted."""
+    """Return logits `[..., V]` over the target's vocabulary for `logits` `[..., Vd]`.
+
+    `ids` `[Vd]` are the target ids of the draft vocabulary; None stands for all tokens. The other
+    tokens get minus infinity, so that they are never drafted.
+    """
     if ids is None:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)

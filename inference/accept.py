@@ -1,6 +1,7 @@
-"""Which drafts are kept: acceptance by match, and what every rule hands to the loop.
+"""Acceptance of drafts: the rule by match, the choice among the rules, and the `Verdict` they give.
 
-Shapes: B batch, N tree nodes with the root, D levels, V vocabulary.
+Shapes: B batch, N tree nodes with the root, D levels, V vocabulary. The proofs that the rules are
+lossless: docs/verification.md.
 """
 
 from __future__ import annotations
@@ -14,35 +15,49 @@ from .sampling import Draws
 from .tree import DraftTree, deepest
 from .verifiers import verifier_for
 
-# Typical acceptance's thresholds, the defaults of FasterDecoding/Medusa.
+# Thresholds of typical acceptance: the defaults of FasterDecoding/Medusa.
 TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Verdict:
-    """What a rule decided for each row: the deepest accepted node, and the target's own token after
-    it."""
+    """Decision of a rule for each row, on the device: the deepest accepted node, and the target's
+    own token after it."""
 
     node: Tensor
-    """[B]; 0 if no draft was accepted."""
+    """[B]: deepest accepted node; 0 if no draft was accepted."""
     last: Tensor
-    """[B]."""
+    """[B]: bonus token, which follows that node."""
     rule: str
-    """What decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or typical,
-    the only lossy one."""
+    """Rule that decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or
+    typical, the only lossy one."""
     choices: Tensor | None = None
     """[B, N]: the target's token after every node, for the rules that know it."""
     expected: Tensor | None = None
-    """[B] float: tokens of this round in expectation over the target's randomness; deterministic
-    drafts at T > 0 only."""
+    """[B] float: tokens of this round in expectation over the target's randomness; for
+    deterministic drafts at T > 0 only."""
     overlap: Tensor | None = None
-    """[B, N] float: sum of min(p, q) at each node, the best any rule could accept there; rules that
-    compare distributions only."""
+    """[B, N] float: sum of min(p, q) at each node, the largest acceptance that any rule could reach
+    there; for rules that compare distributions only."""
+
+
+def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
+    """Return how many drafts of a chain are accepted `[B]`: the simplest case of `match`.
+
+    `drafts` `[B, D]`; `choices` `[B, D + 1]`: the target's own token after the root and after each
+    draft. The choice after a draft was made by a target that had read that draft, so it counts only
+    if the draft itself was right.
+    """
+    # Draft d is right if it is the token that the target chose after the d drafts before it.
+    right = drafts == choices[:, :-1]
+    # The running product is 1 up to the first mistake and 0 from there on: its sum is the length
+    # of the accepted run. The token emitted after the run is choices[:, count].
+    return right.long().cumprod(-1).sum(-1)
 
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its
-    nodes."""
+    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its nodes;
+    return the verdict."""
     sampling, tables = draws.sampling, tree.tables
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
@@ -56,17 +71,20 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     known = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
     expected = None if known else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
-    return Verdict(node, choices.gather(1, node[:, None])[:, 0], rule, choices, expected)
+    last = choices.gather(1, node[:, None])[:, 0]
+    return Verdict(node=node, last=last, rule=rule, choices=choices, expected=expected)
 
 
 def match(tree: DraftTree, choices: Tensor) -> Tensor:
-    """The deepest node `[B]` whose whole path is what the target chose; 0 if no draft is.
+    """Return the deepest node `[B]` whose whole path is what the target chose; 0 if no draft is.
 
     `choices` `[B, N]` is the target's token after each node: its argmax, or a draw with noise that
     the draft does not depend on, or with noise that it shares. Every token so accepted, and the
     choice after the last, is the target's own choice given exactly the tokens before it, whatever
-    the tree (verification-and-trees 4.1, 4.2, 4.3).
+    the tree (docs/verification.md#acceptance-by-match).
     """
+    if tree.shape is not None and tree.shape.is_chain:
+        return accepted_in_chain(tree.tokens[:, 1:], choices)  # node d of a chain has depth d
     tables = tree.tables
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
     right[:, 0] = True
@@ -74,8 +92,10 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
 
 
 def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
-    """The target's probability `[B, N]` of each node's token after its parent; 1 at the root, 0
-    where there is no node."""
+    """Return the target's probability `[B, N]` of each node's token after its parent.
+
+    It is 1 at the root, and 0 where there is no node.
+    """
     parents = tree.tables.parents.expand_as(tree.tokens)
     log_probs = scores.log_softmax(-1)
     above = log_probs.gather(1, parents[..., None].expand(-1, -1, log_probs.shape[-1]))
@@ -86,17 +106,19 @@ def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
 
 
 def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
-    """`1 + sum of P(s)` over drafted nodes, `[B]`: this round's tokens in expectation
-    (verification-and-trees, section 5).
+    """Return `1 + sum of P(s)` over drafted nodes s, `[B]`: the tokens of this round in expectation
+    (docs/verification.md#expected-tokens).
 
     Exact for deterministic trees, and of less variance than counting; wrong for drafts that know
-    the target's noise.
+    the target's noise. End tokens and length limits are not considered.
     """
     chances = token_chances(tree, scores)
     return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
 
 
 def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
+    """Return the verdict of a rule that compares the target's distribution with the drafter's
+    (docs/verification.md#rejection-rules)."""
     probs = scores.softmax(-1)
     assert tree.probs is not None and tree.shape is not None, (
         "rules that compare distributions need trees of a shape fixed beforehand"
@@ -104,22 +126,28 @@ def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
     plan = verifier(tree.shape, tree.tokens, probs, tree.probs)
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
-    last = draws.last(
-        plan.probs.gather(1, node[:, None, None].expand(-1, 1, probs.shape[-1]))[:, 0]
-    )
-    return Verdict(node, last, rule, overlap=torch.minimum(probs, tree.probs).sum(-1))
+    # The bonus token comes from the residual distribution at the node where the path ended.
+    at_node = node[:, None, None].expand(-1, 1, probs.shape[-1])
+    last = draws.last(plan.probs.gather(1, at_node)[:, 0])
+    overlap = torch.minimum(probs, tree.probs).sum(-1)
+    return Verdict(node=node, last=last, rule=rule, overlap=overlap)
 
 
 def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    """Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1). LOSSY: the text does not have
-    the target's distribution."""
+    """Return the verdict of Medusa's typical acceptance (arXiv 2401.10774, section 3.3.1).
+
+    LOSSY: the text does not have the target's distribution.
+    """
     log_probs = scores.log_softmax(-1)
-    entropy = -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(
-        -1
-    )  # [B, N]
-    bar = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)
-    right = token_chances(tree, scores) > bar.gather(1, tree.tables.parents.expand_as(tree.tokens))
+    # 0 log 0 is 0, not NaN: tokens that top-k or top-p removed have no probability.
+    summands = torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0)
+    entropy = -summands.sum(-1)  # [B, N]
+    threshold = (TYPICAL_DELTA * (-entropy).exp()).clamp(max=TYPICAL_EPSILON)
+    # A node is judged by the distribution at its parent, which is where its token was chosen.
+    parents = tree.tables.parents.expand_as(tree.tokens)
+    right = token_chances(tree, scores) > threshold.gather(1, parents)
     right[:, 0] = True
     node = deepest(right, tree.tables)
     choices = draws.choices(scores, tree.tables.depths, tree.levels)
-    return Verdict(node, choices.gather(1, node[:, None])[:, 0], "typical", choices)
+    last = choices.gather(1, node[:, None])[:, 0]
+    return Verdict(node=node, last=last, rule="typical", choices=choices)

@@ -17,8 +17,9 @@ from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
+from .drafters import load_proposer
 from .metrics import emitted_per_round, tau
-from .proposer import Proposer, load_proposer
+from .proposer import Proposer
 from .settings import Sampling, TargetConfig
 from .target import Target, load_target, target_of
 
@@ -30,28 +31,28 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Array(Protocol):
-    """A tensor, or an array of numpy."""
+    """Tensor, or array of numpy."""
 
     def tolist(self) -> Any: ...
 
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
-"""The user's words, token ids, or a conversation as a list of messages."""
+"""Prompt: the user's words, token ids, or a conversation as a list of messages."""
 
 
 @dataclass(repr=False)
 class Reply(Generation):
-    """A `Generation` with its text, which ends before an end token or a stop string.
+    """Generation with its text, which ends before an end token or a stop string.
 
-    As in transformers, a stop string may begin in the prompt; the part of it that was written then
-    stays in the text.
+    As in transformers, a stop string may begin in the prompt. The end of it that belongs to the
+    reply stays in the text then.
     """
 
     text: str = ""
 
     @property
     def tau(self) -> float:
-        """Tokens kept per round, the target's own included; NaN if there was no round."""
+        """Tokens emitted per round, bonus token included; NaN if there was no round."""
         return tau([emitted_per_round(self)])
 
     def __repr__(self) -> str:
@@ -62,8 +63,10 @@ class Reply(Generation):
 
 
 class Decoder:
-    """A target and a drafter at work. One call at a time: the drafter's state belongs to the batch
-    that runs."""
+    """Target and drafter, ready to decode.
+
+    One call at a time: the drafter's state belongs to the batch that runs.
+    """
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
         self.target, self.proposer = target, proposer
@@ -80,24 +83,26 @@ class Decoder:
         ignore_eos: bool = False,
         **sampling: Any,
     ) -> Any:
-        """Decode one prompt to a `Reply`, or a list of prompts to a list of replies (`samples` for
-        each, one after the other).
+        """Decode one prompt to a `Reply`, or a list of prompts to a list of replies.
 
-        Words are put into the target's chat template if it has one, unless `raw`. `sampling` is
-        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule. The
-        noise of a prompt belongs to its place in the list and the number of the sample, so its text
-        is the same in any batch. Raises `UserError`.
+        With `samples` above 1 the result is a list: the samples of the first prompt, then those of
+        the second. Words are put into the target's chat template if it has one, unless `raw`.
+        `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
+        what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule.
+
+        The noise of a reply belongs to the prompt's index in the list and the number of the sample,
+        so the text does not depend on `batch_size`. Raises `UserError`.
         """
         for name, value in (("samples", samples), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}")
-        chosen = _known(Sampling, sampling)
-        if samples > 1 and chosen.greedy:
+        settings = _known(Sampling, sampling)
+        if samples > 1 and settings.greedy:
             raise UserError("samples are all the same at temperature 0; give a temperature too")
         stops = _stops(stop)
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
-        one = _is_one(given)
-        everything: Sequence[Any] = [given] if one else given
+        single = _is_one(given)
+        everything: Sequence[Any] = [given] if single else given
         requests = [
             Request(self.encode(prompt, raw), i, sample)
             for i, prompt in enumerate(everything)
@@ -108,12 +113,12 @@ class Decoder:
         eos = frozenset() if ignore_eos else self.target.eos_ids
         replies: list[Reply] = []
         for start in range(0, len(requests), batch_size):
-            part = requests[start : start + batch_size]
-            for found in generate(
-                self.target, self.proposer, part, max_new_tokens, chosen, eos, stops
+            batch = requests[start : start + batch_size]
+            for generation in generate(
+                self.target, self.proposer, batch, max_new_tokens, settings, eos, stops
             ):
-                replies.append(Reply(**vars(found), text=self._text(found, stops)))
-        return replies[0] if one and samples == 1 else replies
+                replies.append(Reply(**vars(generation), text=self._text(generation, stops)))
+        return replies[0] if single and samples == 1 else replies
 
     def stream(
         self,
@@ -124,7 +129,10 @@ class Decoder:
         raw: bool = False,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Yield the text of one reply as it is decided, a piece a round at most."""
+        """Yield the text of one reply as it is decided, at most one piece in each round.
+
+        Arguments as in `generate`. Raises `UserError`.
+        """
         stops = _stops(stop)
         text = StreamedText(self.target.tokenizer, stops)
         request = Request(self.encode(prompt, raw))
@@ -143,9 +151,13 @@ class Decoder:
                     yield piece
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt; `raw` leaves the chat template out for words.
+
+        Raises `UserError`.
+        """
         given: Any = prompt.tolist() if isinstance(prompt, Array) else prompt
         if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+            # a mapping is what a tokenizer returns
             what = type(given).__name__
             raise UserError(
                 "a prompt is words, token ids (of a tokenizer's output: the input_ids) or a list "
@@ -154,12 +166,10 @@ class Decoder:
         if isinstance(given, str):
             if not given.strip():
                 raise UserError("the prompt is empty; give it some words")
-            chat = bool(self.target.tokenizer.chat_template) and not raw
-            conversation = (
-                Conversation(messages=[{"role": "user", "content": given}])
-                if chat
-                else Conversation(text=given)
-            )
+            if self.target.tokenizer.chat_template and not raw:
+                conversation = Conversation(messages=[{"role": "user", "content": given}])
+            else:
+                conversation = Conversation(text=given)
         elif given and isinstance(given[0], dict):
             try:
                 conversation = conversation_of({"messages": list(given)})
@@ -178,6 +188,7 @@ class Decoder:
             raise UserError(f"a prompt cannot be encoded: {error}") from error
 
     def _text(self, generation: Generation, stops: Sequence[str]) -> str:
+        """Return the text of a reply, without end tokens and cut at a stop string."""
         text = StreamedText(self.target.tokenizer, stops)
         return text.add(
             [token for token in generation.token_ids if token not in self.target.eos_ids], last=True
@@ -185,14 +196,14 @@ class Decoder:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Words, token ids and messages are one prompt; everything else is a list of prompts."""
+    """Return True for words, token ids and messages, False for a list of prompts."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
         return True
     return len(prompts) > 0 and isinstance(prompts[0], Integral | dict)
 
 
 def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
-    """`make(**settings)`; `UserError` for a setting that it does not have."""
+    """Return `make(**settings)`. Raises `UserError` for a setting that the dataclass has not."""
     names = [f.name for f in fields(make)]  # type: ignore[arg-type]
     for name in settings:
         if name not in names:
@@ -203,6 +214,7 @@ def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
 
 
 def _stops(stop: Any) -> list[str]:
+    """Return the stop strings as a list. Raises `UserError`; `decode` checks the strings."""
     if isinstance(stop, str):
         return [stop]
     if not isinstance(stop, Sequence | set | frozenset):
@@ -218,21 +230,22 @@ def load(
     tokenizer: Any = None,
     **options: Any,
 ) -> Decoder:
-    """A decoder of `target` that drafts with `drafter`.
+    """Return a decoder of `target` that drafts with `drafter`. Raises `UserError`.
 
-    `target`: a folder, a name on the hub, a loaded `Target`, or a model that transformers has
-    loaded, with its `tokenizer` (read from where the model came from if not given); `options` are
-    those of `TargetConfig` (dtype, device, adapter, attention). `drafter`: an artifact's folder, a
-    small model's folder, or none, ngram, suffix, lookahead, early-exit, with settings after a
-    colon. `compile` compiles the target's forward (shapes are static then). Raises `UserError`.
+    `target` is a folder, a name on the hub, a `TargetConfig`, a loaded `Target`, or a model that
+    transformers has loaded, with its `tokenizer` (read from where the model came from if not
+    given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
+    or a name. `drafter` is an artifact's folder, a draft model's folder, or none, ngram, suffix,
+    lookahead or early-exit, with settings after a colon; or a proposer. `compile` compiles the
+    target's forward pass, for which shapes become static.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
     >>> len(reply.token_ids) <= 24 and reply.tau >= 1
     True
 
-    The text is the target's own, whatever drafts; with a temperature too, for the noise belongs to
-    the position, not to the drafter:
+    The text is the target's own, whatever the drafter; at a temperature above 0 as well, since the
+    noise belongs to the position and not to the drafter:
 
     >>> plain = load("scripts/quickstart/target", device="cpu")
     >>> reply.token_ids == plain.generate("def add(a, b):", max_new_tokens=24).token_ids
@@ -256,18 +269,14 @@ def load(
         raise UserError(
             f"target must be a folder, a name on the hub, or a model, not a {type(target).__name__}"
         )
-    if not isinstance(target, Target):
-        config = (
-            target
-            if isinstance(target, TargetConfig)
-            else _known(TargetConfig, {"path": str(target), **options})
-        )
-        target = load_target(config)
+    if isinstance(target, str | Path):
+        target = _known(TargetConfig, {"path": str(target), **options})
+    if isinstance(target, TargetConfig):
+        target = load_target(target)
     if compile:
         target.compile()
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")
-    proposer = (
-        load_proposer(drafter, target, log.warning) if isinstance(drafter, str | Path) else drafter
-    )
-    return Decoder(target, proposer)
+    if isinstance(drafter, str | Path):
+        drafter = load_proposer(drafter, target, log.warning)
+    return Decoder(target, drafter)

@@ -1,8 +1,9 @@
-"""The cache of a running batch: preallocated, rows of different lengths, takes whole draft trees,
-keeps the accepted paths.
+"""Key-value cache of a running batch, preallocated, for rows of different lengths and draft trees.
 
-Shapes: B batch, G key-value heads, C capacity, D head size, N positions of one forward, A accepted
-positions.
+A round writes a whole draft tree behind the committed positions and keeps the accepted path only.
+
+Shapes: B batch, N positions of one forward pass, A accepted nodes with the root, U undecided slots,
+C capacity, Gkv key-value heads, E size of an attention head.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from .device import send
 
 
 class TreeCache(Cache):
-    """Keys and values of `lengths[b]` committed positions of each row b, followed by `staged` ones
-    that are not decided yet.
+    """Cache of `lengths[b]` committed positions of each row b, followed by `staged` undecided ones.
 
-    A forward writes its N positions after those. `stage` keeps them for the next forward without
-    committing (a drafter that runs its own tree); `commit` keeps the accepted path and drops the
-    rest. What is dropped is simply overwritten, so nothing is ever shifted or padded: slot =
-    position for all that is committed.
+    A forward pass writes its N positions behind both. `stage` leaves them undecided, so that the
+    next forward pass stands behind them (a drafter that runs its own tree); `commit` keeps the
+    accepted path and drops the rest. Dropped slots are simply overwritten later, so nothing is ever
+    shifted or padded: slot and position are the same number for all that is committed.
 
-    `static` gives attention the whole buffer in every forward over a tree, so that shapes never
-    change (compilation, CUDA graphs); otherwise it sees only the slots in use, which is less work.
+    `static` gives attention the whole buffer in every forward pass over a tree, so that shapes
+    never change (compilation, CUDA graphs). Otherwise attention gets only the slots in use, which
+    is less work. `limit` is the largest capacity that the cache may grow to; None sets no bound.
     """
 
     def __init__(
@@ -44,13 +45,17 @@ class TreeCache(Cache):
         self.static = static
         self.device = torch.device(device)
         self._lengths = [0] * batch
+        # `lengths` on the device, made when it is first needed
         self._lengths_there: Tensor | None = None
         self.staged = 0
+        # one buffer [B, Gkv, C, E] for each layer
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        # [B, N], what the next forward writes; None: the same slots in every row
+        # [B, N]: the slots that the next forward pass writes; None: the same slots in every row,
+        # which begin at `_start`
         self._slots: Tensor | None = None
         self._start = 0
+        # True if the next forward pass gives attention the whole buffer
         self._whole = False
 
     def __len__(self) -> int:
@@ -58,7 +63,7 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Committed positions of each row."""
+        """Number of committed positions of each row."""
         return self._lengths
 
     @lengths.setter
@@ -74,21 +79,28 @@ class TreeCache(Cache):
         return self.longest == min(self.lengths)
 
     def starts(self) -> Tensor:
-        """Lengths as a tensor `[B]`."""
+        """Return `lengths` as a tensor `[B]` on the device."""
         if self._lengths_there is None:
             self._lengths_there = send(self._lengths, self.device)
         return self._lengths_there
 
     def seen(self, count: int) -> int:
-        """How many slots attention is given in a forward of `count` positions."""
+        """Return how many slots attention gets in a masked forward pass of `count` positions."""
         return self.capacity if self.static else self.longest + self.staged + count
 
     def open(self, count: int, masked: bool) -> None:
-        """Make room for a forward of `count` positions, and settle where it writes. Slots out of
-        use are hidden only if `masked`."""
+        """Make space for a forward pass of `count` positions, and determine the slots it writes.
+
+        `masked`: the caller passes an attention mask, which hides slots out of use. Without a mask
+        (a prefill) attention gets the slots in use only, `static` or not.
+
+        Raises `UserError` beyond `limit`.
+        """
         self.reserve(self.longest + self.staged + count)
         self._start = self.longest + self.staged
         self._whole = self.static and masked
+        # Slices with Python numbers are cheapest, but they hold for equally long rows only, and a
+        # compiled graph would be compiled again for every length. A tensor of slots is an input.
         if self.uniform and not self._whole:
             self._slots = None
         else:
@@ -113,6 +125,11 @@ class TreeCache(Cache):
                 buffers[layer][:, :, : old.shape[2]] = old
 
     def _allocate(self, like: Tensor) -> Tensor:
+        """Return a zero buffer `[B, Gkv, C, E]` with batch, heads, size and dtype of `like`.
+
+        Zeros matter: a slot that was never written is masked, and attention multiplies its value by
+        a weight of 0, which would give NaN if the memory happened to hold NaN or infinity.
+        """
         batch, heads, _, size = like.shape
         buffer = like.new_zeros(batch, heads, self.capacity, size)
         if self.static:
@@ -127,7 +144,11 @@ class TreeCache(Cache):
         *args: object,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write `[B, G, N, D]` where `open` said; return the slots that attention sees."""
+        """Write keys and values `[B, Gkv, N, E]` of a layer into the slots that `open` determined.
+
+        Returns the keys and values of the slots that attention gets. transformers' attention layers
+        call this; layers come in ascending order the first time.
+        """
         if layer_idx == len(self.keys):
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
@@ -146,23 +167,29 @@ class TreeCache(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def stage(self, count: int) -> None:
-        """Keep the `count` positions just written, undecided."""
+        """Leave the `count` positions just written undecided, in front of the next ones."""
         self.staged += count
 
     def commit(self, counts: Sequence[int], places: Tensor | None = None) -> None:
-        """Keep `counts[b]` undecided positions of each row, drop the others.
+        """Commit `counts[b]` undecided positions of each row b, and drop the others.
 
-        `places` `[B, A]`: which ones, ascending (what stands past a row's own count does not
-        matter); without it the first ones, which are in place already: a chain costs nothing.
+        `places` `[B, A]` are the indices of the positions to commit among the undecided ones,
+        ascending; entries beyond a row's own count are ignored. Without it the first ones are
+        committed. They are in their slots already, so that a chain costs no copy.
         """
         if places is not None and places.shape[1]:
             goal = torch.arange(places.shape[1], device=self.device)[None] + self.starts()[:, None]
+            # Rows with fewer positions copy a few slots too many. Those lie behind the row's new
+            # length, where the next forward pass writes.
             self._move(places.clamp(min=0) + self.starts()[:, None], goal)
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.staged = 0
 
     def _move(self, source: Tensor, goal: Tensor) -> None:
-        """Copy slots `[B, A]` to slots `[B, A]`, in every layer."""
+        """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, in every layer.
+
+        The two may overlap: `index_select` and `gather` copy everything before anything is written.
+        """
         if len(source) == 1:
             first, last = self.lengths[0], self.lengths[0] + source.shape[1]
             for buffer in (*self.keys, *self.values):
@@ -183,8 +210,8 @@ class TreeCache(Cache):
                 for buffer in buffers:
                     torch._dynamo.mark_static_address(buffer)
 
-    # What transformers asks of a cache. It asks only where nobody gave positions and a mask, which
-    # is a prompt's prefill.
+    # The interface of transformers' caches. A model calls these methods only if it is given neither
+    # positions nor a mask, which happens in the prefill of a prompt alone.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest + self.staged
@@ -197,13 +224,20 @@ class TreeCache(Cache):
 
 
 def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
-    """`[1 | B, N, width]` bool: which slots N positions see: all committed ones, and of the T
-    undecided ones what `visible` `[1 | B, N, T]` says."""
+    """Return `[1 | B, N, width]` bool: the cache slots that each of N positions sees.
+
+    All positions see all committed slots. `visible` `[1 | B, N, U]` bool says which of the U
+    undecided slots, these N included, each position sees. `width` is the number of slots that
+    attention gets. The first axis is 1 if the rows are equally long and `visible` has one row.
+    """
     starts = cache.starts()[:1] if cache.uniform else cache.starts()
-    # place among the undecided; negative: committed
-    beyond = torch.arange(width, device=visible.device)[None] - starts[:, None]
+    # index of each slot among the undecided ones; negative: the slot is committed
+    undecided_index = torch.arange(width, device=visible.device)[None] - starts[:, None]
     undecided = visible.shape[-1]
-    batch = max(len(beyond), len(visible))
-    index = beyond.clamp(0, undecided - 1)[:, None].expand(batch, visible.shape[1], width)
+    batch = max(len(undecided_index), len(visible))
+    # Slots outside of the undecided ones have no entry in `visible`. They read a clamped one, which
+    # the last line replaces: true for committed slots, false for slots that nothing has written.
+    clamped = undecided_index.clamp(0, undecided - 1)
+    index = clamped[:, None].expand(batch, visible.shape[1], width)
     see = visible.expand(batch, -1, -1).gather(2, index)
-    return (beyond < 0)[:, None] | (see & (beyond < undecided)[:, None])
+    return (undecided_index < 0)[:, None] | (see & (undecided_index < undecided)[:, None])

@@ -1,5 +1,4 @@
-"""What a person sees of long work, on a terminal or in the log file of a job without one: tables
-and progress."""
+"""Tables and progress of long work, on a terminal or in the log file of a job without one."""
 
 from __future__ import annotations
 
@@ -13,24 +12,32 @@ from typing import Any, ClassVar
 import rich.console
 from tqdm import tqdm
 
-LINE_S = 30.0  # between two lines of progress where there is no terminal
-DENSE_S = 600.0  # after so long, lines are only worth it
-SHARE = 0.05  # for this share of the work
-SPARSE_S = 300.0  # or after so long
+# Without a terminal a line of progress is printed every LINE_S seconds. After DENSE_S seconds of
+# work it is printed only if a SHARE of the work was done since the last line, or after SPARSE_S
+# seconds.
+LINE_S = 30.0
+DENSE_S = 600.0
+SHARE = 0.05
+SPARSE_S = 300.0
 
 
 class Console(rich.console.Console):
-    """rich's, but that a reader who has gone (`| head`) is reported to the caller; rich itself ends
-    the process with status 1."""
+    """Console of rich that reports a closed pipe (`| head`) to the caller.
+
+    rich itself ends the process with status 1.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 class Progress(tqdm):
-    """tqdm's bar on a terminal. Without one (nohup, SLURM, CI) a line on stderr every 30 seconds;
-    after ten minutes only for every 5% of the work, or every five minutes. Of several that are open
-    the last one speaks; of several ranks the first."""
+    """Bar of tqdm on a terminal, lines on stderr without one (nohup, SLURM, CI).
+
+    A line comes every 30 seconds; after ten minutes only for every 5% of the work, or every five
+    minutes. Of several objects that are open only the last one prints lines, and of several ranks
+    only the first.
+    """
 
     _open: ClassVar[list[Progress]] = []
 
@@ -44,18 +51,22 @@ class Progress(tqdm):
         show: bool = True,
         **more: Any,
     ) -> None:
-        """`show=False` shows nothing, as on every rank but the first. `more` goes to tqdm."""
+        """Start to show progress.
+
+        `show=False` shows nothing, as on every rank but the first. `more` goes to tqdm.
+        """
         show = show and os.environ.get("RANK", "0") == "0"
         super().__init__(
             iterable,
             desc=desc,
             unit=unit,
             total=total,
-            disable=None if show else True,
+            disable=None if show else True,  # None: tqdm disables itself without a terminal
             leave=False,
             **more,
         )
         self._what, self._unit, self._detail = desc, unit.strip(), ""
+        # Counts at the start, now, and at the last line. A disabled tqdm does not count its own.
         self._first = self._done = self._said = self.n
         self._began = self._last = time.monotonic()
         self._ended = threading.Event()
@@ -78,7 +89,7 @@ class Progress(tqdm):
         return super().update(n)
 
     def now(self, detail: str) -> None:
-        """Say what is being done, beside the count."""
+        """Show `detail`, a description of the present step, beside the count."""
         self._detail = detail
         self.set_postfix_str(detail)
 
@@ -91,47 +102,44 @@ class Progress(tqdm):
     def close(self) -> None:
         if not self._ended.is_set():
             self._ended.set()
-            # tqdm has an == of its own
-            Progress._open[:] = [other for other in Progress._open if other is not self]
+            # by identity: tqdm has an == of its own, which `remove` would use
+            Progress._open[:] = [bar for bar in Progress._open if bar is not self]
         super().close()
 
     def _speak(self) -> None:
+        """Print lines of progress whenever they are due, in a thread of its own."""
         while not self._ended.wait(1.0):
             if Progress._open and Progress._open[-1] is self and self.due(time.monotonic()):
                 print(self.line(time.monotonic()), file=sys.stderr, flush=True)
                 self._last, self._said = time.monotonic(), self._done
 
     def due(self, now: float) -> bool:
-        """Whether a line is worth it at `now` (of `time.monotonic`)."""
+        """Return True if a line is to be printed at the time `now` (of `time.monotonic`)."""
         waited = now - self._last
         if waited < LINE_S:
             return False
-        much = self.total is not None and self._done - self._said >= SHARE * self.total
-        return much or now - self._began <= DENSE_S or waited >= SPARSE_S
+        large_share = self.total is not None and self._done - self._said >= SHARE * self.total
+        return large_share or now - self._began <= DENSE_S or waited >= SPARSE_S
 
     def line(self, now: float) -> str:
-        """What is done so far, for how long, and about how long it will still take."""
-        spent, of, left = now - self._began, "", ""
+        """Return a line with the work done, the time it took, and an estimate of the time left."""
+        elapsed, of_total, time_left = now - self._began, "", ""
         if self.total:
-            of = f" of {self.total:,}"
+            of_total = f" of {self.total:,}"
             if self._done > self._first:
-                left = (
-                    ", about "
-                    f"{clock(spent * (self.total - self._done) / (self._done - self._first))} left"
-                )
+                # what was done before the start (a resumed run) took none of the elapsed time
+                left_s = elapsed * (self.total - self._done) / (self._done - self._first)
+                time_left = f", about {clock(left_s)} left"
         detail = f" ({self._detail})" if self._detail else ""
-        return (
-            f"{self._what}: {self._done:,.0f}{of} {self._unit} after {clock(spent)}{left}{detail}"
-        )
+        count = f"{self._done:,.0f}{of_total} {self._unit}"
+        return f"{self._what}: {count} after {clock(elapsed)}{time_left}{detail}"
 
 
 def clock(seconds: float) -> str:
-    """Such as 45 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text, such as 45 s, 3 min 20 s or 2 h 5 min."""
     whole = round(max(seconds, 0))
     if whole < 60:
         return f"{whole} s"
-    return (
-        f"{whole // 60} min {whole % 60} s"
-        if whole < 3600
-        else f"{whole // 3600} h {whole % 3600 // 60} min"
-    )
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

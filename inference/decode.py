@@ -1,15 +1,14 @@
-"""The decode loop: prefill -> [propose -> verify -> accept -> commit]* -> tokens, and one record a
-round.
+"""The decode loop: prefill -> [propose -> verify -> accept -> commit]* -> tokens and records.
 
-It knows no method: a new drafter is a new proposer. Shapes: B batch, N tree nodes with the root, D
-levels, A accepted nodes with the root, V vocabulary.
+The loop knows no drafting method: a new drafter is a new proposer.
+
+Shapes: B batch, N tree nodes with the root, A accepted nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
 
-import struct
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -19,9 +18,10 @@ from torch import Tensor
 from transformers import StopStringCriteria
 
 from ..heads.errors import UserError
-from .accept import Verdict, judge
+from .accept import judge
 from .cache import TreeCache
 from .clock import Clock
+from .decision import Decision, decide
 from .device import send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
@@ -35,53 +35,67 @@ FIRST_CAPACITY = 256  # new positions that a cache has room for before it double
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and the name under which its noise is drawn: the same name, seed and prompt give
-    the same text in any batch."""
+    """Prompt, and the name under which its noise is drawn: the same name, seed and prompt give the
+    same text in any batch."""
 
     prompt_ids: Sequence[int]
     id: int = 0
     sample: int = 0
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Round:
-    """What one step of the loop did for one request. The step that follows the prefill is not a
+    """Record of one step of the loop for one request. The step that follows the prefill is not a
     round: its `drafted` is None.
 
-    Times are of the whole batch's round.
+    Times are those of the whole batch's round, in seconds.
     """
 
-    tokens: list[int]
-    """Tokens kept, at most `accepted + 1`: nothing past an end token, a stop string or the
+    tokens: list[int] = field(default_factory=list)
+    """Emitted tokens, at most `accepted + 1`: nothing past an end token, a stop string or the
     limit."""
     drafted: int | None = None
-    """Nodes verified, without the root and without missing ones."""
+    """Nodes verified, without the root and without missing nodes."""
     accepted: int = 0
-    """Drafts on the accepted path, before anything was cut."""
+    """Drafts on the accepted path, before the reply was cut."""
     offered: int = 0
     """`accepted`, and one more if a draft stood after the last of them and was refused."""
     rule: str = ""
-    """What decided: see `accept.Verdict`."""
+    """Rule that decided: see `accept.Verdict`."""
     rows: int = 1
     """Requests in the batch during this round."""
     expected: float | None = None
     """Tokens of this round in expectation over the target's randomness (`accept.expected_tokens`),
     where that is defined."""
     overlap: list[float] | None = None
-    """sum of min(p, q) at each node of the accepted path where drafts were offered; rules that
-    compare distributions only."""
+    """Sum of min(p, q) at each node of the accepted path where drafts were offered; only from rules
+    that compare distributions."""
     t_draft_s: float = 0.0
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
     t_kv_s: float = 0.0
     t_round_s: float = 0.0
-    """Wall time; what the parts leave of it is the host's."""
+    """Wall time; what the four parts leave of it was spent on the host."""
+
+    @classmethod
+    def of(cls, decision: Decision, row: int, rows: int) -> Round:
+        """Return the record of one row of a batch of `rows`, without its tokens and times."""
+        accepted = len(decision.nodes[row]) - 1
+        return cls(
+            drafted=decision.drafted[row],
+            accepted=accepted,
+            offered=accepted + decision.refused[row],
+            rule=decision.rule,
+            rows=rows,
+            expected=None if decision.expected is None else decision.expected[row],
+            overlap=None if decision.overlap is None else decision.overlap[row],
+        )
 
 
 @dataclass
 class Generation:
-    """A finished request: its tokens, its rounds and why it ended (eos, stop, length, or context:
-    the target's positions)."""
+    """Finished request: its tokens, its rounds and why it ended (eos, stop, length, or context: the
+    target's positions)."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -92,7 +106,7 @@ class Generation:
 
     @property
     def lossless(self) -> bool:
-        """Whether every round was decided by a rule that keeps the target's distribution."""
+        """True if every round was decided by a rule that keeps the target's distribution."""
         return all(round_.rule != "typical" for round_ in self.rounds)
 
 
@@ -105,8 +119,8 @@ def generate(
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
 ) -> list[Generation]:
-    """Decode a batch of requests to their ends; see `decode`. Token lists become requests numbered
-    from 0."""
+    """Decode a batch of requests until each has finished; see `decode`. Token lists become requests
+    numbered from 0."""
     named = [r if isinstance(r, Request) else Request(r, i) for i, r in enumerate(requests)]
     results = [Generation(list(request.prompt_ids)) for request in named]
     started = time.perf_counter()
@@ -136,10 +150,10 @@ def generate_one(
 
 
 _AT_WORK: WeakSet[Proposer] = WeakSet()
-"""Drafters with a batch: their state belongs to it, so a second one at the same time is refused."""
+"""Proposers with a batch: their state belongs to it, so a second batch meanwhile is refused."""
 
 Step = tuple[int, Round, str | None]
-"""Place of a request in the call, what was decided for it, and why it has ended (None: it goes
+"""Index of a request in the call, record of its round, and why the reply has ended (None: it goes
 on)."""
 
 
@@ -166,15 +180,9 @@ def decode(
             "this drafter is at work on another batch; end or close that one first, or load a "
             "second drafter"
         )
-    batch = _Batch(
-        target,
-        proposer,
-        requests,
-        max_new_tokens,
-        sampling,
-        target.eos_ids if eos_ids is None else eos_ids,
-        stop,
-    )
+    eos_ids = target.eos_ids if eos_ids is None else eos_ids
+    ends = _EndConditions(eos_ids, stop, target.tokenizer)
+    batch = _Batch(target, proposer, requests, max_new_tokens, sampling, ends)
     _AT_WORK.add(proposer)
     try:
         yield batch.start()
@@ -186,8 +194,53 @@ def decode(
         proposer.finish()
 
 
+class _Row:
+    """Running request: one row of the batch."""
+
+    def __init__(self, index: int, request: Request, limit: int, max_positions: int) -> None:
+        self.index, self.request = index, request
+        self.tokens = list(request.prompt_ids)
+        self.limit = limit
+        self.left = min(limit, max_positions - len(self.tokens))
+        """Tokens that may still be emitted."""
+
+    def cut(self, tokens: list[int], ends: _EndConditions) -> tuple[list[int], str | None]:
+        """Append the tokens of a round up to the first that ends the reply; return these tokens and
+        why the reply has ended (None: it goes on)."""
+        emitted: list[int] = []
+        for token in tokens:
+            self.tokens.append(token)
+            emitted.append(token)
+            self.left -= 1
+            if (reason := ends.reason(token, self.tokens)) is not None:
+                return emitted, reason
+            if self.left == 0:
+                written = len(self.tokens) - len(self.request.prompt_ids)
+                return emitted, "length" if written == self.limit else "context"
+        return emitted, None
+
+
+class _EndConditions:
+    """End tokens and stop strings of a batch."""
+
+    def __init__(self, eos_ids: frozenset[int], stop: Sequence[str], tokenizer: Any) -> None:
+        self._eos_ids = eos_ids
+        self._stop = StopStringCriteria(tokenizer, list(stop)) if stop else None
+
+    def reason(self, token: int, tokens: list[int]) -> str | None:
+        """Return why a reply ends with `token`, the last of `tokens`; None if it goes on."""
+        if token in self._eos_ids:
+            return "eos"
+        if self._stop is not None:
+            # A stop string spans at most so many tokens, so only the last of them are looked at.
+            last: Any = torch.tensor([tokens[-self._stop.maximum_token_len :]])
+            if bool(self._stop(last, None).any()):
+                return "stop"
+        return None
+
+
 class _Batch:
-    """The requests still running, one a row."""
+    """Requests that are still running, one per row."""
 
     def __init__(
         self,
@@ -196,77 +249,73 @@ class _Batch:
         requests: Sequence[Request],
         max_new_tokens: int,
         sampling: Sampling,
-        eos_ids: frozenset[int],
-        stop: Sequence[str],
+        ends: _EndConditions,
     ) -> None:
         _check(target, requests, max_new_tokens)
-        sampling = sampling.resolved(target.repetition_penalty)
-        self.target, self.proposer, self.sampling, self.eos_ids = (
-            target,
-            proposer,
-            sampling,
-            eos_ids,
-        )
-        self.rows = list(range(len(requests)))
-        self.texts = [list(request.prompt_ids) for request in requests]
-        self.requests = requests
-        self.wanted = max_new_tokens
-        self.left = [min(max_new_tokens, target.max_positions - len(text)) for text in self.texts]
-        self.stop = StopStringCriteria(target.tokenizer, list(stop)) if stop else None
+        self.target, self.proposer, self.ends = target, proposer, ends
+        self.sampling = sampling.resolved(target.repetition_penalty)
+        self.rows = [
+            _Row(index, request, max_new_tokens, target.max_positions)
+            for index, request in enumerate(requests)
+        ]
         self.clock = Clock(target.device)
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:
-        prompt, new = max(map(len, self.texts)), max(self.left)
-        # undecided slots past the last position that can be kept
+        prompt = max(len(row.tokens) for row in self.rows)
+        new = max(row.left for row in self.rows)
+        # A round writes its whole tree behind the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
         static = self.target.compiled
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
         if static:
-            # few capacities, so that few shapes are compiled
+            # Powers of two: few capacities, so that few shapes are compiled.
             capacity = 1 << (capacity - 1).bit_length()
-        return TreeCache(
-            len(self.texts),
-            capacity,
-            self.target.device,
-            self.target.max_positions + beyond,
-            static,
-        )
+        limit = self.target.max_positions + beyond
+        return TreeCache(len(self.rows), capacity, self.target.device, limit, static)
 
     def start(self) -> list[Step]:
-        """Prefill all prompts; the target's first token of each."""
+        """Prefill all prompts; return the target's first token of each."""
         device, target = self.target.device, self.target
-        lengths = [len(text) for text in self.texts]
-        ids = torch.tensor(
-            [text + [0] * (max(lengths) - len(text)) for text in self.texts], device=device
-        )
-        hidden = target.prefill(ids, self.cache, self.proposer.taps)
-        self.cache.lengths = list(lengths)
+        prompts = [list(row.tokens) for row in self.rows]
+        lengths = [len(prompt) for prompt in prompts]
+        padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+        ids = torch.tensor(padded, device=device)
+        hidden = target.prefill(ids, lengths, self.cache, self.proposer.taps)
+
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
-        text = torch.where(
-            torch.arange(ids.shape[1], device=device) < row_lengths[:, None], ids, ids[:, :1]
-        )
-        keys = row_keys(self.sampling.seed, [(r.id, r.sample) for r in self.requests], device)
-        # the last prompt token is the root of the first choice
-        self.draws = Draws(self.sampling, keys, text, row_lengths - 1)
-        before = ids[rows, row_lengths - 1][:, None]
+        self.draws = self._draws(ids, row_lengths)
+        # The last prompt token is the root of the first choice.
+        root = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
-        self.root = self.draws.choices(self.draws.scores(logits, before[:, None]), 0)[:, 0]
-        self.draws.extend(before, torch.ones_like(row_lengths))
+        scores = self.draws.scores(logits, root[:, None])
+        self.root = self.draws.choices(scores, 0)[:, 0]
+        self.draws.extend(root, torch.ones_like(row_lengths))
         first = self.root.tolist()
         self.proposer.prefill(
             Prompts(
-                [[*t, f] for t, f in zip(self.texts, first, strict=True)],
-                ids,
-                row_lengths,
-                hidden,
-                self.cache,
+                tokens=[[*prompt, token] for prompt, token in zip(prompts, first, strict=True)],
+                ids=ids,
+                lengths=row_lengths,
+                hidden=hidden,
+                cache=self.cache,
             )
         )
-        return self._take([[token] for token in first], [Round([]) for _ in first])
+        return self._take([[token] for token in first], [Round() for _ in first])
+
+    def _draws(self, ids: Tensor, row_lengths: Tensor) -> Draws:
+        """Return the choices of this batch, for prompts `ids` `[B, S]` of `row_lengths` `[B]`."""
+        # Penalties count every token of a row's text. Rows are padded here with their own first
+        # token, which the penalty counts in any case, so that padding changes no choice.
+        in_prompt = torch.arange(ids.shape[1], device=ids.device) < row_lengths[:, None]
+        text = torch.where(in_prompt, ids, ids[:, :1])
+        names = [(row.request.id, row.request.sample) for row in self.rows]
+        keys = row_keys(self.sampling.seed, names, ids.device)
+        return Draws(self.sampling, keys, text, row_lengths - 1)
 
     def round(self) -> list[Step]:
+        """Draft, verify, accept and commit once; return what each request gained."""
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
@@ -283,87 +332,62 @@ class _Batch:
         )
         logits = self.target.head(hidden.last)
         clock.mark()
-        decided = decide(tree, judge(tree, logits, self.draws))
+        decision = decide(tree, judge(tree, logits, self.draws))
         clock.mark()
-        self._commit(tree, decided, hidden)
+        self._commit(tree, decision, hidden)
         clock.mark()
-        counts = zip(decided.drafted, decided.nodes, decided.refused, strict=True)
-        records = [
-            Round([], n, len(nodes) - 1, len(nodes) - 1 + refused, decided.rule, len(self.rows))
-            for n, nodes, refused in counts
-        ]
-        for row, record in enumerate(records):
-            record.expected = decided.expected[row] if decided.expected is not None else None
-            record.overlap = decided.overlap[row] if decided.overlap is not None else None
-        steps = self._take(decided.tokens, records)
+        records = [Round.of(decision, row, len(self.rows)) for row in range(len(self.rows))]
+        steps = self._take(decision.tokens, records)
         for record in records:
             record.t_round_s = time.perf_counter() - started
         clock.close(records)
         return steps
 
-    def _commit(self, tree: DraftTree, decided: Decided, hidden: Hidden) -> None:
-        counts = [len(nodes) for nodes in decided.nodes]
+    def _commit(self, tree: DraftTree, decision: Decision, hidden: Hidden) -> None:
+        """Keep the accepted path in the target's cache, and give it to the proposer."""
+        counts = [len(nodes) for nodes in decision.nodes]
         width = max(counts)
-        path = decided.path[:, :width].clamp(min=0)
-        in_place = all(nodes == list(range(len(nodes))) for nodes in decided.nodes)
+        path = decision.path[:, :width].clamp(min=0)  # shorter rows repeat the root
+        # A path of nodes 0, 1, 2, .. already lies where it belongs: nothing has to be moved.
+        in_place = all(nodes == list(range(len(nodes))) for nodes in decision.nodes)
         self.cache.commit(counts, None if in_place else path)
+        taps = tuple(_rows(tap, path) for tap in hidden.taps)
         accepted = Accepted(
-            decided.tokens,
-            decided.nodes,
-            path,
-            tree.tokens.gather(1, path),
-            decided.counts,
-            Hidden(_rows(hidden.last, path), tuple(_rows(tap, path) for tap in hidden.taps)),
-            decided.choices,
+            tokens=decision.tokens,
+            nodes=decision.nodes,
+            path=path,
+            ids=tree.tokens.gather(1, path),
+            counts=decision.counts,
+            hidden=Hidden(_rows(hidden.last, path), taps),
+            choices=decision.choices,
         )
         self.draws.reserve(self.cache.longest + width)
         self.draws.extend(accepted.ids, accepted.counts)
-        self.root = decided.last
+        self.root = decision.last
         self.proposer.commit(accepted)
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
-        """Cut each row's tokens where it ends, and let finished rows leave."""
+        """Cut each row's tokens where its reply ends, and drop the rows that have finished."""
         steps: list[Step] = []
         going: list[int] = []
-        for row, (new, record) in enumerate(zip(tokens, records, strict=True)):
-            index = self.rows[row]
-            record.tokens, reason = self._cut(index, new)
+        for number, (row, record) in enumerate(zip(self.rows, records, strict=True)):
+            record.tokens, reason = row.cut(tokens[number], self.ends)
             if reason is None:
-                going.append(row)
-            steps.append((index, record, reason))
+                going.append(number)
+            steps.append((row.index, record, reason))
         if len(going) < len(self.rows):
-            self.rows = [self.rows[row] for row in going]
+            self.rows = [self.rows[number] for number in going]
             if going:
-                kept = send(going, self.root.device)
-                self.root = self.root[kept]
-                self.draws.keep(kept)
+                index = send(going, self.root.device)
+                self.root = self.root[index]
+                self.draws.keep(index)
                 self.cache.keep(going)
                 self.proposer.keep(going)
         return steps
 
-    def _cut(self, index: int, tokens: list[int]) -> tuple[list[int], str | None]:
-        text = self.texts[index]
-        kept: list[int] = []
-        for token in tokens:
-            text.append(token)
-            kept.append(token)
-            self.left[index] -= 1
-            if token in self.eos_ids:
-                return kept, "eos"
-            if self.stop is not None and self._stops(text):
-                return kept, "stop"
-            if self.left[index] == 0:
-                written = len(text) - len(self.requests[index].prompt_ids)
-                return kept, "length" if written == self.wanted else "context"
-        return kept, None
-
-    def _stops(self, text: list[int]) -> bool:
-        assert self.stop is not None
-        tail: Any = torch.tensor([text[-self.stop.maximum_token_len :]])
-        return bool(self.stop(tail, None).any())
-
 
 def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> None:
+    """Raise `UserError` for requests that cannot be decoded."""
     if not requests:
         raise UserError("there is no prompt; give at least one")
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
@@ -390,97 +414,7 @@ def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> 
 
 
 def _rows(states: Tensor, path: Tensor) -> Tensor:
-    """Features `[B, N, H]` -> those of the nodes `path` `[B, A]`."""
+    """Return the features of the nodes `path` `[B, A]` among those of all nodes `[B, N, H]`."""
     if len(states) == 1:
         return states[:, path[0]]
     return states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))
-
-
-@dataclass
-class Decided:
-    """A round's verdict on the host, with what the device goes on with."""
-
-    nodes: list[list[int]]
-    tokens: list[list[int]]
-    drafted: list[int]
-    refused: list[bool]
-    """Whether a draft stood after the last accepted node."""
-    rule: str
-    choices: list[list[int]] | None
-    expected: list[float] | None
-    overlap: list[list[float]] | None
-    path: Tensor
-    """[B, D + 1], padded with NO_NODE."""
-    counts: Tensor
-    last: Tensor
-
-
-def decide(tree: DraftTree, verdict: Verdict) -> Decided:
-    """Bring a verdict to the host. The single device-to-host synchronisation of a round is here,
-    one packed tensor."""
-    batch = len(verdict.node)
-    tables = tree.tables
-    paths = tables.paths.expand(batch, -1, -1)
-    path = paths[torch.arange(batch, device=paths.device), verdict.node]
-    counts = (path >= 0).sum(-1)
-    parts = [path, tree.tokens.gather(1, path.clamp(min=0)), counts[:, None], verdict.last[:, None]]
-    there = tree.tokens[:, 1:] >= 0
-    parts.append(there.sum(-1, keepdim=True))
-    parts.append((there & (tables.parents[:, 1:] == verdict.node[:, None])).any(-1, keepdim=True))
-    if verdict.choices is not None:
-        parts.append(verdict.choices)
-    if verdict.expected is not None:
-        parts.append(_bits(verdict.expected[:, None]))
-    if verdict.overlap is not None:
-        parts.append(_bits(verdict.overlap))
-    columns = iter(_split(torch.cat(parts, dim=1).tolist(), [part.shape[1] for part in parts]))
-    node_rows, token_rows, count_rows, last_rows, drafted_rows, refused_rows = (
-        next(columns) for _ in range(6)
-    )
-    nodes = [row[:count] for row, (count,) in zip(node_rows, count_rows, strict=True)]
-    tokens = [
-        [*row[1 : len(taken)], *last]
-        for row, taken, last in zip(token_rows, nodes, last_rows, strict=True)
-    ]
-    choices = next(columns) if verdict.choices is not None else None
-    expected = [_floats(row)[0] for row in next(columns)] if verdict.expected is not None else None
-    overlap = None
-    if verdict.overlap is not None:
-        shape = tree.shape
-        assert shape is not None
-        at_nodes = [_floats(row) for row in next(columns)]
-        overlap = [
-            [row[n] for n in taken if shape.children[n]]
-            for row, taken in zip(at_nodes, nodes, strict=True)
-        ]
-    drafted = [count for (count,) in drafted_rows]
-    refused = [bool(flag) for (flag,) in refused_rows]
-    return Decided(
-        nodes,
-        tokens,
-        drafted,
-        refused,
-        verdict.rule,
-        choices,
-        expected,
-        overlap,
-        path,
-        counts,
-        verdict.last,
-    )
-
-
-def _split(rows: list[list[int]], widths: list[int]) -> Iterator[list[list[int]]]:
-    start = 0
-    for width in widths:
-        yield [row[start : start + width] for row in rows]
-        start += width
-
-
-def _bits(values: Tensor) -> Tensor:
-    """float32 bit patterns, so that floats travel with integers in one transfer."""
-    return values.float().contiguous().view(torch.int32).long()
-
-
-def _floats(bits: list[int]) -> list[float]:
-    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))

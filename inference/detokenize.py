@@ -1,20 +1,20 @@
-"""Text of tokens as soon as it is final."""
+"""Text of a token stream, in pieces that are final as soon as they are shown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# tokens that are decoded again, so that spaces and characters split over tokens come out as in the
-# whole text
+# Number of tokens that are decoded again, so that spaces and characters that are split over several
+# tokens come out as in the whole text.
 CONTEXT = 32
 
 
 class StreamedText:
     """Pieces of text that never have to be taken back.
 
-    The bytes of one character may be spread over several tokens, and what looks like the beginning
-    of a stop string may become one: both are held back until they are decided. A stop string itself
+    The bytes of one character may be spread over several tokens, and the end of the text may become
+    the beginning of a stop string: both are held back until they are decided. A stop string itself
     is never shown.
     """
 
@@ -22,14 +22,16 @@ class StreamedText:
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         # the last tokens: decoding all of them every time would take quadratic time
         self._window: list[int] = []
-        self._known = ""  # what the window's first tokens decode to
+        self._known = ""  # text of the window's first tokens, which is in `_text` already
         self._text = ""
-        self._shown = 0
+        self._shown = 0  # characters of `_text` that were returned
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that has become final with `tokens`; with `last`, all that is left."""
+        """Return the text that has become final with `tokens`; with `last`, all that is left."""
         self._window.extend(tokens)
         decoded = self._tokenizer.decode(self._window)
+        # The replacement character at the end stands for an incomplete character: its remaining
+        # bytes may come with the next token.
         if last or not decoded.endswith("\ufffd"):
             self._text += decoded[len(self._known) :]
             self._known = decoded
@@ -39,14 +41,16 @@ class StreamedText:
         return self._show(last)
 
     def _show(self, last: bool) -> str:
+        """Return the final text behind what was shown; with `last`, up to the end of the text."""
         end = len(self._text)
-        found = [
-            place
-            for stop in self._stops
-            if (place := self._text.find(stop, max(self._shown - len(stop), 0))) >= 0
-        ]
-        if found:
-            end = min(found)
+        stop_starts = []
+        for stop in self._stops:
+            # the beginning of a stop string is held back, so none begins far before the shown end
+            start = self._text.find(stop, max(self._shown - len(stop), 0))
+            if start >= 0:
+                stop_starts.append(start)
+        if stop_starts:
+            end = min(stop_starts)
         elif not last:
             end -= max((_overlap(self._text, stop) for stop in self._stops), default=0)
         piece = self._text[self._shown : end]
@@ -55,7 +59,8 @@ class StreamedText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string may begin with."""
-    return next(
-        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
-    )
+    """Return the length of the longest end of `text` with which the string `stop` may begin."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,4 +1,4 @@
-"""Small host values on their way to the device."""
+"""Transfer of small host values to the device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import Tensor
 
 
 def send(values: Sequence[Any], device: torch.device) -> Tensor:
-    """`values` as a tensor on `device`. From pageable memory a CUDA copy would wait for all queued
-    work; pinned memory does not."""
+    """Return `values` as a tensor on `device`, without waiting for the device.
+
+    A CUDA copy from pageable memory waits for all queued work; one from pinned memory does not.
+    """
     if device.type != "cuda":
         return torch.tensor(values, device=device)
     return torch.tensor(values).pin_memory().to(device, non_blocking=True)

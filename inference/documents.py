@@ -1,9 +1,8 @@
-"""The JSON files that commands write and read again, each as a type: reports, tuned profiles,
-manifests of feature stores.
+"""JSON files that commands write and read again, each as a type: reports, profiles, manifests.
 
-They are checked when they are read; what is worked with is the JSON itself. Keys that may be
-missing have defaults here; `report.checked` demands those that a page shows. Ratios of nothing are
-NaN, which Python writes into JSON and reads from it.
+Files are checked against these types when they are read; the commands then work with the JSON
+itself. Keys with a default may be missing. Ratios of nothing are NaN, which Python writes into JSON
+and reads from it.
 """
 
 from __future__ import annotations
@@ -16,13 +15,14 @@ from msgspec import Meta, Struct
 from ..heads.documents import Count, Document, FileFacts, Tap, demand
 from ..heads.fingerprint import Fingerprint
 
+# Python writes NaN as `NaN`, which msgspec reads as a float; null stands for what does not apply.
 Numbers = list[float | None]
 Interval = tuple[float | None, float | None]
 ByName = dict[str, float | None]
 
 
 class StoreLayout(Struct):
-    """The layout of features in the shards of a feature store, see `train/data/store.py`."""
+    """Layout of the features in the shards of a feature store, see `train/data/store.py`."""
 
     taps: list[Tap]
     all_last: bool
@@ -32,7 +32,7 @@ class StoreLayout(Struct):
 
 
 class Manifest(Document):
-    """`manifest.json` of a feature store."""
+    """The file `manifest.json` of a feature store (docs/checkpoint-formats.md#feature-store)."""
 
     what: ClassVar[str] = "the manifest of a feature store"
 
@@ -42,11 +42,12 @@ class Manifest(Document):
     max_length: Annotated[int, Meta(ge=2)]
     seed: int
     tables: str
-    """The key of its data, see `train/data/tables.py`."""
+    """Key of the store's data, see `train/data/tables.py`."""
     tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
+    """Root mean square of each tap, by its index."""
     files: dict[str, FileFacts | str]
-    """Size and SHA-256 of all but shards and data, of which they stand beside them; version 0.1
-    noted three SHA-256."""
+    """Size and SHA-256 of the store's files by name. Shards and data have notes of their own beside
+    them. Stores of version 0.1 have the SHA-256 of three files instead."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
     def __post_init__(self) -> None:
@@ -63,40 +64,46 @@ class Manifest(Document):
 
 
 class Request(Struct):
-    """One reply of one drafter."""
+    """Record of one reply with one drafter; an entry of `per_request`."""
 
     id: str | int
     category: str
     turn: Count
     rounds: list[tuple[Count, Count, Count]]
+    """Drafted nodes, accepted drafts and emitted tokens of each round."""
     prompt: Count | None = None
+    """Number of the prompt's row in its file, from 0."""
     top2_gap: float | None = None
 
     def __post_init__(self) -> None:
+        # no tree comes near this bound: a larger number is damage
         demand(
-            all(kept <= 1 << 20 for *_, kept in self.rounds),
+            all(emitted <= 1 << 20 for *_, emitted in self.rounds),
             "a round kept more tokens than any tree holds",
         )
 
 
 class Sample(Struct):
-    """A reply token by token."""
+    """Reply token by token, as the page shows it."""
 
     tokens: list[str]
     came: list[int]
+    """Depth of the accepted draft, 0 for the target's own token, -1 for the prefill's."""
     p: Numbers
+    """The target's probability of each token."""
     best: list[list[tuple[str, float]]]
+    """The target's most likely tokens in place of each, with their probabilities."""
     id: str | int = ""
     turn: Count = 0
     prompt: str = ""
 
     def __post_init__(self) -> None:
-        lengths = {len(part) for part in (self.tokens, self.came, self.p, self.best)}
+        lengths = {len(column) for column in (self.tokens, self.came, self.p, self.best)}
         demand(len(lengths) == 1, "tokens, came, p and best are not of one length")
 
 
 class CategoryFigures(Struct):
-    """Of the prompts of one category."""
+    """Figures over the prompts of one category."""
 
     tau_incl_bonus: float
     tau_ci95: Interval
@@ -104,7 +111,7 @@ class CategoryFigures(Struct):
 
 
 class Figures(Struct):
-    """What was measured of one drafter in one setting."""
+    """Measurements of one drafter in one setting; keys as in docs/metrics.md#report-keys."""
 
     requests: Count
     tau_incl_bonus: float | None
@@ -143,7 +150,7 @@ class Figures(Struct):
 
 
 class SettingFile(Struct):
-    """A temperature and a batch size, and every drafter in it."""
+    """Entry of `settings`: a temperature and a batch size, with the figures of every drafter."""
 
     drafters: dict[str, Figures]
     temperature: Annotated[float, Meta(ge=0)]
@@ -151,12 +158,13 @@ class SettingFile(Struct):
     lossless: bool
 
     def __post_init__(self) -> None:
+        # every speed-up is a ratio to plain decoding
         demand("plain" in self.drafters, "plain decoding is not among the drafters")
         demand(math.isfinite(self.temperature), "the temperature is not finite")
 
 
 class ServerSetting(Struct):
-    """What a live server did at one temperature and concurrency."""
+    """Figures of a live server at one temperature and concurrency."""
 
     temperature: Annotated[float, Meta(ge=0)]
     concurrency: Annotated[int, Meta(ge=1)]
@@ -174,7 +182,7 @@ class ServerSetting(Struct):
 
 
 class ServerFile(Struct):
-    """A live server, and its settings."""
+    """Entry `server`: a live server, with the figures of each setting."""
 
     engine: str
     version: str | None
@@ -184,7 +192,7 @@ class ServerFile(Struct):
 
 
 class PromptSet(Struct):
-    """The prompts that were decoded."""
+    """Prompts that were decoded."""
 
     sha256: str
     prompts: Count
@@ -193,14 +201,14 @@ class PromptSet(Struct):
 
 
 class TargetFacts(Struct):
-    """The target that was measured."""
+    """Target that was measured."""
 
     name: str = ""
     weights_hash: str | None = None
 
 
 class ReportFile(Document):
-    """The JSON of `draftsmith evaluate`."""
+    """JSON report of `draftsmith evaluate`; keys as in docs/metrics.md#report-keys."""
 
     what: ClassVar[str] = "a report of draftsmith evaluate"
     version_key: ClassVar[str] = "schema_version"
@@ -233,16 +241,16 @@ class ReportFile(Document):
 
 
 class TunedRow(Struct):
-    """What was found best for one drafter, temperature and batch size."""
+    """Best setting of one drafter for one temperature and batch size."""
 
     temperature: Annotated[float, Meta(ge=0)]
     batch: Annotated[int, Meta(ge=1)]
     setting: dict[str, int | float | str | bool | list[list[int]] | None]
-    """What the drafter is loaded with; a fixed tree is a list of its paths."""
+    """Settings that the drafter is loaded with; a fixed tree is a list of rank tuples."""
 
 
 class ProfileFile(Document):
-    """The JSON of `draftsmith tune`."""
+    """JSON profile of `draftsmith tune`."""
 
     what: ClassVar[str] = "a profile of draftsmith tune"
     version_key: ClassVar[str] = "schema_version"

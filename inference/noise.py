@@ -1,9 +1,10 @@
-"""Random numbers as a pure function of what they are for, so that they depend on no batch row,
-round, tree or device.
+"""Random numbers as a pure function of their purpose, independent of batch row, round and tree.
 
 Every number is a hash of (seed, request id, sample index, stream, place, index). Plain sampling
-with the same keys writes the same text, which makes decoding at T > 0 testable token for token
-(verification-and-trees 4.3). Shapes: B batch, P places, V vocabulary.
+with the same keys writes the same text on any device and in any batch, which makes decoding at
+T > 0 testable token for token (docs/verification.md#coupled-noise).
+
+Shapes: B batch, n numbers for one key and place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-# What a number is for; two streams are independent of each other.
+# Streams: the purposes of random numbers. Two streams are independent of each other.
 COUPLED, DRAFT, COIN, FINAL = 1, 2, 3, 4
 
 _MASK = (1 << 64) - 1
@@ -22,7 +23,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _signed(value: int) -> int:
-    """A 64-bit pattern as the int64 that torch stores."""
+    """Return the int64 with the same 64 bits as `value`: torch has no arithmetic on uint64."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -31,16 +32,19 @@ _FIRST, _SECOND, _STEP = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 tensors (Steele et al., OOPSLA 2014): every output bit
-    depends on every input bit."""
-    # torch shifts keep the sign; the masks make them logical
+    """Return SplitMix64's finaliser of an int64 tensor (Steele et al., OOPSLA 2014).
+
+    Every output bit depends on every input bit.
+    """
+    # The algorithm shifts unsigned numbers. torch's shift repeats the sign bit, and the masks clear
+    # those repeated bits. Products overflow in two's complement, which equals unsigned arithmetic.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def mix_int(x: int) -> int:
-    """`mix` of one Python integer, as an unsigned 64-bit number."""
+    """Return `mix` of one Python integer, as an unsigned 64-bit number."""
     x &= _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -48,12 +52,14 @@ def mix_int(x: int) -> int:
 
 
 def row_keys(seed: int, requests: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """One key `[B]` for each (request id, sample index)."""
+    """Return one int64 key `[B]` for each (request id, sample index) of `requests`."""
     keys = []
     for request, sample in requests:
         key = 0
-        for part in (seed, request, sample):
-            key = mix_int(key + _GOLDEN + mix_int(part + _GOLDEN))
+        # The inner hash spreads small numbers, and chaining makes their order count: (1, 2) and
+        # (2, 1) have different keys.
+        for number in (seed, request, sample):
+            key = mix_int(key + _GOLDEN + mix_int(number + _GOLDEN))
         keys.append(_signed(key))
     return torch.tensor(keys, dtype=torch.long, device=device)
 
@@ -64,17 +70,18 @@ def _indices(count: int, device: torch.device) -> Tensor:
 
 
 def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
-    """Uniforms strictly between 0 and 1, float64 `[..., count]`; `keys` and `places` (int64)
-    broadcast to `[...]`.
+    """Return uniform numbers strictly between 0 and 1, float64 `[..., n]` with n = `count`.
 
-    52 bits: with 24, a vocabulary of 152k would put some candidate into the one largest quantum at
-    0.9% of the positions.
+    `keys` and `places` (int64) broadcast to `[...]`. Numbers have 52 random bits: with 24, some
+    token of a vocabulary of 152k would have the one largest value at 0.9% of the positions.
     """
-    at = mix(keys ^ mix(places * _STEP + stream))
-    bits = mix(at[..., None] ^ _indices(count, at.device))
+    place_hash = mix(keys ^ mix(places * _STEP + stream))
+    bits = mix(place_hash[..., None] ^ _indices(count, place_hash.device))
+    # Half a step is added to the 52 bits, so that neither 0 nor 1 can occur: `gumbel` takes the
+    # logarithm of the number and of its negative logarithm.
     return ((bits >> 12) & 0xFFFFFFFFFFFFF).double().mul_(2.0**-52).add_(2.0**-53)
 
 
 def gumbel(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
-    """Standard Gumbel noise, float64 `[..., count]`, keyed as `uniform`."""
+    """Return standard Gumbel noise, float64 `[..., n]`; arguments as in `uniform`."""
     return uniform(keys, stream, places, count).log_().neg_().log_().neg_()

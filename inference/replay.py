@@ -1,9 +1,11 @@
-"""Estimated tau: the rounds that decoding would take over a known text, replayed on teacher-forced
-correctness.
+"""Estimated tau by replay: the rounds that decoding would take over a known text, counted from
+teacher-forced correctness.
 
-The average over all rows is another number: decoding visits positions that its own accepts select.
-In trials the row average was 4 to 13% too high. On target-greedy text in fp32 the replay below
-counts exactly what the decode loop counts.
+The average over all positions is another number: decoding visits positions that its own accepted
+drafts select. In trials the average over positions was 4 to 13% too high. On target-greedy text in
+float32 the replay below counts exactly the rounds of the decode loop (docs/metrics.md#tau).
+
+Shapes: S text positions, D drafts, H hidden size.
 """
 
 from __future__ import annotations
@@ -20,81 +22,95 @@ from .sampling import Draws
 from .settings import GREEDY
 from .target import Hidden
 
+UNKNOWN = -2
+"""Stands past the end of a text: equal to no token and to no missing node."""
+
 
 def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
-    """Tokens kept in each round when decoding writes positions `start + 1 .. end - 1` of a text.
+    """Return the tokens emitted in each round of decoding that writes `start + 1 .. end - 1`.
 
     `accepted[n]` is how many drafts are right when position n is the root; `start` is the first
     response position (chosen by the prefill, produced by no round), `end` the length of the text. A
-    round at n keeps its accepted drafts and the target's next token, cut at the end of the text,
-    and the next root stands at n + accepted + 1.
+    round at n emits its accepted drafts and the target's next token, cut at the end of the text,
+    and the next root is n + accepted[n] + 1.
+
+    Example: `replay([0, 2, 0, 0, 1, 0], 1, 6)` is `[3, 1]`. The round at 1 emits positions 2, 3, 4;
+    the round at 4 has one right draft, but only position 5 is left.
     """
-    kept = []
+    emitted = []
     root = start
     while root < end - 1:
-        kept.append(min(accepted[root] + 1, end - 1 - root))
+        emitted.append(min(accepted[root] + 1, end - 1 - root))
         root += accepted[root] + 1
-    return kept
+    return emitted
 
 
 def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:
-    """How often the rank-r draft is right at each depth, r < `ranks`, and over how many roots.
+    """Return how often the rank-r draft is right at each depth, `[D][ranks]`, and over how many
+    roots.
 
-    `texts`: teacher-forced ranks `[S, D]` (-1: none of the best) and the start of the reply. Only
+    `texts`: teacher-forced ranks `[S, D]` (-1: not among the best) and the start of the reply. Only
     roots with a token at every depth count, so that the depths are comparable.
     """
     depths = texts[0][0].shape[1]
     rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
-    return [
-        [int((rows[:, d] == r).sum()) / max(len(rows), 1) for r in range(ranks)]
-        for d in range(depths)
-    ], len(rows)
+    table = []
+    for depth in range(depths):
+        hits = [int((rows[:, depth] == rank).sum()) for rank in range(ranks)]
+        table.append([count / max(len(rows), 1) for count in hits])
+    return table, len(rows)
 
 
 @torch.inference_mode()
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
-    """Tokens kept in each round when `proposer` drafts greedily along a known text, its features
-    standing in for the target.
+    """Return the tokens emitted in each round when `proposer` drafts greedily along a known text.
 
-    `ids` `[S]` and `hidden` `[S, H]` of them; the reply begins at `start`. For drafters that read
-    features only, trees that follow their confidence included: the target itself is not needed, so
-    stored features can score a drafter.
+    `ids` `[S]` and their features `hidden` `[S, H]`, which stand in for the target; the reply
+    begins at `start`. For drafters that read features only, trees that follow their confidence
+    included: the target itself is not needed, so stored features can score a drafter.
     """
     end, root = len(ids), start
     text = [*ids.tolist(), *[UNKNOWN] * (proposer.max_drafted + 2)]
 
-    def part(a, b):
-        return Hidden(hidden.last[None, a:b], tuple(tap[None, a:b] for tap in hidden.taps))
+    def features(first: int, last: int) -> Hidden:
+        taps = tuple(tap[None, first:last] for tap in hidden.taps)
+        return Hidden(hidden.last[None, first:last], taps)
 
     length = torch.tensor([start], device=ids.device)
     draws = Draws(GREEDY, torch.zeros_like(length), ids[None], length)
     proposer.prefill(
-        Prompts([text[: start + 1]], ids[None, :start], length, part(0, start), TreeCache(0, 0))
+        Prompts(
+            tokens=[text[: start + 1]],
+            ids=ids[None, :start],
+            lengths=length,
+            hidden=features(0, start),
+            cache=TreeCache(0, 0),
+        )
     )
-    kept = []
+    emitted = []
     while root < end - 1:
         tree = proposer.propose(ids[root : root + 1], draws)
-        coming = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
-        node = int(match(tree, coming[tree.tables.depths]))
+        # The target's choice after a node of depth d is the text's token at root + d + 1, if the
+        # node's path is the text itself; other nodes are wrong whatever stands here.
+        following = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
+        node = int(match(tree, following[tree.tables.depths]))
         path = [n for n in tree.tables.paths[0, node].tolist() if n >= 0]
-        kept.append(min(len(path), end - 1 - root))
-        past = root + len(path)
-        count = torch.tensor([len(path)], device=ids.device)
-        if past < end:
+        emitted.append(min(len(path), end - 1 - root))
+        next_root = root + len(path)
+        if next_root < end:
+            count = torch.tensor([len(path)], device=ids.device)
+            gained = ids[None, root:next_root]
             proposer.commit(
                 Accepted(
-                    [text[root + 1 : past + 1]],
-                    [path],
-                    torch.tensor([path], device=ids.device),
-                    ids[None, root:past],
-                    count,
-                    part(root, past),
+                    tokens=[text[root + 1 : next_root + 1]],
+                    nodes=[path],
+                    path=torch.tensor([path], device=ids.device),
+                    ids=gained,
+                    counts=count,
+                    hidden=features(root, next_root),
                 )
             )
-            draws.extend(ids[None, root:past], count)
-        root = past
+            draws.extend(gained, count)
+        root = next_root
     proposer.finish()
-    return kept
-
-
-UNKNOWN = -2  # what stands past the end of a text: equal to no token and to no missing node
+    return emitted

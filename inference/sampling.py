@@ -1,6 +1,7 @@
-"""How the next token is chosen: processed distributions, keyed noise, and what a proposer may draw.
+"""Choice of the next token: processed distributions, keyed noise, and the drafts of a proposer.
 
-Shapes: B batch, M nodes, V vocabulary, K children, C text capacity.
+Shapes: B batch, M nodes, D depths, K children of a node, V vocabulary, C capacity of the texts, A
+accepted nodes with the root.
 """
 
 from __future__ import annotations
@@ -15,26 +16,29 @@ from .settings import Sampling
 
 
 class Draws:
-    """The choices of one running batch: the processed distributions at any node, and the noise that
-    belongs to it.
+    """Choices of one running batch: the processed distributions at any node, and their noise.
 
-    One object serves the loop and the proposer, so both see the same distributions and, in the
-    coupled mode, the same noise. A node of depth d below a root at position r chooses the token of
+    The loop and the proposer share one object, so both see the same distributions and, under the
+    coupled rule, the same noise. A node of depth d below a root at position r chooses the token of
     position r + d + 1.
     """
 
     def __init__(self, sampling: Sampling, keys: Tensor, text: Tensor, lengths: Tensor) -> None:
         self.sampling = sampling
         self._keys = keys  # [B]
-        # [B, C]: prompt and accepted tokens; at and after `lengths`, a token that the row holds
-        # anyway
+        # [B, C]: the prompt and the accepted tokens before the root. From `lengths` on it holds a
+        # token that the row has anyway, so that a penalty, which asks only if a token is in the
+        # text, is not changed by it.
         self._text = text
-        self.lengths = lengths  # [B], the root's position
-        # [B, levels, V], of the positions after this round's roots
+        self.lengths = lengths  # [B]: position of the root
+        # [B, D, V]: noise of the positions after this round's roots, or None
         self._noise: Tensor | None = None
 
     def extend(self, ids: Tensor, counts: Tensor) -> None:
-        """Append `counts` `[B]` of `ids` `[B, A]` to the texts; roots move on by as many."""
+        """Append the first `counts` `[B]` of `ids` `[B, A]` to the texts, and move the roots on.
+
+        The texts need space for A tokens more (`reserve`).
+        """
         if self.sampling.history_processor is not None:
             columns = torch.arange(ids.shape[1], device=ids.device)
             inside = columns < counts[:, None]
@@ -45,39 +49,39 @@ class Draws:
         self.lengths, self._noise = self.lengths + counts, None
 
     def reserve(self, capacity: int) -> None:
-        """Make room for texts of so many tokens, by doubling; nothing is kept if no processor reads
-        it."""
+        """Make space for texts of `capacity` tokens, by doubling.
+
+        Nothing is done if no processor reads the text: `extend` does not write it then.
+        """
         missing = max(capacity, 2 * self._text.shape[1]) - self._text.shape[1]
         if capacity > self._text.shape[1] and self.sampling.history_processor is not None:
             self._text = torch.cat([self._text, self._text[:, :1].expand(-1, missing)], dim=1)
 
     def keep(self, rows: Tensor) -> None:
-        self._keys, self._text, self.lengths = (
-            self._keys[rows],
-            self._text[rows],
-            self.lengths[rows],
-        )
+        """Drop every batch row but `rows`."""
+        self._keys = self._keys[rows]
+        self._text = self._text[rows]
+        self.lengths = self.lengths[rows]
         self._noise = None
 
     def scores(self, logits: Tensor, paths: Tensor | None) -> Tensor:
-        """Processed log-scores `[B, M, V]` after nodes whose tokens, from the root on, are `paths`
-        `[B, M, d]` (-1 = none).
+        """Return processed log-scores `[B, M, V]` after nodes with `logits` `[B, M, V]`.
 
-        The distribution of the next token is their softmax. Penalties count the node's own path,
-        which differs between siblings; `paths` may be None if nothing asks for it
-        (`Sampling.history_processor`).
+        The distribution of the next token is their softmax. `paths` `[B, M, n]` are the tokens of
+        each node's path from the root on (-1: none). Penalties count them, so they differ between
+        siblings. `paths` may be None if `Sampling.history_processor` is None.
         """
         sampling = self.sampling
         if sampling.greedy and sampling.history_processor is None:
             return logits
         batch, nodes, vocab = logits.shape
-        flat = (logits if logits.dtype == torch.float64 else logits.float()).reshape(
-            batch * nodes, vocab
-        )
+        precise = logits if logits.dtype == torch.float64 else logits.float()
+        # transformers' processors take one row of scores for each text
+        flat = precise.reshape(batch * nodes, vocab)
         history: Any = None
         if sampling.history_processor is not None:
             assert paths is not None
-            # a token that counts already
+            # -1 is no token id: put one in its place that counts already
             paths = torch.where(paths < 0, self._text[:, :1, None], paths)
             text = self._text[:, None].expand(-1, nodes, -1)
             history = torch.cat([text, paths], dim=-1).reshape(batch * nodes, -1)
@@ -85,17 +89,17 @@ class Draws:
         return sampling.warpers(history, flat).view(batch, nodes, vocab)
 
     def choices(self, scores: Tensor, depths: Tensor | int, levels: int | None = None) -> Tensor:
-        """The target's token `[B, M]` after each node: argmax, at T > 0 with the noise of the
-        position (Gumbel-max).
+        """Return the target's token `[B, M]` after each node, from `scores` `[B, M, V]`.
 
-        `depths` of the nodes `[1 | B, M]`, at most `levels`, or one for all.
+        At T = 0 it is the best one, at T > 0 the best one after the noise of the position was added
+        (Gumbel-max). `depths` are the nodes' `[1 | B, M]`, at most `levels`, or one for all.
         """
         if self.sampling.greedy:
             return scores.argmax(-1)
         if isinstance(depths, int):
             return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
-        # Noise belongs to the position, so a few levels serve all nodes; a path cannot be longer
-        # than there are nodes.
+        # Noise belongs to the position, so nodes of one depth share it. Without `levels`, the
+        # number of nodes bounds the depth.
         by_depth = self._position_noise(
             0, levels + 1 if levels is not None else scores.shape[1], scores
         )
@@ -103,15 +107,16 @@ class Draws:
         return (scores + by_depth[rows, depths]).argmax(-1)
 
     def _position_noise(self, depth: int, levels: int, like: Tensor) -> Tensor:
-        """`[B, levels, V]`: noise of the positions that nodes of depth `depth`, `depth` + 1, ..
-        choose.
+        """Return noise `[B, levels, V]` of the positions that nodes of depth `depth`, .. choose.
 
-        Drafting and verifying a round ask for the same noise, so it is made once.
+        Drafting and verifying a round ask for the same noise, so it is kept until the roots move
+        on. dtype, device and V are those of `like`.
         """
-        there = 0 if self._noise is None else self._noise.shape[1]
-        if depth + levels > there:
+        made = 0 if self._noise is None else self._noise.shape[1]
+        if depth + levels > made:
+            # column d of `_noise` belongs to depth d, hence to position root + d + 1
             places = self.lengths[:, None] + torch.arange(
-                there + 1, depth + levels + 1, device=like.device
+                made + 1, depth + levels + 1, device=like.device
             )
             more = noise.gumbel(self._keys[:, None], noise.COUPLED, places, like.shape[-1])
             self._noise = more if self._noise is None else torch.cat([self._noise, more], dim=1)
@@ -119,8 +124,11 @@ class Draws:
         return self._noise[:, depth : depth + levels].to(like.dtype)
 
     def guess(self, logits: Tensor, depth: int, paths: Tensor | None) -> Tensor:
-        """The drafter's one choice `[B, M]` after nodes of one depth: with the target's noise,
-        except under the rule match."""
+        """Return the drafter's one choice `[B, M]` after nodes of one depth.
+
+        It is made with the target's noise, except under the rule match, where it is the drafter's
+        best token. Arguments as in `rank`.
+        """
         scores = self.scores(logits, paths)
         return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
@@ -132,58 +140,64 @@ class Draws:
         paths: Tensor | None,
         score_temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The `count` likeliest choices of the target after nodes `[B, M]` of one depth, judged by
-        the drafter's `logits`.
+        """Return the target's likeliest choices after nodes of one depth, as the drafter judges.
 
-        Tokens and their log-scores `[B, M, count]`, best first. In the coupled mode the target's
-        own noise is added first, so the best one is what the target will choose wherever the two
-        agree; the score is in units of the logits, which at T -> 0 becomes the plain
-        log-probability. Never for a rule that compares distributions: use `sample` there.
+        `logits` `[B, M, V]` are the drafter's, `paths` as in `scores`. Returns tokens and their
+        log-scores, both `[B, M, K]`, best first; K is `count`, or V if that is less.
 
-        `score_temperature` is the score temperature: log-scores of the logits over it. Below 1 the
-        best token of each node counts for more, as it should at T = 0, where the target takes its
-        best one always (verification-and-trees 8.8).
+        Under the coupled rule the target's own noise is added first, so the best token is what the
+        target will choose wherever the two agree. A score is a log-softmax in units of the logits:
+        as T goes to 0 it becomes the plain log-probability. Never use this for a rule that
+        compares distributions, which needs draws (`sample`).
+
+        `score_temperature` divides the logits before the log-softmax. Below 1 the best token of
+        each node counts for more, as it should at T = 0, where the target always takes its best one
+        (docs/verification.md#score-temperature).
         """
         scores = self.scores(logits, paths)
         if self.sampling.coupled:
             scores = scores + self._position_noise(depth, 1, scores)
+        # the processed scores are divided by T
         if not self.sampling.greedy:
             scores = scores * self.sampling.temperature
-        # sums along a path would be rounded to bf16
+        # scores are summed along a path, and bfloat16 would round the sums
         scores = scores if scores.dtype == torch.float64 else scores.float()
-        best = (
-            (scores / score_temperature if score_temperature != 1 else scores)
-            .log_softmax(-1)
-            .topk(min(count, scores.shape[-1]))
-        )
+        if score_temperature != 1:
+            scores = scores / score_temperature
+        best = scores.log_softmax(-1).topk(min(count, scores.shape[-1]))
         return best.indices, best.values
 
     def sample(
         self, logits: Tensor, nodes: Tensor | int, count: int, paths: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`count` tokens `[B, M, count]` drawn without replacement, in the order of the draws, and
-        the distribution `[B, M, V]`.
+        """Draw `count` tokens after each node without replacement.
 
-        Fresh noise for every root and every node id in `nodes` (`[M]`, or one), independent of what
-        the verifier uses: the first `count` of Gumbel-perturbed log-probabilities are such draws
-        (Kool et al., arXiv 1903.06059). -1 where the distribution has run out of tokens.
+        Returns the tokens `[B, M, K]` in the order of the draws, -1 where the distribution has run
+        out of tokens, and the distribution `[B, M, V]` that they were drawn from. K is `count`, or
+        V if that is less. `nodes` are node ids `[M]`, or one; `paths` as in `scores`.
+
+        The noise is fresh for every root and node id, and independent of the verifier's. The first
+        `count` of Gumbel-perturbed log-probabilities are draws without replacement (Kool et al.,
+        arXiv 1903.06059).
         """
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
-        # Root and node together name the place; 1 << 20 nodes are more than any tree has.
+        # Root and node together name the place of the noise: no tree has as many as 2^20 nodes, so
+        # no two places are the same number.
         places = self.lengths[:, None] * (1 << 20) + nodes
         noisy = scores + noise.gumbel(
             self._keys[:, None], noise.DRAFT, places, scores.shape[-1]
         ).to(scores.dtype)
         best = noisy.topk(min(count, scores.shape[-1]))
+        # truncation gives a token the score -inf, and top-k takes such tokens when no other is left
         return torch.where(probs.gather(-1, best.indices) > 0, best.indices, -1), probs
 
     def coins(self, nodes: int) -> Tensor:
-        """Uniforms `[B, nodes]` of this round, for the verifier."""
+        """Return the verifier's uniform numbers of this round, one for each node: `[B, nodes]`."""
         return noise.uniform(self._keys, noise.COIN, self.lengths, nodes)
 
     def last(self, probs: Tensor) -> Tensor:
-        """A draw `[B]` from `probs` `[B, V]` that ends this round."""
+        """Draw the last token `[B]` of this round from `probs` `[B, V]`."""
         return (
             probs.log()
             + noise.gumbel(self._keys, noise.FINAL, self.lengths, probs.shape[-1]).to(probs.dtype)

@@ -1,5 +1,4 @@
-"""Settings of every command that decodes: where the target is, and how the next token is
-chosen."""
+"""Settings of every command that decodes: the target's location, and the choice of tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +10,22 @@ from urllib.parse import urlsplit
 
 from ..heads.errors import UserError
 
-COLDEST = 1e-5
+COLDEST = 1e-5  # below this, logits divided by the temperature leave the range of float32
 Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
 
 
 def check_url(url: str | None, option: str) -> None:
-    """Demand an address of a server, such as http://localhost:8000/v1; None is none. Raises
-    `UserError`."""
+    """Raise `UserError` unless `url` is the address of a server, or None.
+
+    An address is such as http://localhost:8000/v1. `option` is the name of the option in the
+    message.
+    """
     if url is None:
         return
     try:
-        parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, or above 65535; a half-written IPv6 address
+        address = urlsplit(url)
+        sound = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+    except ValueError:  # a port that is no number, or above 65535; an incomplete IPv6 address
         sound = False
     if not sound:
         raise UserError(
@@ -32,57 +34,59 @@ def check_url(url: str | None, option: str) -> None:
 
 
 BadRows = Literal["stop", "skip"]
-"""What a malformed row does: end the command, which names it, or be named and left out."""
+"""Treatment of a malformed row: stop the command with an error that names it, or skip the row with
+a warning."""
 
 
 @dataclass
 class TargetConfig:
-    """Where the target is and how it is loaded."""
+    """Location of the target, and how it is loaded."""
 
     path: str
-    """Model folder, or its name on the hub. `--target X` is short for `--target.path X`."""
+    """Model folder, or the model's name on the hub. `--target X` is short for `--target.path X`."""
     dtype: str = "auto"
-    """auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
+    """Type of the weights: auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
     device: str = "auto"
-    """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
+    """Device: auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
     adapter: str | None = None
-    """LoRA adapter folder, merged into the weights on load (needs peft)."""
+    """Folder of a LoRA adapter, which is merged into the weights on loading (needs peft)."""
     attention: str | None = None
-    """Attention implementation to ask transformers for; its own choice if not given."""
+    """Attention implementation of transformers; transformers' own choice if not given."""
     spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
-    """whole: a copy on every rank; fsdp: each decoder layer shared by all ranks; tensor: every
-    layer split between them (tensor parallelism, where the model has a plan); devices: laid over
-    this process's GPUs, for one process."""
+    """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
+    sharded over all ranks; tensor: every layer split between them (tensor parallelism, for models
+    with a plan in transformers); devices: layers laid over the GPUs of one process."""
     trust_remote_code: bool = False
-    """Run code that comes with the model. Only for sources that you trust."""
+    """Run code that comes with the model. Give it only for sources that you trust."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample, and which acceptance rule keeps the target's distribution. Raises `UserError`
-    for values out of range."""
+    """Sampling parameters and acceptance rule. Raises `UserError` for values out of range."""
 
     temperature: float = 0.0
-    """0 is greedy decoding."""
+    """Temperature of sampling; 0 is greedy decoding."""
     top_k: int = 0
-    """Keep the so many best tokens; 0 keeps all."""
+    """Keep only this many of the best tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the fewest tokens that hold this much probability."""
     min_p: float = 0.0
-    """Keep tokens at least this likely, relative to the likeliest."""
+    """Keep the tokens that are at least this likely, relative to the likeliest one."""
     repetition_penalty: float | None = None
-    """Penalise tokens that the text holds already (CTRL, arXiv 1909.05858); 1 does not. The
+    """Penalty of tokens that the text holds already (CTRL, arXiv 1909.05858); 1 is none. The
     target's own setting if not given."""
     seed: int = 0
-    """With the request's id and sample index, the seed of all its noise."""
+    """Seed of all noise, together with a request's id and the number of the sample."""
     rule: Rule = "auto"
-    """At T > 0: coupled (auto; the text that plain sampling with the same noise writes, whatever
-    the drafter), match (the same text, but drafts are the drafter's best tokens and know nothing of
-    the noise, as in most engines), rejection (block verification of a sampled chain, traversal of a
-    sampled tree, match of a deterministic draft), recursive (recursive rejection instead of
-    traversal), lossy-typical (Medusa's typical acceptance: NOT the target's distribution)."""
+    """Acceptance rule at T > 0. coupled (auto): the text that plain sampling with the same noise
+    writes, whatever the drafter; match: the same text, but drafts are the drafter's best tokens,
+    chosen without the noise, as in most engines; rejection: block verification of a sampled chain,
+    traversal of a sampled tree, match of deterministic drafts; recursive: recursive rejection of
+    sampled chains and trees; lossy-typical: Medusa's typical acceptance, which does NOT keep the
+    target's distribution."""
 
     def __post_init__(self) -> None:
+        # Values given from Python have not been parsed, so types are checked before ranges.
         def demand(holds: bool, what: str) -> None:
             if not holds:
                 raise UserError(what)
@@ -106,7 +110,7 @@ class Sampling:
             0 <= self.temperature < float("inf"),
             f"temperature must be 0 or more, not {self.temperature}",
         )
-        cold = 0 < self.temperature < COLDEST  # logits divided by it leave the range of float32
+        cold = 0 < self.temperature < COLDEST
         demand(
             not cold,
             f"temperature must be 0 (greedy) or at least {COLDEST:g}, not {self.temperature}",
@@ -118,6 +122,7 @@ class Sampling:
             self.repetition_penalty is None or self.repetition_penalty > 0,
             f"repetition_penalty must be above 0, not {self.repetition_penalty}",
         )
+        # Truncation never removes the best token, which is all that greedy decoding takes.
         truncates = [
             name
             for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
@@ -138,14 +143,15 @@ class Sampling:
 
     @property
     def lossless(self) -> bool:
-        """Whether the text has the target's distribution; greedy decoding has, whatever the
-        rule."""
+        """True if the text has the target's distribution, as greedy decoding has by any rule."""
         return self.greedy or self.rule != "lossy-typical"
 
     @property
     def compares_distributions(self) -> bool:
-        """Whether the rule compares distributions, so that drafts have to be fresh draws from a
-        distribution that is kept."""
+        """True if the rule compares the distributions of target and drafter.
+
+        Drafts then have to be fresh draws from a distribution that the tree keeps.
+        """
         return not self.greedy and self.rule in ("rejection", "recursive")
 
     @property
@@ -154,8 +160,8 @@ class Sampling:
 
     @cached_property
     def history_processor(self) -> Any | None:
-        """What needs the text so far; `None` if nothing does."""
-        # seconds, which a help text need not take
+        """The processor that reads the text so far; None if there is no repetition penalty."""
+        # The import takes seconds. `--help` reads this module and need not wait for it.
         from transformers import RepetitionPenaltyLogitsProcessor
 
         penalty = self.repetition_penalty
@@ -163,8 +169,10 @@ class Sampling:
 
     @cached_property
     def warpers(self) -> Any:
-        """A `LogitsProcessorList` of what looks at one row of scores only, in the order of
-        transformers' `generate`."""
+        """The `LogitsProcessorList` of temperature and truncation, which look at scores only.
+
+        The order is that of transformers' `generate`.
+        """
         from transformers import (
             LogitsProcessorList,
             MinPLogitsWarper,
@@ -173,25 +181,23 @@ class Sampling:
             TopPLogitsWarper,
         )
 
-        found: list[Any] = []
+        warpers: list[Any] = []
         if not self.greedy:
             if self.temperature != 1:
-                found.append(TemperatureLogitsWarper(self.temperature))
+                warpers.append(TemperatureLogitsWarper(self.temperature))
             if self.top_k:
-                found.append(TopKLogitsWarper(self.top_k))
+                warpers.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1:
-                found.append(TopPLogitsWarper(self.top_p))
+                warpers.append(TopPLogitsWarper(self.top_p))
             if self.min_p > 0:
-                found.append(MinPLogitsWarper(self.min_p))
-        return LogitsProcessorList(found)
+                warpers.append(MinPLogitsWarper(self.min_p))
+        return LogitsProcessorList(warpers)
 
     def resolved(self, own_penalty: float) -> Sampling:
-        """With the target's own repetition penalty, if none was given."""
-        return (
-            self
-            if self.repetition_penalty is not None
-            else replace(self, repetition_penalty=own_penalty)
-        )
+        """Return these settings with the target's own repetition penalty if none was given."""
+        if self.repetition_penalty is not None:
+            return self
+        return replace(self, repetition_penalty=own_penalty)
 
 
 GREEDY = Sampling()

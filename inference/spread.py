@@ -1,9 +1,9 @@
-"""A target that one device should not or cannot hold: sharded by decoder layer, split within
-layers, or laid over devices.
+"""Loading of a target that is spread over ranks or devices, because one does not hold it.
 
-All of it is torch's and transformers' own; what is here makes the result look like any other
-target: embedding and head whole on every rank, since drafters borrow them. Under `fsdp` and
-`tensor` the ranks work together: every forward is one of all of them.
+Sharding by decoder layer, splitting within layers and laying over devices are torch's and
+transformers' own. This module makes the result look like any other target: embedding and head are
+whole on every rank, since drafters borrow them. Under `fsdp` and `tensor` every forward pass is a
+collective operation of all ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from .target_files import read_model
 def load_spread(
     kind: str, path: str, device: torch.device, options: dict[str, Any]
 ) -> tuple[Any, str | None]:
-    """The model as `kind` says, and the hash of its whole weights where they are not to be had any
-    more."""
+    """Load the model at `path`, spread as `kind` (`TargetConfig.spread`) says.
+
+    Returns the model and the hash of its whole weights (`weights_hash`); None instead of the hash
+    where the weights are still whole in this process, so that it can be computed later. `device` is
+    this rank's. `options` are those of `from_pretrained`. Raises `UserError`.
+    """
     if kind == "devices":
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise UserError(
@@ -45,6 +49,11 @@ def load_spread(
 def _split_within_layers(
     path: str, device: torch.device, options: dict[str, Any]
 ) -> tuple[Any, str | None]:
+    """Load a model whose layers are each split between the ranks (tensor parallelism).
+
+    Returns the model, with embedding and head whole, and the hash of its whole weights. Raises
+    `UserError`.
+    """
     config: Any = read_config(path, options["trust_remote_code"]).get_text_config()
     ranks = torch.distributed.get_world_size()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -63,31 +72,40 @@ def _split_within_layers(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         model: Any = read_causal_lm(path, **plan, **options)
+    # The plan may have split embedding and head too. They become plain modules with whole weights:
+    # drafters read them directly, and `Target.head` must give all logits on every rank.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear or head.bias is not None:
         raise UserError(
             f"target.spread=tensor does not know the embedding or head of {config.model_type}; "
             "use spread=fsdp"
         )
-    whole = _whole(embedding.weight)
-    model.set_input_embeddings(nn.Embedding.from_pretrained(whole, freeze=True))
-    output = nn.Linear(head.in_features, len(whole), bias=False, device="meta")
+    rows = _whole(embedding.weight)
+    model.set_input_embeddings(nn.Embedding.from_pretrained(rows, freeze=True))
+    # on the meta device, so that no memory is taken for a weight that is replaced at once
+    output = nn.Linear(head.in_features, len(rows), bias=False, device="meta")
     output.weight = nn.Parameter(
-        whole if config.tie_word_embeddings else _whole(head.weight), requires_grad=False
+        rows if config.tie_word_embeddings else _whole(head.weight), requires_grad=False
     )
     model.set_output_embeddings(output)
+    # The hash takes elements of whole tensors, which no rank holds any more: the first rank reads
+    # the model once more, into host memory.
     return model, _on_first(lambda: weights_hash(read_causal_lm(path, **options)))
 
 
 def _whole(weight: Any) -> torch.Tensor:
+    """Return a weight that may be split between ranks as a whole one. All ranks call this."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def _sharded_by_layer(
     path: str, device: torch.device, options: dict[str, Any]
 ) -> tuple[Any, str | None]:
-    """The first rank reads the weights into host memory and sends each rank its part; no other ever
-    holds the whole."""
+    """Load a model whose decoder layers are each sharded over the ranks (FSDP2).
+
+    The first rank reads the weights into host memory and sends each rank its shards; no other rank
+    ever holds the whole. Returns the model and the hash of its whole weights. Raises `UserError`.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -99,18 +117,21 @@ def _sharded_by_layer(
     model.requires_grad_(False)
     decoder = model.get_decoder()
     _, layers = decoder_layers(decoder, config.get_text_config().num_hidden_layers)
-    # not the decoder: sharding changes a module's class, by which transformers knows whose states
-    # to record
+    # Only the layers are sharded, not the decoder around them: sharding changes a module's class,
+    # and transformers recognises by the class which module's hidden states it has to record.
     for layer in layers:
         fully_shard(layer, reshard_after_forward=True)
     model.to_empty(device=device)
-    full = dict(source.state_dict()) if first else {}
+    # All ranks make the calls below that communicate in the same order: the state dict, a broadcast
+    # for each buffer, the generation config. The other ranks bring nothing and receive everything.
+    state = dict(source.state_dict()) if first else {}
     set_model_state_dict(
-        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
     model.tie_weights()
     buffers = dict(source.named_buffers()) if first else {}
-    for name, buffer in model.named_buffers():  # rotary frequencies are in no state dict
+    # buffers that no state dict holds, such as rotary frequencies
+    for name, buffer in model.named_buffers():
         if first:
             buffer.copy_(buffers[name])
         torch.distributed.broadcast(buffer, 0)
@@ -121,8 +142,10 @@ def _sharded_by_layer(
 
 
 def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    """The list of a decoder's `count` layers, and its name within the decoder. Raises
-    `UserError`."""
+    """Return the list of a decoder's `count` layers, and its name within the decoder.
+
+    Raises `UserError` if no list has that length.
+    """
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module
@@ -132,7 +155,7 @@ def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
 
 
 def _on_first(work: Any) -> Any:
-    """`work`'s result of the first rank, on all of them."""
-    found = [work() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(found, 0)
-    return cast(Any, found[0])
+    """Call `work` on the first rank, and return its result on all ranks. All ranks call this."""
+    result = [work() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(result, 0)
+    return cast(Any, result[0])

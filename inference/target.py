@@ -9,6 +9,7 @@ state is the one after the final norm.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,13 +264,18 @@ class Target:
         return Hidden(last, found)
 
     def prefill(
-        self, ids: Tensor, cache: TreeCache, taps: tuple[int, ...] = (), chunk: int = PREFILL_CHUNK
+        self,
+        ids: Tensor,
+        lengths: Sequence[int],
+        cache: TreeCache,
+        taps: tuple[int, ...] = (),
+        chunk: int = PREFILL_CHUNK,
     ) -> Hidden:
-        """Run prompts `[B, S]`, padded on the right, `chunk` positions at a time, so that
-        attention's work space stays bounded.
+        """Run prompts `[B, S]` of `lengths`, padded on the right; the cache holds `lengths`
+        positions of each row afterwards.
 
-        The caller sets the rows' true lengths afterwards; padding stands behind every real token,
-        so no token sees it.
+        They run `chunk` positions at a time, so that attention's work space stays bounded. Padding
+        stands behind every real token, so no token sees it, and its slots are written anew later.
         """
         parts = []
         for start in range(0, ids.shape[1], chunk):
@@ -285,6 +291,7 @@ class Target:
                 )
             parts.append(self.forward(part, positions, cache=cache, taps=taps))
             cache.commit([part.shape[1]] * len(ids))
+        cache.lengths = list(lengths)
         if len(parts) == 1:
             return parts[0]
         taps_of = [torch.cat([part.taps[i] for part in parts], dim=1) for i in range(len(taps))]

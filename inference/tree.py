@@ -1,8 +1,10 @@
 """Draft trees: shapes, filled trees, and the tables that verification needs of them.
 
-Node 0 is the root (the last token that the target chose, not a draft), and every node stands after
-its parent. Shapes here: B batch, N nodes with the root, D levels (depth of the deepest node). A
-table of a static shape has 1 in place of B.
+Node 0 is the root (the last token that the target chose, not a draft), and every node has a larger
+number than its parent.
+
+Shapes: B batch, N nodes with the root, D levels (depth of the deepest node), V vocabulary. A table
+of a static shape has 1 in place of B.
 """
 
 from __future__ import annotations
@@ -13,13 +15,17 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-NO_NODE = -1  # never a token id, so padding can never match (Medusa's tables pad with token 0)
+# Token of a missing node, and padding of node ids. It is no token id, so that it never equals the
+# target's choice; the tables of Medusa's own code pad with token 0, which can.
+NO_NODE = -1
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The static shape of a draft tree; a chain is a tree. Siblings are offered in the order of
-    their ids."""
+    """Static shape of a draft tree: the parent of every node. A chain is a tree.
+
+    The root's parent is NO_NODE. Siblings are offered in the order of their ids.
+    """
 
     parents: tuple[int, ...]
 
@@ -31,12 +37,12 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """The root with `length` drafted nodes in a row; 0 gives plain decoding."""
+        """Return the root with `length` drafted nodes in a row; 0 gives plain decoding."""
         return cls(tuple(range(-1, length)))
 
     @classmethod
     def wide(cls, widths: tuple[int, ...]) -> TreeShape:
-        """Every node of depth d has `widths[d]` children."""
+        """Return the tree in which every node of depth d has `widths[d]` children."""
         parents, level = [NO_NODE], [0]
         for width in widths:
             below = []
@@ -48,12 +54,12 @@ class TreeShape:
 
     @property
     def nodes(self) -> int:
-        """Nodes with the root."""
+        """Number of nodes with the root."""
         return len(self.parents)
 
     @property
     def drafted(self) -> int:
-        """Nodes without the root."""
+        """Number of nodes without the root."""
         return len(self.parents) - 1
 
     @cached_property
@@ -74,12 +80,12 @@ class TreeShape:
             below[parent].append(node)
         return tuple(map(tuple, below))
 
-    @property
+    @cached_property
     def is_chain(self) -> bool:
         return all(len(below) <= 1 for below in self.children)
 
     def path_to(self, node: int) -> list[int]:
-        """Node ids from the root to `node`, both included."""
+        """Return the node ids from the root to `node`, both included."""
         path = []
         while node != NO_NODE:
             path.append(node)
@@ -92,71 +98,80 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class TreeTables:
-    """What verification needs of trees, as tensors on one device. The one place where a mask or a
-    path comes from."""
+    """Tables of a batch of trees, on one device: the only source of masks and paths."""
 
     parents: Tensor
-    """[B, N]; the root's is 0, itself."""
+    """[B, N]: parent of each node; the root's is 0, itself."""
     depths: Tensor
-    """[B, N]."""
+    """[B, N]: depth of each node."""
     ancestors: Tensor
-    """[B, N, N] bool: row i is true at i and at i's ancestors. The tree part of the attention
-    mask."""
+    """[B, N, N] bool: row i is true at i and at the ancestors of i. It is the tree's part of the
+    attention mask."""
     paths: Tensor
     """[B, N, D + 1]: node ids from the root to each node, padded with NO_NODE."""
 
 
 def tables_of(parents: Tensor, levels: int) -> TreeTables:
-    """Tables of any trees `parents` `[B, N]` (the root's own is 0) of at most `levels` levels."""
+    """Return the tables of trees `parents` `[B, N]` (the root's own is 0) of at most D levels.
+
+    D is `levels`. A missing node hangs on the root.
+    """
     batch, count = parents.shape
     nodes = torch.arange(count, device=parents.device).expand(batch, count)
     ancestors = torch.eye(count, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
     climbed = [nodes]
+    # As many steps up as there are levels reach the root from every node; nodes that arrive earlier
+    # stay there, because the root is its own parent.
     for _ in range(levels):
         climbed.append(parents.gather(1, climbed[-1]))
         ancestors.scatter_(2, climbed[-1][..., None], True)
     depths = ancestors.sum(-1) - 1
-    up = torch.stack(climbed, dim=-1)  # [B, N, levels + 1]: node, parent, grandparent, ..
+    upwards = torch.stack(climbed, dim=-1)  # [B, N, D + 1]: node, parent, grandparent, ..
+    # The ancestor of depth k stands `depth - k` steps up. Negative: it lies below the node.
     steps = depths[..., None] - torch.arange(levels + 1, device=parents.device)
-    paths = torch.where(steps >= 0, up.gather(2, steps.clamp(min=0)), NO_NODE)
+    paths = torch.where(steps >= 0, upwards.gather(2, steps.clamp(min=0)), NO_NODE)
     return TreeTables(parents, depths, ancestors, paths)
 
 
 def deepest(right: Tensor, tables: TreeTables) -> Tensor:
-    """The deepest node `[B]` that is right `[B, N]` together with all its ancestors; of equals the
-    first."""
+    """Return the deepest node `[B]` that is right together with all its ancestors.
+
+    `right` `[B, N]` is a bool for each node. Of several such nodes of one depth the first is taken.
+    """
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
     return torch.where(reached, tables.depths, -1).argmax(-1)
 
 
 @lru_cache(maxsize=256)
 def _tables(shape: TreeShape, device: torch.device) -> TreeTables:
-    return tables_of(
-        torch.tensor([[max(p, 0) for p in shape.parents]], device=device), shape.levels
-    )
+    # `tables_of` wants the root to be its own parent
+    parents = [max(parent, 0) for parent in shape.parents]
+    return tables_of(torch.tensor([parents], device=device), shape.levels)
 
 
 @dataclass
 class DraftTree:
-    """Trees filled with guesses, one a row: `tokens` `[B, N]`, the root's own token first, NO_NODE
-    where a row has no such node.
+    """Draft trees of a batch, one for each row.
 
-    `shape` if all rows share one static shape; `parents` `[B, N]` and `levels` otherwise (the
-    root's parent is 0; a missing node hangs on the root). `probs` `[B, N, V]`: what the children of
-    each node were drawn from, for the rules that compare distributions.
+    Either all rows share one static `shape`, or `parents` and `levels` are given.
     """
 
     tokens: Tensor
+    """[B, N]: the root's own token first, NO_NODE where a row has no such node."""
     shape: TreeShape | None = None
     parents: Tensor | None = None
+    """[B, N]: parent of each node; the root's is 0, and a missing node hangs on the root."""
     levels: int = 0
+    """Upper bound of the depths."""
     probs: Tensor | None = None
+    """[B, N, V]: distribution that the children of each node were drawn from, for the rules that
+    compare distributions."""
     scores: Tensor | None = None
-    """[B, N] float64: what the nodes of a tree that follows the drafter's confidence were chosen
-    by, a sum along each path; the root's is inf."""
+    """[B, N] float64: for a tree that was chosen by scores, the sum of the scores along each node's
+    path; inf for the root."""
     informed: bool | None = None
-    """Whether the drafts knew anything of the target's noise at their positions; then probabilities
-    say nothing of acceptance. None: as the rule says, coupled drafts do."""
+    """True if the drafts depend on the target's noise at their positions. Their probabilities are
+    no estimate of acceptance then. None: they do under the coupled rule, and under no other."""
 
     def __post_init__(self) -> None:
         if self.shape is not None:
@@ -167,7 +182,7 @@ class DraftTree:
 
     @property
     def nodes(self) -> int:
-        """Nodes with the root."""
+        """Number of nodes with the root."""
         return self.tokens.shape[1]
 
     @cached_property
@@ -179,7 +194,7 @@ class DraftTree:
 
     @cached_property
     def path_tokens(self) -> Tensor:
-        """`[B, N, D + 1]`: the tokens from the root to each node, NO_NODE beyond it."""
+        """Tokens from the root to each node `[B, N, D + 1]`, NO_NODE beyond it."""
         paths = self.tables.paths.expand(self.tokens.shape[0], -1, -1)
-        found = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
-        return torch.where(paths < 0, NO_NODE, found)
+        tokens = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
+        return torch.where(paths < 0, NO_NODE, tokens)

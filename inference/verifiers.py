@@ -1,14 +1,15 @@
-"""The rules that compare distributions: which sampled drafts are kept, so that the text has exactly
-the target's distribution.
+"""Acceptance rules that compare distributions: the text has exactly the target's distribution.
 
-A verifier turns a drafted tree, the target's distributions p and the draft's distributions q into a
-`AcceptancePlan`: one acceptance chance for each node, the distribution of the round's last token at
-each node, and how coins pick the node. All of it is deterministic, which is what lets a test
-enumerate every outcome. Rules and proofs: verification-and-trees 4.4 to 4.7.
+A verifier turns a tree of sampled drafts, the target's distributions p and the drafter's
+distributions q into an `AcceptancePlan`: the probability with which each node's coin accepts, the
+distribution of the round's last token at each node, and how coins pick the node. All of it is
+deterministic, so that a test can enumerate every outcome. Rules and proofs are in
+docs/verification.md#rejection-rules.
 
-Shapes: B batch, N tree nodes with the root, V vocabulary. `tokens` `[B, N]`, `p` and `q` `[B, N,
-V]`: distributions of the token after each node. Children are draws without replacement from their
-parent's q, in order; NO_NODE where q had run out of tokens.
+Shapes: B batch, N tree nodes with the root, V vocabulary. The arguments of every verifier are the
+shape of the tree, `tokens` `[B, N]`, and `p` and `q` `[B, N, V]`, the distributions of the token
+after each node. Children are draws without replacement from their parent's q, in the order of their
+ids; NO_NODE where q had run out of tokens.
 """
 
 from __future__ import annotations
@@ -22,49 +23,53 @@ from torch import Tensor
 
 from .tree import TreeShape, deepest
 
-# a residual with less mass than this is never reached; p stands in so that nothing divides by zero
+# A residual with at most this mass is practically never reached. p takes its place, so that nothing
+# is divided by zero.
 TINY = 1e-12
 
 
 @dataclass
 class AcceptancePlan:
-    """What is left to chance: a coin for each node, and one last draw."""
+    """Random part of an acceptance: a coin for each node, and one last draw."""
 
     chances: Tensor
-    """[B, N]: how likely the coin of a node, when its turn comes, accepts."""
+    """[B, N]: probability with which the coin of a node accepts when its turn comes."""
     probs: Tensor
     """[B, N, V]: distribution of the round's last token if the path ends at this node."""
     select: Callable[[Tensor], Tensor]
-    """Coins `[B, N]` bool -> the node `[B]` where the path ends."""
+    """Function from coins `[B, N]` bool to the node `[B]` where the path ends."""
 
 
 Verifier = Callable[[TreeShape, Tensor, Tensor, Tensor], AcceptancePlan]
 
 
 def verifier_for(rule: str, shape: TreeShape) -> tuple[str, Verifier]:
-    """The verifier of a sampling rule for trees of this shape, and its name in records."""
+    """Return a rule's name in records, and its verifier for trees of this shape."""
     if rule == "recursive":
         return "rrs", recursive
     return ("block", block) if shape.is_chain else ("traversal", traversal)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """`(p - q)+` over the last axis, normalised; p itself where nothing is left."""
+    """Return `(p - q)+` over the last axis, normalised; p itself where nothing is left."""
     return residual_weighted(torch.ones_like(p[..., 0]), p, q)[0]
 
 
 def ratio(p: Tensor, q: Tensor) -> Tensor:
-    """`p / q`, and 0 where q = 0: such a token was never drawn."""
+    """Return `p / q`, and 0 where q is 0: such a token was never drawn."""
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
 
 
 def at(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Entry of `probs` `[..., V]` at `tokens` `[...]`; 0 for NO_NODE."""
+    """Return the entries of `probs` `[..., V]` at `tokens` `[...]`; 0 for NO_NODE."""
     return torch.where(tokens < 0, 0.0, probs.gather(-1, tokens.clamp(min=0)[..., None])[..., 0])
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """`q` `[B, V]` with the entries at `tokens` `[B]` zeroed, normalised again."""
+    """Return `q` `[B, V]` with the entries at `tokens` `[B]` zeroed, normalised again.
+
+    Rows whose token is NO_NODE keep every entry.
+    """
     rest = q.scatter(-1, tokens.clamp(min=0)[:, None], 0.0)
     rest = torch.where((tokens < 0)[:, None], q, rest)
     return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
@@ -76,50 +81,66 @@ def node_index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
-    """The first node in `order` whose coin accepts, the root if none does."""
+    """Return the first node `[B]` in `order` whose coin accepts, the root if none does.
+
+    `order` ends with the root; `coins` `[B, N]` are bool.
+    """
     index = node_index(order, coins.device)
     ordered = coins[:, index].clone()
-    ordered[:, -1] = True  # the root stands last
+    # the root stands last; but for rounding its coin accepts with probability 1
+    ordered[:, -1] = True
     return index[ordered.int().argmax(-1)]
 
 
 def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
-    """From the root, step to the first child whose coin accepts, until there is none."""
+    """Step from the root to the first child whose coin accepts, until there is none.
+
+    Returns the node `[B]` where the path ends; `coins` `[B, N]` are bool.
+    """
+    # A node is chosen if it is the first of its siblings whose coin accepts, whatever its parent.
+    # `deepest` then finds the one path on which every node is chosen.
     chosen = torch.zeros_like(coins)
     chosen[:, 0] = True
     for below in shape.children:
-        open_ = torch.ones_like(coins[:, 0])
+        none_accepted = torch.ones_like(coins[:, 0])
         for child in below:
-            chosen[:, child] = coins[:, child] & open_
-            open_ = open_ & ~coins[:, child]
+            chosen[:, child] = coins[:, child] & none_accepted
+            none_accepted = none_accepted & ~coins[:, child]
     return deepest(chosen, shape.tables(coins.device))
 
 
 def token_level(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Leviathan et al. (2211.17192), Chen et al. (2302.01318): the reference for chains, which the
-    loop does not use."""
+    """Return the plan of token-level rejection of a sampled chain.
+
+    Leviathan et al. (arXiv 2211.17192), Chen et al. (arXiv 2302.01318). It is a reference for
+    tests; the loop uses `block` or `recursive`.
+    """
     assert shape.is_chain
     probs, chances = p.clone(), torch.ones_like(p[..., 0])
     for i in range(1, shape.nodes):
-        chances[:, i] = ratio(at(p[:, i - 1], tokens[:, i]), at(q[:, i - 1], tokens[:, i])).clamp(
-            max=1
-        )
+        x = tokens[:, i]
+        chances[:, i] = ratio(at(p[:, i - 1], x), at(q[:, i - 1], x)).clamp(max=1)
         probs[:, i - 1] = residual(p[:, i - 1], q[:, i - 1])
     return AcceptancePlan(chances, probs, partial(select_down, shape))
 
 
 def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Block verification of a sampled chain (Sun et al., arXiv 2403.10444): the longest accepted
-    prefix wins."""
+    """Return the plan of block verification of a sampled chain (Sun et al., arXiv 2403.10444).
+
+    The deepest node whose coin accepts ends the path, whatever the coins before it.
+    """
     assert shape.is_chain
     last = shape.nodes - 1
     weights = [torch.ones_like(p[:, 0, 0])]
     for i in range(1, shape.nodes):
         x = tokens[:, i]
         weights.append((weights[-1] * ratio(at(p[:, i - 1], x), at(q[:, i - 1], x))).clamp(max=1))
-    # [B, N]: P_i, and Pr[the path ends at i or deeper | drafts 1 .. i]
+    # [B, N]: w_i of docs/verification.md#block-verification, the probability that the path ends at
+    # draft i or deeper, given the drafts 1 .. i
     weight = torch.stack(weights, dim=1)
     chances, probs = weight.clone(), p.clone()
+    # The last draft's coin accepts with the weight itself. Another coin counts only if no deeper
+    # one has accepted, so its probability is a share of the cases that are left.
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
         chances[:, :last] = share_of(mass, weight[:, :last])
@@ -128,29 +149,35 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
 
 
 def residual_weighted(weight: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """`(weight * p - q)+` normalised, and its mass; p itself where nothing is left."""
+    """Return `(weight * p - q)+` normalised, and its mass `[...]`.
+
+    `weight` is `[...]`, `p` and `q` are `[..., V]`. Where nothing is left, p is the result.
+    """
     rest = (weight[..., None] * p - q).clamp(min=0)
     mass = rest.sum(-1)
     return torch.where(mass[..., None] > TINY, rest / mass.clamp(min=TINY)[..., None], p), mass
 
 
 def share_of(mass: Tensor, weight: Tensor) -> Tensor:
-    """`mass / (mass + 1 - weight)`, within [0, 1]; 0 for no mass.
+    """Return `mass / (mass + 1 - weight)`, within [0, 1]; 0 for no mass.
 
-    `1 - weight` comes first: beside 1, float32 loses a mass below 6e-8, and the quotient would
-    reach 1e4.
+    `1 - weight` is computed first: in `mass + 1`, float32 would lose a mass below 6e-8, and with a
+    weight of nearly 1 the quotient would reach 1e4.
     """
     return (mass / (mass + (1 - weight)).clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
 
 def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Recursive rejection without replacement (Sequoia, arXiv 2402.12374): children in order, each
-    against what is left."""
+    """Return the plan of recursive rejection without replacement (Sequoia, arXiv 2402.12374).
+
+    The children of a node are tested in order, each against what the ones before have left of p.
+    """
     probs, chances = p.clone(), torch.ones_like(p[..., 0])
     for node, below in enumerate(shape.children):
         left, drawn = p[:, node], q[:, node]
         for child in below:
             x = tokens[:, child]
+            # the coin of a missing child never accepts: `at` is 0 for it
             chances[:, child] = ratio(at(left, x), at(drawn, x)).clamp(max=1)
             left = torch.where((x < 0)[:, None], left, residual(left, drawn))
             drawn = without(drawn, x)
@@ -159,8 +186,13 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
 
 
 def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
-    """Traversal verification (Weng et al., arXiv 2505.12398): leaves first, the first accepted node
-    wins; block on a chain."""
+    """Return the plan of traversal verification of a sampled tree (Weng et al., arXiv 2505.12398).
+
+    Leaves are tested first, and the first node whose coin accepts ends the path. On a chain it is
+    block verification.
+    """
+    # of each node: what is left of p, the distribution of the next draw, and the acceptance weight
+    # (docs/verification.md#traversal-verification)
     left, drawn = list(p.unbind(1)), list(q.unbind(1))
     weight = [torch.ones_like(p[:, 0, 0])] * shape.nodes
     order: list[int] = []
@@ -172,6 +204,8 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
                 max=1
             )
             visit(child)
+            # Coins are asked in the order of the visits, so from here on the child and everything
+            # below it have been rejected.
             rest, mass = residual_weighted(weight[node], left[node], drawn[node])
             missing = x < 0
             left[node] = torch.where(missing[:, None], left[node], rest)

@@ -6,17 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from draftsmith.inference.proposer import Accepted, PlainDecoding, Prompts, Proposer
+from draftsmith.inference.proposer import Accepted, Prompts, Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.proposers.suffix import SuffixLookup
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.inference.tree_settings import TreeSettings
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -140,28 +142,32 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "ngram": NgramLookup(length=5),
         "suffix": SuffixLookup(length=5),
         "lookahead": Lookahead(window=3, ngram=3, candidates=3),
-        "draft-model chain": DraftModelProposer(drafter, target.vocab_size, length=3),
+        "draft-model chain": DraftModelProposer(drafter, target.vocab_size, TreeSettings(length=3)),
         "draft-model adaptive": DraftModelProposer(
-            drafter, target.vocab_size, length=5, threshold=0.3
+            drafter, target.vocab_size, TreeSettings(length=5, threshold=0.3)
         ),
         "draft-model tree": DraftModelProposer(
-            drafter, target.vocab_size, length=3, width=3, nodes=9
+            drafter, target.vocab_size, TreeSettings(length=3, width=3, nodes=9)
         ),
         "medusa": MedusaProposer(heads, ranks),
         "medusa best-first": MedusaProposer(heads, 9),
         "eagle3 chain": EagleProposer(
-            random_eagle(target, "eagle3 draft vocabulary"), length=3, width=1
+            random_eagle(target, "eagle3 draft vocabulary"), TreeSettings(length=3, width=1)
         ),
-        "eagle3 tree": EagleProposer(random_eagle(target, "eagle3.1"), length=3, width=3, nodes=9),
-        "eagle1 tree": EagleProposer(random_eagle(target, "eagle1"), length=3, width=2, nodes=6),
+        "eagle3 tree": EagleProposer(
+            random_eagle(target, "eagle3.1"), TreeSettings(length=3, width=3, nodes=9)
+        ),
+        "eagle1 tree": EagleProposer(
+            random_eagle(target, "eagle1"), TreeSettings(length=3, width=2, nodes=6)
+        ),
         "dflash chain": proposer_of(random_block(target)),
         "dflash tree": proposer_of(random_block(target), width=9, nodes=9),
         "dspark adaptive": proposer_of(random_block(target, "dspark"), threshold=0.3),
         "dspark tree": proposer_of(random_block(target, "dspark"), width=3, nodes=9),
     }
     if early_exit:
-        found["early-exit chain"] = EarlyExit(target, layers=1, length=3)
-        found["early-exit tree"] = EarlyExit(target, layers=1, length=3, width=2, nodes=7)
+        found["early-exit chain"] = EarlyExit(target, 1, TreeSettings(length=3))
+        found["early-exit tree"] = EarlyExit(target, 1, TreeSettings(length=3, width=2, nodes=7))
     return found
 
 

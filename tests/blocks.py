@@ -14,6 +14,7 @@ from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.target import Target
+from draftsmith.inference.tree_settings import TREE_SETTINGS, TreeSettings
 
 from tests.eagles import committed
 
@@ -53,8 +54,10 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
 
 
 def proposer_of(drafter: Any, **settings: Any) -> DFlashProposer:
-    """The drafter at work."""
-    return (DSparkProposer if drafter.method == "dspark" else DFlashProposer)(drafter, **settings)
+    """The drafter at work; `settings` of its tree, or its own."""
+    tree = {name: settings.pop(name) for name in TREE_SETTINGS if name in settings}
+    kind = DSparkProposer if drafter.method == "dspark" else DFlashProposer
+    return kind(drafter, TreeSettings(**tree), **settings)
 
 
 def changed_block(

@@ -13,8 +13,8 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.medusa import calibrate, teacher_forced
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget

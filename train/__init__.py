@@ -1,2 +1,2 @@
-"""How a drafter learns: config, data, the frozen target's features, objectives, the loop,
-checkpoints, and the commands."""
+"""Training of drafters: configuration, data, the frozen target's features, objectives, the training
+loop, checkpoints, and the console commands."""

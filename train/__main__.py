@@ -1,4 +1,4 @@
-"""`python -m draftsmith.train METHOD`."""
+"""Entry point of `python -m draftsmith.train METHOD`."""
 
 from .commands.cli import train_main
 

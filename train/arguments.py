@@ -1,5 +1,8 @@
 """Command lines: jsonargparse over dataclasses, with hyphens in every option and one clear line for
-every mistake."""
+every mistake.
+
+The fields of a dataclass become its options, and their docstrings become the help text.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +21,46 @@ from ..inference.settings import TargetConfig
 from .endings import fail
 
 T = TypeVar("T")
+# Lines of a help text about options that take a whole group, such as `--optim FILE`.
 WHOLE_PART = re.compile(r"^  --[\w.]+ CONFIG\s+Path to a configuration file\.\n", re.MULTILINE)
+# An option within a text: not the hyphens inside of a word, a path or an address.
 OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """Says a mistake in one line and exits with 2, without jsonargparse's usage lines."""
+    """Parser that reports a mistake in one line, without jsonargparse's usage lines."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the mistake and exit with status 2."""
         fail(hyphenated(one_line(message)) + f" (see {self.prog} --help)")
 
     def format_help(self) -> str:
+        """Return the help text, with hyphens in the options and without whole groups."""
         return hyphenated(WHOLE_PART.sub("", super().format_help()))
 
 
 def one_line(message: str) -> str:
-    """jsonargparse nests its reasons over several lines; join them."""
+    """Return a message of jsonargparse, which nests its reasons over several lines, as one line."""
     lines = [line.strip(" -") for line in str(message).splitlines()]
     joined = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
-    return re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined).removeprefix(
-        "Parser key "
-    )
+    # <class 'pkg.Name'> becomes Name, and typing.Literal becomes Literal.
+    shortened = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined)
+    return shortened.removeprefix("Parser key ")
 
 
 def hyphenated(text: str) -> str:
-    """`--optim.warmup_share` -> `--optim.warmup-share`, in every option that `text` names."""
+    """Return `text` with hyphens for underscores in every option that it names.
+
+    `--optim.warmup_share` becomes `--optim.warmup-share`, and `--from_` becomes `--from`.
+    """
     return OPTION.sub(lambda match: match.group().rstrip("_").replace("_", "-"), text)
 
 
 def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str]:
-    """An instance of the dataclass from `--config FILE` (YAML) and options, later ones winning, and
-    the same resolved as YAML.
+    """Return an instance of the dataclass, and all of its values as YAML.
 
-    Exits with 2 on a mistake.
+    Values come from `--config FILE` (YAML) and from options; later ones win. Prints one line and
+    exits with status 2 on a mistake.
     """
     parser = build_parser(config_class, prog)
     types = field_types(config_class)
@@ -66,6 +76,8 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
 
 
 def build_parser(config_class: Any, prog: str) -> Parser:
+    """Return the parser of a dataclass with a class variable `example`, for the program `prog`."""
+    # Docstrings under the fields are the help of the options.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     words = "".join(f"{word}... " for word in positional(config_class).values())
     parser = Parser(
@@ -83,47 +95,43 @@ def build_parser(config_class: Any, prog: str) -> Parser:
 
 
 class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the description."""
+    """Formatter of help texts that keeps the line breaks of the description."""
 
 
 def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> None:
-    """Exit with 2 for an option that there is not, naming the ones that are spelled like it."""
+    """Exit with status 2 for an unknown option, naming those that are spelled like it.
+
+    Keys of tables are not looked at.
+    """
     groups = {name.rpartition(".")[0] for name in types}
+    known_names = {*types, *groups, "config", "help", "print_config"}
+    # A table takes any key, such as data.chat_template_kwargs.enable_thinking.
+    tables = tuple(f"{name}." for name, kind in types.items() if not is_dataclass(kind))
     for argument in arguments:
         name = argument[2:].partition("=")[0].removesuffix("+")
-        if not argument.startswith("--") or name in {
-            *types,
-            *groups,
-            "config",
-            "help",
-            "print_config",
-        }:
+        if not argument.startswith("--") or name in known_names or name.startswith(tables):
             continue
-        if any(
-            name.startswith(f"{known}.") and not is_dataclass(kind) for known, kind in types.items()
-        ):
-            continue  # a key of a table, such as data.chat_template_kwargs.enable_thinking
         fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` with those of `known` that are spelled like `word`; empty if there are
-    none."""
+    """Return `; did you mean ...?` with up to three of the options `known` that are spelled like
+    `word`; an empty text if there are none."""
+    # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
     for name in known:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
-    found = [
-        name
-        for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7)
-        for name in by_end[form]
-    ]
-    options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(found)]
+    similar = []
+    for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
+        similar += by_end[form]
+    options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(similar)]
     return f"; did you mean {' or '.join(options[:3])}?" if options else ""
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Type of every option of a dataclass, nested ones by their dotted name."""
+    """Return the type of every field of a dataclass; those of nested dataclasses stand under their
+    dotted names."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(config_class).items():
         types[prefix + name] = kind
@@ -133,24 +141,25 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def positional(config_class: Any) -> dict[str, str]:
-    """The list that takes what is given without an option's name, and its word in the usage line,
-    if the dataclass has one."""
+    """Return the field, a list, that takes values given without an option's name, and its word in
+    the usage line; empty if the dataclass has none."""
     return {
-        part.name: part.metadata["positional"]
-        for part in fields(config_class)
-        if "positional" in part.metadata
+        option.name: option.metadata["positional"]
+        for option in fields(config_class)
+        if "positional" in option.metadata
     }
 
 
 def spelled(
     argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
 ) -> list[str]:
-    """The command line as jsonargparse wants it.
+    """Return the command line in the form that jsonargparse reads.
 
     Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is
     `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag` and `--no-flag` set a
-    switch; an option that takes a list may be given several times. What is no option's value
-    belongs to the list `bare_goes_to`, if there is one.
+    switch; an option that takes a list may be given several times. Words that are not the value of
+    an option belong to the list `bare_goes_to`, if there is one. Exits with status 2 for an option
+    that takes one value and is given twice.
     """
     result: list[str] = []
     given: set[str] = set()
@@ -162,8 +171,9 @@ def spelled(
             continue
         name, equals, value = argument[2:].partition("=")
         name = name.replace("-", "_")
-        # such as --from, which Python keeps for itself
-        name += "_" * (name not in types and f"{name}_" in types)
+        # A field cannot have the name of a Python keyword: --from is the field from_.
+        if name not in types and f"{name}_" in types:
+            name += "_"
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
         for group in ("sampling", "target"):
             if name not in types and f"{group}.{name}" in types:
@@ -175,6 +185,7 @@ def spelled(
         elif bare and types.get(name.removeprefix("no_")) in SWITCHES:
             name, equals, value = name.removeprefix("no_"), "=", "false"
         elif types.get(name) == list[str]:
+            # `--name+` appends to the list instead of replacing it.
             name += "+"
         elif name in given and name != "config":
             fail(f"--{name.replace('_', '-')} is given twice; it takes one value")
@@ -183,4 +194,4 @@ def spelled(
     return result
 
 
-SWITCHES = (bool, bool | None)
+SWITCHES = (bool, bool | None)  # types of the options that need no value

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or absent, and the run folder around them.
+"""Checkpoints of a training run, each complete or absent, and the run folder that holds them.
 
 OUTPUT/config.yaml               the resolved config of the run
 OUTPUT/checkpoints/step-000200/  state/ (weights, optimiser, RNG of every rank), trainer.json,
-                                 drafter/, config.yaml, provenance.json
+                                 drafter/, config.yaml, provenance.json, checksums.json
 OUTPUT/best, OUTPUT/last         links to the drafter of the best and of the latest checkpoint
 """
 
@@ -36,20 +36,18 @@ log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """The output folder of a run."""
+    """Output folder of a run, with its checkpoints and the links `best` and `last`."""
 
     def __init__(self, output: str) -> None:
         self.path = Path(output)
         self.checkpoints = self.path / "checkpoints"
 
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, ascending."""
-        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else []
-        return sorted(
-            int(p.name.removeprefix("step-"))
-            for p in found
-            if p.name.removeprefix("step-").isdigit()
-        )
+        """Return the steps of the complete checkpoints, ascending."""
+        if not self.checkpoints.is_dir():
+            return []
+        names = [path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*")]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def at(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:06d}"
@@ -62,11 +60,17 @@ class RunFolder:
         config_yaml: str,
         facts: Any,
     ) -> Path:
-        """Write the checkpoint of `state.step`: all ranks call this; it exists only once every rank
-        has written its part."""
+        """Write the checkpoint of `state.step` and return its folder; all ranks call this.
+
+        The folder gets its name only after every rank has written its files. `save_parts` is called
+        on the main process with the unfinished folder, to add the artifact and the texts written
+        during training. `facts` go into `provenance.json`.
+        """
         final = self.at(state.step)
         writer = whole_directory(final) if accelerator.is_main_process else nullcontext()
         with writer as aside:
+            # Only the main process has made the unfinished folder; the other ranks write their
+            # random states into the same one.
             aside = Path(broadcast_object_list([str(aside)])[0])
             accelerator.save_state(str(aside / "state"))
             if accelerator.is_main_process:
@@ -74,50 +78,64 @@ class RunFolder:
                 write_json(aside / "provenance.json", facts)
                 (aside / "config.yaml").write_text(config_yaml)
                 save_parts(aside)
+            # The checksums must cover the files of all ranks, so all have to be there.
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
                 write_checksums(aside)
+        # The folder gets its final name when the main process leaves the `with`.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             self._link("last", final / "drafter")
         return final
 
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
+        """Load the checkpoint of `step` into what `accelerator` has prepared; all ranks call this.
+
+        Returns the state in `trainer.json`.
+        """
         accelerator.load_state(str(self.at(step) / "state"))
-        accelerator.step = 0  # it counts micro-batches, of which a step may have another number now
+        # accelerate counts micro-batches here to know which of them ends a step. A resume on
+        # another number of ranks has another number of them in a step.
+        accelerator.step = 0
         return self.state_of(step)
 
     def state_of(self, step: int) -> TrainerState:
-        """What `trainer.json` of a checkpoint says. Raises `UserError`."""
+        """Return what `trainer.json` of the checkpoint of `step` holds. Raises `UserError`."""
         remedy = f"delete {self.at(step)} and go on from the checkpoint before it"
         return read_document(self.at(step) / "trainer.json", TrainerState, remedy)[0]
 
     def set_aside(self, after: int) -> None:
-        """Take checkpoints newer than `after` out of the way: those that were passed over for being
-        damaged."""
+        """Rename checkpoints newer than `after`, which were passed over because they are damaged.
+
+        Otherwise the next resume would look at them again, and `prune` would keep them as the
+        newest.
+        """
         for step in self.steps():
             if step > after:
+                # The same step may be damaged more than once, hence the random suffix.
                 self.at(step).rename(
                     self.checkpoints / f"damaged-{self.at(step).name}-{uuid.uuid4().hex[:6]}"
                 )
 
     def check_identity(self, step: int, identity: dict[str, str]) -> None:
-        """Demand that target and data are those of the checkpoint, before anything of it is
-        overwritten."""
+        """Raise `UserError` unless target and data are still those of the checkpoint of `step`.
+
+        The config names both by path only, so `identity` holds hashes of them. Called before
+        anything in the run folder is overwritten.
+        """
         before = self.state_of(step).identity
-        for what, value in identity.items():
-            if before.get(what) != value:
+        for name, value in identity.items():
+            if before.get(name) != value:
                 raise UserError(
-                    f"{self.path} holds checkpoints of a run whose {what} has changed since, "
-                    "though its path has not; choose "
-                    "another output"
+                    f"{self.path} holds checkpoints of a run whose {name} has changed since, "
+                    "though its path has not; choose another output"
                 )
 
     def mark_best(self, step: int) -> None:
         self._link("best", self.at(step) / "drafter")
 
     def prune(self, keep: int, best_step: int) -> None:
-        """Delete all but the newest `keep` checkpoints and the best one."""
+        """Delete all checkpoints but the newest `keep` and the one of `best_step`."""
         for step in self.steps()[:-keep]:
             if step != best_step:
                 shutil.rmtree(self.at(step))
@@ -125,7 +143,10 @@ class RunFolder:
         remove_partials(self.path)
 
     def _link(self, name: str, to: Path) -> None:
-        """Point the link OUTPUT/name at a folder inside OUTPUT, in one step."""
+        """Point the link OUTPUT/name at a folder inside OUTPUT, in one step.
+
+        The link is relative, so that a run folder can be moved.
+        """
         aside = self.path / f".{name}.partial"
         aside.unlink(missing_ok=True)
         aside.symlink_to(os.path.relpath(to, self.path))
@@ -136,12 +157,11 @@ class RunFolder:
 
 
 def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None:
-    """The step of the newest sound checkpoint to go on from, or None to start. Called before
-    anything is loaded or written.
+    """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
 
-    A folder with checkpoints of another config is an error: going on would mix two runs, starting
-    anew would destroy one. A checkpoint that has been damaged since it was written is passed over,
-    aloud.
+    Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
+    `resume` is false, without an undamaged one, or of another config: going on would mix two runs,
+    and starting anew would destroy one. A damaged checkpoint is passed over with a warning.
     """
     steps = folder.steps()
     if not steps:
@@ -151,15 +171,15 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
             f"{folder.path} already holds checkpoints; choose another output, or go on with "
             "checkpoints.resume=true"
         )
-    while found := damage(folder.at(steps[-1])):
+    while problem := damage(folder.at(steps[-1])):
         log.warning(
             "checkpoint %s is damaged: %s; looking at the one before it",
             folder.at(steps[-1]),
-            found,
+            problem,
         )
         if len(steps) == 1:
             raise UserError(
-                f"{folder.path} holds no sound checkpoint ({found}); choose another output"
+                f"{folder.path} holds no sound checkpoint ({problem}); choose another output"
             )
         steps.pop()
     before = _flat(read_yaml(folder.at(steps[-1]) / "config.yaml"))
@@ -168,12 +188,13 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
             raise UserError(
                 f"{folder.path} holds checkpoints of another run ({key} was {before.get(key)}, "
-                f"now it is {now.get(key)}); choose "
-                "another output, or the same config"
+                f"now it is {now.get(key)}); choose another output, or the same config"
             )
     return steps[-1]
 
 
+# Keys that a resume may change: none of them changes what a step learns. They decide what is
+# reported and kept, when the run stops, and how the same features reach the trainer.
 FREE_TO_CHANGE = {
     "log_every", "tracker", "project", "checkpoints.resume", "checkpoints.keep",
     "evaluation.patience", "profile.first",
@@ -183,11 +204,10 @@ FREE_TO_CHANGE = {
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"optim": {"lr": 1}}` -> `{"optim.lr": 1}`."""
+    """Return nested tables as one: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
     if not isinstance(config, dict):
         return {prefix: config}
-    return {
-        k: v
-        for name, value in config.items()
-        for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()
-    }
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        flat |= _flat(value, f"{prefix}.{name}".lstrip("."))
+    return flat

@@ -1,5 +1,8 @@
-"""The configuration of a training run. Every method's run is these parts plus its own two (heads,
-objective); unknown keys are errors."""
+"""Configuration of a training run.
+
+The run of a method has the parts here and two of its own, `heads` (`student` for distill) and
+`objective`. Unknown keys are errors. The docstrings are the help texts of the options.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ class Source:
     path: str
     """JSON, JSONL or parquet file, a folder of them, or a data set on the hub."""
     split: str = "train"
-    """Split to take of a hub data set."""
+    """Split of a hub data set."""
     weight: float = 1.0
-    """Rows taken for each row there is: 0.5 takes a seeded half of the source, 2 takes every row
-    twice."""
+    """Number of times that a row is taken on average: 0.5 takes a seeded half of the source, 2
+    takes every row twice."""
     name: str | None = None
-    """Name in counts and errors; the path if not given."""
+    """Name of the source in counts and errors; its path if not given."""
 
     def __post_init__(self) -> None:
         if self.weight <= 0:
@@ -42,19 +45,18 @@ class Source:
 
 @dataclass
 class HeldOutConfig:
-    """Which rows are kept away from training, to calibrate trees and to choose the best
-    checkpoint."""
+    """Rows that training leaves out, to calibrate trees and to choose the best checkpoint."""
 
     by: Literal["row", "source", "time"] = "row"
-    """row: a seeded share of all rows; source: whole sources; time: rows at or after a moment."""
+    """row: a seeded share of all rows; source: whole sources; time: rows from a moment on."""
     share: float = 0.05
-    """Share of rows held out (by row)."""
+    """Share of the rows that is held out (by row)."""
     sources: list[str] = field(default_factory=list)
-    """Names of the sources held out (by source)."""
+    """Names of the sources that are held out (by source)."""
     time_field: str = "timestamp"
-    """Row field that holds a number or an ISO date (by time)."""
+    """Field of a row that holds a number or an ISO date (by time)."""
     since: str = ""
-    """First moment held out (by time)."""
+    """First moment of the rows that are held out (by time)."""
 
     def __post_init__(self) -> None:
         if self.by == "row" and not 0 < self.share < 1:
@@ -67,35 +69,35 @@ class HeldOutConfig:
 
 @dataclass
 class Data:
-    """What is learned from."""
+    """Training data, and what is left out of it."""
 
     sources: list[Source]
-    """Where rows come from."""
+    """Sources of rows."""
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     max_length: int = 1024
-    """Tokens in a packed row; longer conversations are dropped and counted."""
+    """Number of tokens in a packed row; longer conversations are dropped and counted."""
     bad_rows: BadRows = "stop"
-    """What a malformed row does: stop, or skip it (it is named)."""
+    """Treatment of a malformed row: stop the command, or skip the row; it is named either way."""
     max_lost_share: float = 0.01
-    """Error if more than this share of a source's rows is left out, over-long or has nothing to
-    learn from."""
+    """Largest share of a source's rows that may be malformed, too long, or without anything to
+    learn from; more is an error."""
     deduplicate: bool = True
     """Drop rows whose tokens equal an earlier row's."""
     decontaminate: bool = True
     """Drop training rows that share a 13-gram of words with a held-out row."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the chat template, such as enable_thinking."""
+    """Variables for the chat template, such as enable_thinking."""
 
 
 @dataclass
 class Optim:
-    """AdamW and its schedule."""
+    """Optimiser (AdamW) and the schedule of its learning rate."""
 
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """After the warm-up: cosine to min_lr_share; constant then linear decay at the end (wsd); or
-    constant."""
+    """Rate after the warm-up. cosine: falls to min_lr_share; wsd: constant, then linear decay to
+    min_lr_share at the end; constant: remains at the peak."""
     warmup_share: float = 0.02
     """Share of the steps over which the rate rises from zero."""
     decay_share: float = 0.2
@@ -105,12 +107,12 @@ class Optim:
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     weight_decay: float = 0.0
-    """Decay of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none."""
     clip_norm: float = 1.0
-    """Largest global gradient norm."""
+    """Largest global norm of the gradient; a larger gradient is scaled down to it."""
     max_skipped: int = 10
-    """Steps in a row that are skipped because their gradient is not finite; one more ends the
-    run."""
+    """Number of steps in a row that may be skipped because their gradient is not finite; one more
+    ends the run."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.clip_norm <= 0:
@@ -125,19 +127,20 @@ class Optim:
 
 @dataclass
 class Evaluation:
-    """Held-out decoding during training. Its measured tau chooses the best checkpoint; a loss never
-    does."""
+    """Decoding of held-out prompts during training. The measured tau, never a loss, decides which
+    checkpoint is the best."""
 
     every: int = 200
-    """Steps between evaluations; there is always one at the end."""
+    """Number of steps between evaluations; there is always one at the end."""
     prompts: int = 32
-    """Held-out prompts decoded."""
+    """Number of held-out prompts that are decoded."""
     max_new_tokens: int = 128
-    """Longest reply."""
+    """Largest number of tokens of a reply."""
     tree_nodes: int = 16
-    """Drafted nodes of the decoding tree."""
+    """Number of drafted nodes of the tree that is decoded with."""
     patience: int = 0
-    """Stop after this many evaluations without a better measured tau; 0 never stops early."""
+    """Number of evaluations without a better measured tau after which training stops; 0 never stops
+    early."""
 
     def __post_init__(self) -> None:
         if min(self.every, self.prompts, self.max_new_tokens, self.tree_nodes) < 1:
@@ -150,14 +153,14 @@ class Evaluation:
 
 @dataclass
 class Checkpoints:
-    """What is kept on disk."""
+    """Checkpoints that are kept on disk."""
 
     every: int = 200
-    """Steps between checkpoints; every evaluation makes one too."""
+    """Number of steps between checkpoints; every evaluation makes one too."""
     keep: int = 2
-    """Checkpoints kept, besides the best one."""
+    """Number of the latest checkpoints that are kept, besides the best one."""
     resume: bool = True
-    """Go on from the last whole checkpoint in the output folder, if there is one."""
+    """Continue from the last whole checkpoint in the output folder, if there is one."""
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
@@ -166,21 +169,22 @@ class Checkpoints:
 
 @dataclass
 class FeatureOptions:
-    """Where the target's features come from; from the target in this process if nothing is
+    """Source of the target's features: the target in this process, unless a store or a server is
     given."""
 
     store: str | None = None
-    """Folder that `draftsmith data extract` wrote for this run; the target is not loaded, and no
-    held-out text is decoded."""
+    """Feature store that `draftsmith data extract` wrote for this run. The target itself is not
+    loaded then, and no held-out text is decoded."""
     server: str | None = None
     """Address of a running vLLM that gives hidden states, such as http://localhost:8000/v1; only
-    the target's embedding, norm and head are loaded from target.path."""
+    the target's embedding, norm and head are loaded, from target.path."""
     server_layers: list[int] = field(default_factory=list)
-    """Layer ids that it was started with, ascending: the run's taps, and the number of layers."""
+    """Layer ids that the server was started with, ascending: the run's taps and, last, the number
+    of the target's layers."""
     server_model: str = "target"
-    """Its name for the target."""
+    """Name of the target on the server."""
     concurrency: int = 8
-    """Requests under way at one time, for each rank."""
+    """Number of requests that each rank has under way at one time."""
 
     def __post_init__(self) -> None:
         check_url(self.server, "features.server")
@@ -192,12 +196,12 @@ class FeatureOptions:
 
 @dataclass
 class ProfilerConfig:
-    """A window of steps for the profiler."""
+    """Steps that the profiler records."""
 
     first: int = 10
-    """Steps before it, counted from the start of this process."""
+    """Number of steps before the first recorded one, counted from the start of this process."""
     steps: int = 0
-    """Steps in it; 0 profiles nothing. OUTPUT/profile/rank-N.json opens in Perfetto."""
+    """Number of recorded steps; 0 records nothing. OUTPUT/profile/rank-N.json opens in Perfetto."""
 
     def __post_init__(self) -> None:
         if min(self.first, self.steps) < 0:
@@ -206,12 +210,12 @@ class ProfilerConfig:
 
 @dataclass
 class RunConfig:
-    """What every method's run has."""
+    """Training run: the part that all methods share."""
 
     output: str
     """Folder for checkpoints and the finished drafter."""
     target: TargetConfig
-    """The frozen model."""
+    """The model that the drafter is trained for; it stays frozen."""
     data: Data
     optim: Optim = field(default_factory=Optim)
     evaluation: Evaluation = field(default_factory=Evaluation)
@@ -219,28 +223,29 @@ class RunConfig:
     features: FeatureOptions = field(default_factory=FeatureOptions)
     profile: ProfilerConfig = field(default_factory=ProfilerConfig)
     epochs: float = 1.0
-    """Passes over the data; fractions are fine."""
+    """Number of passes over the data; fractions are fine."""
     max_steps: int | None = None
-    """Stop after this many optimiser steps, whatever epochs says; the schedule ends there."""
+    """Number of optimiser steps, in place of epochs; the schedule ends there too."""
     batch_rows: int = 4
-    """Packed rows in a forward pass of one rank."""
+    """Number of packed rows in a forward pass of one rank."""
     accumulation: int = 1
-    """Forward passes of one rank in an optimiser step; a resume on other ranks adjusts it, so that
-    steps keep their rows."""
+    """Number of forward passes of one rank in an optimiser step; a resume on another number of
+    ranks adjusts it, so that steps keep their rows."""
     precision: Literal["no", "bf16"] = "no"
-    """bf16: autocast with fp32 master weights."""
+    """Precision of the drafter's computation. no: float32; bf16: autocast with float32 weights."""
     init_from: str | None = None
-    """Start from the weights of this drafter; its shape, taps, vocabulary and norms are kept."""
+    """Drafter to start from; its shape, taps, vocabulary and norms are kept."""
     retarget: bool = False
-    """Allow `init_from` a drafter of another target of the same shape, such as the base of a
-    fine-tune."""
+    """Allow `init_from` to name a drafter of another target of the same shape, such as the base
+    model of a fine-tuned one."""
     seed: int = 0
+    """Seed of the held-out rows, the order of the data and the initial weights."""
     log_every: int = 10
-    """Steps between log lines."""
+    """Number of steps between log lines."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
-    """Where metrics go besides the log (wandb honours WANDB_MODE=offline)."""
+    """Tracker that gets the metrics besides the log (wandb honours WANDB_MODE=offline)."""
     project: str = "draftsmith"
-    """Project name for the tracker."""
+    """Name of the project in the tracker."""
 
     def __post_init__(self) -> None:
         if self.batch_rows < 1 or self.accumulation < 1 or self.epochs <= 0 or self.log_every < 1:

@@ -1,4 +1,4 @@
-"""The JSON files of a run and of a feature store, each as a type; see `heads/documents.py`."""
+"""JSON files of a run and of a feature store, each as a type; see `heads/documents.py`."""
 
 from __future__ import annotations
 
@@ -11,66 +11,77 @@ from ..heads.documents import Count, Document, FileFacts
 
 
 class TrainerState(Document, kw_only=True):
-    """`trainer.json` of a checkpoint: what a resume needs besides weights, optimiser and RNG.
+    """`trainer.json` of a checkpoint: the facts that a resume needs besides weights, optimiser and
+    random number generators.
 
-    The data position is a function of the step.
+    The position in the data is not among them: it is a function of the step.
     """
 
     what: ClassVar[str] = "the state of a training run"
 
     step: Count = 0
-    """Optimiser steps done."""
+    """Number of optimiser steps that are done."""
     tokens: Count = 0
-    """Positions seen, padding included."""
+    """Number of positions seen, padding included."""
     best_tau: float = 0.0
+    """Highest tau of all evaluations so far."""
     best_step: Annotated[int, Meta(ge=-1)] = -1
+    """Step of that evaluation; -1 before the first one."""
     evaluations_without_gain: Count = 0
+    """Number of evaluations since then."""
     evaluated: Count = 0
-    """The last step that was evaluated: one that was asked to stop leaves that to the run that goes
-    on."""
+    """Last step that was evaluated. A run that is asked to stop at a step that is to be evaluated
+    leaves the evaluation to the resumed run."""
     rows_per_step: Annotated[int, Meta(ge=1, le=1 << 20)]
-    """Ranks times accumulation times batch; a resume under another value would skip or repeat
+    """Ranks times accumulation times batch rows; a resume with another product would skip or repeat
     data."""
     ranks: Annotated[int, Meta(ge=1)] = 1
-    """Processes that wrote the checkpoint."""
+    """Number of processes that wrote the checkpoint."""
     engine: str = "replicated"
-    """How weights and optimiser lie in the checkpoint, see `parallel.engine_of`."""
+    """Form of weights and optimiser in the checkpoint, see `parallel.engine_of`."""
     skipped: Count = 0
-    """Steps whose gradient was not finite."""
+    """Number of steps whose gradient was not finite."""
     skipped_in_a_row: Count = 0
+    """Number of the latest of them, without a good step in between."""
     total_steps: Count = 0
+    """Number of steps of the whole run."""
     identity: dict[str, str] = {}
-    """Hashes of the target's weights and of the data: the config names both only by path."""
+    """Hashes of the target's weights and of the data, which the config names by path only."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
     def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON holds them."""
         return msgspec.to_builtins(self)
 
 
 class Counts(Document):
-    """`counts.json` beside the tables of a run: what they depend on, and how they came about."""
+    """`counts.json` beside the token tables of a run: the data that they were made of, and the fate
+    of its rows."""
 
     what: ClassVar[str] = "the note of a run's tables of tokens"
 
     key: str
-    """Of `data.tables_key`."""
+    """Hash of everything that the tables depend on, from `data.tables.tables_key`."""
     counts: dict[str, dict[str, Count]]
-    """Rows by source and by what became of them."""
+    """Number of rows for each source and outcome, such as "train" or "malformed"."""
     files: dict[str, FileFacts] = {}
-    """Of the tables; runs of version 0.1 noted none."""
+    """Sizes and checksums of the tables; runs of version 0.1 noted none."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
 
 class WrittenRow(Struct):
-    """A line of what `data regenerate` writes: what going on needs of it."""
+    """Line of the output of `data regenerate`, as far as a resume reads it."""
 
     id: str
+    """Name of the conversation."""
     last_part: bool
+    """True in the last of the lines that the conversation becomes."""
     regenerated: dict[str, Any]
+    """Provenance: facts about the target and the sampling that wrote the replies."""
 
 
 class ShardNote(Document):
-    """`shard-N.json`: written when the shard is whole."""
+    """`shard-N.json` of a feature store, written when the shard is whole."""
 
     what: ClassVar[str] = "the note of a shard"
 
@@ -80,9 +91,11 @@ class ShardNote(Document):
 
 
 class Wanted(Document):
-    """`wanted.json` of a ring: the first row that its trainer still needs."""
+    """`wanted.json` of a ring: the message of a trainer to the extractor beside it."""
 
     what: ClassVar[str] = "what a trainer says to its extractor"
 
     first: Count
+    """First packed row that the trainer still needs."""
     done: bool
+    """True when the training is over and no more rows are needed."""

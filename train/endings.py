@@ -1,8 +1,12 @@
-"""How a command ends: one line and an exit status for everything that may befall it, in one process
-or in each of many ranks.
+"""End of a command: one line and an exit status, whatever happens, in one process or in many ranks.
 
-0 done, 2 what the user can mend, 1 a mistake of ours or a lost rank, 130 and 143 asked to stop
-(SIGINT, SIGTERM), 141 nobody reads the output any more.
+| status | meaning |
+|---|---|
+| 0 | done |
+| 1 | an internal error, or another rank was lost |
+| 2 | an error that the user can correct |
+| 130, 143 | asked to stop by SIGINT, by SIGTERM |
+| 141 | nobody reads the output any more (SIGPIPE) |
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ import psutil
 from ..heads.errors import UserError
 from ..heads.files import write_failure
 
-MAIN_SPEAKS_S = 5.0  # how long another rank waits for the first one to say what is wrong
-WATCH_S = 1.0  # between two looks at whether the launcher is still there
+MAIN_SPEAKS_S = 5.0  # seconds that another rank waits for the first one to report the error
+WATCH_S = 1.0  # seconds between two checks that the launcher is still running
 DEBUG = "DRAFTSMITH_DEBUG"
+# Parts of the messages of gloo and NCCL when another rank has died.
 LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -36,27 +41,34 @@ LOST_PEER = (
     "nccl",
     "gloo",
 )
+# Parts of the messages of torch and of the system when memory runs out.
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "out of memory",
     "cannot allocate memory",
 )
+# Numbers of the signals that `_interrupt` has seen.
 _INTERRUPTED: list[int] = []
 
 
 def fail(message: str) -> NoReturn:
-    """Print one line on stderr and exit with 2. Of several ranks the first speaks, whose end is
-    that of the others; another one does if it finds that it is alone with its trouble."""
+    """Print one line on stderr and exit with status 2.
+
+    Of several ranks only the first one prints, and its end ends the others; another rank prints if
+    the first one is still running after a while, so that the error is its own.
+    """
     say_for_all_ranks(f"error: {message}")
     leave(2)
     raise SystemExit(2)
 
 
 def say_for_all_ranks(line: str) -> None:
-    """Print a last line on stderr: the first rank at once, another one only if the first has not
-    ended all by then."""
+    """Print a last line on stderr: on the first rank at once, on another one only if the first has
+    not ended them all by then."""
     if not is_main_rank():
+        # While it waits, the launcher may end it in the ordinary way: training's own handler would
+        # only note the wish to stop.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(MAIN_SPEAKS_S)
         kind, _, rest = line.partition(": ")
@@ -65,11 +77,11 @@ def say_for_all_ranks(line: str) -> None:
 
 
 def leave(code: int = 0) -> None:
-    """End one of several ranks at once, without shutting the interpreter down; does nothing where
-    there is only one.
+    """End one of several ranks at once, without shutting the interpreter down.
 
-    A gloo rank sometimes aborts while it shuts down (6 of 60 in a trial), and the launcher then
-    reports a good run as failed; or it waits for the others, who wait for it.
+    Does nothing where there is only one rank. A gloo rank sometimes aborts while it shuts down (6
+    of 60 in a trial), and the launcher then reports a good run as failed; or it waits for the
+    others, who wait for it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
@@ -78,16 +90,18 @@ def leave(code: int = 0) -> None:
 
 
 def is_main_rank() -> bool:
-    """Whether this process is the first of those that a launcher started; known before accelerate
-    is."""
+    """Return true in the first of the processes that a launcher started, and without a launcher.
+
+    Unlike accelerate's own test, this one works before accelerate is imported.
+    """
     return os.environ.get("RANK", "0") == "0"
 
 
 def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
-    """Run a whole command; whatever happens, it ends as the head of this file says.
+    """Run a whole command; whatever happens, it ends with a line and a status of this module.
 
-    `--debug`, taken out of `argv`, or DRAFTSMITH_DEBUG=1 lets Python print the traceback of what
-    was not foreseen.
+    `--debug`, which is taken out of `argv`, or DRAFTSMITH_DEBUG=1 lets Python print the traceback
+    of an unforeseen error.
     """
     debug = "--debug" in argv or os.environ.get(DEBUG, "") not in ("", "0")
     _open_closed_streams()
@@ -95,12 +109,13 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
     sys.unraisablehook = _unraisable
     try:
         command([argument for argument in argv if argument != "--debug"])
+        # A full disk or a closed pipe behind the output has to show here, not after `main`.
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # or Python complains when it flushes what is left
+        # Python flushes the rest of the output at its end and would complain about the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except Exception as error:
@@ -110,7 +125,11 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
 
 
 def report_failure(error: Exception, argv: list[str]) -> NoReturn:
-    """One line for an exception, by what it is about."""
+    """Print one line for an exception and exit.
+
+    The status is 2 for errors that the user can correct: a `UserError`, a disk that refuses a file,
+    and memory that runs out. Otherwise it is 1, and the line names a file with the traceback.
+    """
     if isinstance(error, UserError):
         fail(str(error))
     if isinstance(error, OSError) and (reason := write_failure(error)) is not None:
@@ -118,9 +137,8 @@ def report_failure(error: Exception, argv: list[str]) -> NoReturn:
             f"cannot write {error.filename or 'the output'}: {reason}; free some space or choose "
             "another folder"
         )
-    if isinstance(error, MemoryError) or any(
-        words in str(error).lower() for words in OUT_OF_MEMORY
-    ):
+    message = str(error).lower()
+    if isinstance(error, MemoryError) or any(phrase in message for phrase in OUT_OF_MEMORY):
         fail(
             f"out of memory: {(str(error) or 'Python could get no more').splitlines()[0]}; make "
             "batches or lengths smaller"
@@ -136,8 +154,10 @@ def report_failure(error: Exception, argv: list[str]) -> NoReturn:
 
 
 def _details(error: Exception, argv: list[str]) -> str:
-    """The file that holds the traceback, what was run, and the versions; `nowhere` if none can be
-    written."""
+    """Write the traceback, the command line and versions to a file, and return its name.
+
+    The name is `nowhere`, with the reason, if no file can be written.
+    """
     versions = "\n".join(
         f"{name} {metadata.version(name)}"
         for name in ("draftsmith", "torch", "transformers", "accelerate")
@@ -166,11 +186,15 @@ def _installed(name: str) -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Streams that the caller has closed (`>&-`) read as empty and swallow what is written: without
-    them, isatty() is no method and the first file that is opened takes the place of standard
-    output."""
+    """Replace standard streams that the caller has closed (`>&-`) by ones that read as empty and
+    discard what is written.
+
+    Python sets a closed stream to None, which has no `isatty`; and the next file that is opened
+    would get the number of the closed stream, so that output meant for it goes into that file.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
+            # Normally the lowest free number, which is the closed stream's own.
             descriptor = os.open(os.devnull, os.O_RDWR)
             if descriptor != number:
                 os.dup2(descriptor, number)
@@ -184,15 +208,20 @@ _ORDINARY = sys.unraisablehook
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """An import that is interrupted may hide that behind an error of its own: `guarded` asks
-    here."""
+    """Handle SIGINT: note it, and raise `KeyboardInterrupt`.
+
+    An import that is interrupted may raise an error of its own in its place, so `guarded` looks at
+    the note.
+    """
     _INTERRUPTED.append(number)
     raise KeyboardInterrupt
 
 
 def _unraisable(found: Any) -> None:
-    """An interrupt within a destructor or a callback of the interpreter is lost there: it comes
-    again a moment later."""
+    """Handle an exception that Python cannot raise, by repeating an interrupt a moment later.
+
+    An interrupt within a destructor or a callback of the interpreter would otherwise be lost.
+    """
     if isinstance(found.exc_value, KeyboardInterrupt):
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
@@ -201,8 +230,11 @@ def _unraisable(found: Any) -> None:
 
 
 def guarded(work: Callable[[], None], if_interrupted: str) -> None:
-    """Run the work of a command, once its options are known; an interrupt ends in the line
-    `if_interrupted` and status 130."""
+    """Run the work of a command, once its options are known.
+
+    An interrupt ends in the line `if_interrupted` and status 130; so does, with status 1, the loss
+    of another rank. A run that was asked to stop ends with its own status.
+    """
     from transformers.utils import logging as transformers_logging
 
     logging.basicConfig(
@@ -212,7 +244,7 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     )
     for noisy in ("httpx", "datasets", "filelock", "fsspec", "accelerate"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    # of every save: that tied weights are stored once
+    # It reports at every save that tied weights are stored once.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -220,6 +252,7 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
         try:
             work()
         except UserError:
+            # The error is a consequence of the interrupt.
             if _INTERRUPTED:
                 raise KeyboardInterrupt from None
             raise
@@ -243,68 +276,74 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed because a rank has died: gloo and NCCL each say it in their own
-    words."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and any(
-        word in str(error).lower() for word in LOST_PEER
-    )
+    """Return true if a collective operation failed because another rank has died."""
+    message = str(error).lower()
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return several and any(phrase in message for phrase in LOST_PEER)
 
 
 def follow_launcher() -> None:
-    """End as SIGTERM asks to when `accelerate launch` (or torchrun, or deepspeed), which started
-    this process, is gone.
+    """End this process, as SIGTERM does, when the launcher that started it is gone.
 
-    With one process the launcher does not pass signals on: killed, it would leave the training to
-    run on unseen.
+    Launchers are `accelerate launch`, torchrun and deepspeed. With one process a launcher does not
+    pass signals on: if it is killed, the training would continue unseen.
     """
     launcher = psutil.Process().parent()
     try:
-        words = " ".join(launcher.cmdline()) if launcher is not None else ""
+        command_line = " ".join(launcher.cmdline()) if launcher is not None else ""
     except psutil.Error:
         return
-    if any(name in words for name in ("accelerate", "torchrun", "torch.distributed", "deepspeed")):
+    launchers = ("accelerate", "torchrun", "torch.distributed", "deepspeed")
+    if any(name in command_line for name in launchers):
         threading.Thread(
             target=_watch, args=(os.getppid(),), daemon=True, name="follow-launcher"
         ).start()
 
 
 def _watch(parent: int) -> None:
+    """Wait until the process `parent` has ended, then send SIGTERM to this one."""
+    # An orphan gets another parent.
     while os.getppid() == parent:
         time.sleep(WATCH_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Stopped(Exception):
-    """A run was asked to end and has saved where it stands."""
+    """Raised by a run that was asked to stop and has saved a checkpoint; `status`: its exit
+    status."""
 
     def __init__(self, status: int) -> None:
         self.status = status
 
 
 class Stop:
-    """Whether somebody has asked this process to end: SIGTERM, SIGINT (Ctrl-C), or SIGUSR1, which
-    schedulers send before they kill. Training then saves a checkpoint. A second SIGINT, some
-    seconds later, ends it at once."""
+    """Requests to stop this process, so that training can save a checkpoint first.
 
-    AGAIN_S = 3.0  # a launcher passes on the SIGINT that a terminal has sent to everybody already
+    They are SIGTERM, SIGINT (Ctrl-C), and SIGUSR1, which schedulers send before they kill. A second
+    SIGINT, some seconds later, ends the process at once.
+    """
+
+    # A terminal sends SIGINT to all processes, and a launcher passes its own on: both are one
+    # request.
+    AGAIN_S = 3.0
 
     def __init__(self) -> None:
         self.status = 0
-        """Exit status of a run that was asked to stop; 0 while nobody has asked."""
+        """Exit status of a run that was asked to stop; 0 while there was no request."""
         self._since = 0.0
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._ask)
 
     @property
     def asked(self) -> bool:
-        """Whether this rank was asked; of several ranks one may have been alone with it."""
+        """True once this rank was asked to stop; others may not have been."""
         return self.status != 0
 
     def _ask(self, number: int, frame: object) -> None:
+        """Handle a signal: note the first request, and let a second SIGINT interrupt."""
         if number == signal.SIGINT and self.asked and time.monotonic() - self._since > self.AGAIN_S:
             raise KeyboardInterrupt
         if not self.asked:
-            self.status, self._since = (
-                128 + (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM),
-                time.monotonic(),
-            )
+            # SIGUSR1 stands for the SIGTERM that would follow.
+            reason = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self.status, self._since = 128 + reason, time.monotonic()

@@ -1,7 +1,7 @@
-"""Cost of a training run from its configs alone: bytes, GPU-hours, GPU memory. Absurd costs are
-refused before anything is loaded.
+"""Cost of a training run from its configs alone: bytes, GPU-hours and GPU memory.
 
-Everything is arithmetic on shapes: the target and the drafter are built without numbers.
+Everything is arithmetic on shapes: the target and the drafter are built on the meta device, without
+weights. A run of absurd cost is refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from ..inference.target import resolve_device
 from .options import PlanOptions
 from .outline import ConfigOnly, Outline, config_at, empty
 
-STATE_BYTES = 16  # a trained parameter in fp32: weight, gradient, two moments
+STATE_BYTES = 16  # of a trained parameter in fp32: weight, gradient, two moments of AdamW
 DECODE_SHARE = 0.1  # of a GPU's peak while a batch of replies is decoded: memory sets the pace
-MOST_MEMORY = 2.0  # times what there is; the estimate of activations is an upper bound
-# times the target's forward pass over the same token; common recipes stay below 10
+# Memory that a run may need, as a multiple of what there is: the estimate of the activations is an
+# upper bound.
+MOST_MEMORY = 2.0
+# Work that training on a token may cost, as a multiple of the target's forward pass over it; common
+# recipes stay below 10.
 MOST_WORK = 100.0
+# Options that count something of which a row of data has at most one for each token.
 COUNTS = (
     ("heads", "num_heads"),
     ("heads", "block_size"),
@@ -36,68 +40,90 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What the arithmetic needs of a target and its drafter."""
+    """Sizes of a target and its drafter that the arithmetic needs."""
 
     hidden: int
+    """Hidden size of the target."""
     target_params: int
     active_params: int
-    """Parameters that one token passes through; fewer than all in a mixture of experts."""
+    """Parameters of the target that one token passes through; fewer than all in a mixture of
+    experts."""
     vocab: int
     drafter_params: int
     taps: int
+    """Number of taps that the drafter reads."""
     all_last: bool
+    """True where the last state of every position is read, and not only of the replies'."""
     passes: float
-    """This and what follows: see `Outline`."""
+    """See `Outline`, as for all that follow."""
     borrowed_params: int = 0
     layers: int = 1
     distributions: int = 1
 
 
 def shape_of(method: Any, config: Any) -> RunSizes:
-    """Target and drafter by their shapes. Raises `UserError` where no config is to be had."""
+    """Return the sizes of the run's target and drafter.
+
+    `method` is a module of `train/methods/`, `config` its run. Raises `UserError` where the target
+    has no config that can be read.
+    """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
     target = ConfigOnly(model_config)
     model = empty(model_config)
     total = sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
-    used, there = (
-        getattr(target.config, key, None) for key in ("num_experts_per_tok", "num_experts")
-    )
-    there = there or getattr(target.config, "num_local_experts", None)
-    active = total - experts + (experts * used // there if used and there else experts)
+    # A token passes through all that is not an expert, and through some of the experts.
+    in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    used = getattr(target.config, "num_experts_per_tok", None)
+    experts = getattr(target.config, "num_experts", None)
+    experts = experts or getattr(target.config, "num_local_experts", None)
+    used_in_experts = in_experts
+    if used and experts:
+        used_in_experts = in_experts * used // experts
+    active = total - in_experts + used_in_experts
     taps, all_last = method.features_of(config, target)
-    found = outlined(method, config, target)
-    trained = sum(p.numel() for p in found.drafter.parameters())
+    outline = outlined(method, config, target)
+    trained = sum(p.numel() for p in outline.drafter.parameters())
     return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        found.passes, found.borrowed_params, found.layers, found.distributions,
+        outline.passes, outline.borrowed_params, outline.layers, outline.distributions,
     )  # fmt: skip
 
 
 def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
-    """The run's drafter without numbers, on the meta device, with what training runs through.
-    Raises `UserError`."""
+    """Return the run's drafter on the meta device, and the amount of its work in training.
+
+    Raises `UserError` for heads that do not fit the target.
+    """
     with torch.device("meta"):
         return method.outline(config, target)
 
 
 def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, float]:
-    """Bytes, GPU-hours and bytes of GPU memory."""
+    """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
+
+    Operations are counted as usual: 2 for each parameter in a forward pass, and twice as many in a
+    backward pass, half of them for the gradients of the weights.
+    """
+    # Features in bfloat16: all taps of every token, and the last state of all or of the replies.
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
-    hours = 3600 * GPUS[options.gpu].tflops * 1e12
-    # of what is frozen, no gradient of its weights
+    peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
+    # Borrowed parameters are frozen, so their own gradients are not computed.
     per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params
     positions = config.batch_rows * config.data.max_length
     chunk = getattr(config.objective, "rows_per_chunk", 1024)
+    # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
+    # the backward pass about 20 vectors in fp32 for each state of each layer.
     states = positions * shape.passes * shape.layers
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
-    regenerate = (
-        2 * shape.active_params * options.tokens * options.reply_share / (hours * DECODE_SHARE)
-    )
-    extract = 2 * shape.active_params * options.tokens / (hours * options.mfu)
-    train = per_pass * shape.passes * options.tokens * config.epochs / (hours * options.mfu)
-    # live, or through a ring: in each epoch anew
+    # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
+    logits = 3 * chunk * shape.distributions * shape.vocab * 4
+    decoding_hour = peak_hour * DECODE_SHARE
+    regenerate = 2 * shape.active_params * options.tokens * options.reply_share / decoding_hour
+    extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
+    train = per_pass * shape.passes * options.tokens * config.epochs / (peak_hour * options.mfu)
+    # Without a store, features are made anew in each epoch. So they are through a ring, but a
+    # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0
     return {
         "feature_bytes_per_token": per_token,
@@ -110,16 +136,16 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, fl
         "total_gpu_hours": regenerate + extract * extractions + train,
         "target_bytes": 2.0 * shape.target_params,
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
-        "activation_bytes": float(activations + 3 * chunk * shape.distributions * shape.vocab * 4),
+        "activation_bytes": float(activations + logits),
     }
 
 
 def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
-    """Raise `UserError` where a step of `run` asks for far more memory or work than makes sense on
-    this machine.
+    """Raise `UserError` where `run` asks for far more memory or work than makes sense on this
+    machine, or for larger checkpoints than the disk has room for.
 
-    A run from a feature store is not looked at, since its target may not be here; nor is one that
-    begins with a drafter, whose shape is that drafter's.
+    A run from a feature store is not looked at, since its target may not be on this machine; nor is
+    one that begins with a drafter, whose shape is that drafter's. `ranks`: how many there are.
     """
     if run.features.store is not None or run.init_from is not None:
         return
@@ -134,19 +160,18 @@ def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
     plan = plan_for(shape, PlanOptions(""), run)
     sizes = [f"{part}.{name}" for part, name in COUNTS if hasattr(getattr(run, part, None), name)]
     lower = f"lower {', '.join(sizes) or 'the size of the student'}"
-    # of weight, gradient and two moments, the gradient is not kept
+    # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     checkpoint = plan["drafter_bytes"] * 3 / 4
     check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")
-    needed, there = (
-        plan["drafter_bytes"] / ranks + plan["activation_bytes"],
-        memory_of(resolve_device(run.target.device)),
-    )
-    if needed > MOST_MEMORY * there:
+    needed = plan["drafter_bytes"] / ranks + plan["activation_bytes"]
+    available = memory_of(resolve_device(run.target.device))
+    if needed > MOST_MEMORY * available:
         raise UserError(
             f"training needs about {size(needed)} beside the target, and this machine has "
-            f"{size(there)} (see draftsmith data "
+            f"{size(available)} (see draftsmith data "
             f"plan); {lower} or batch_rows and data.max_length"
         )
+    # Both stages are of the same tokens, so the ratio of their hours is that for one token.
     work = plan["train_gpu_hours"] / run.epochs / plan["extract_gpu_hours"]
     if work > MOST_WORK:
         raise UserError(
@@ -157,7 +182,7 @@ def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
 
 
 def memory_of(device: torch.device) -> float:
-    """Bytes of memory of a GPU, or of this machine."""
+    """Return the bytes of memory of a GPU, or of this machine."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(psutil.virtual_memory().total)

@@ -1,11 +1,14 @@
-"""Held-out tau during training: estimated by replay on teacher-forced text, measured by decoding
-with the saved drafter.
+"""Held-out tau during training: estimated by replay, and measured by decoding with the artifact.
 
 The texts are the target's own greedy replies to held-out prompts, written by the same loop that
-measures. Four numbers, which are two pairs that must agree: what the training pass says of every
-row (tau_training), replayed, against what drafting does on the same features (tau_drafted); and
-drafting along the known text (tau_estimated) against decoding with the saved drafter
-(tau_measured).
+measures. There are four numbers, in two pairs that must agree:
+
+- `tau_training` replays what the training pass computes at every position; `tau_drafted` drafts the
+  same along the text, on the same features.
+- `tau_estimated` drafts along the text as decoding would; `tau_measured` decodes with the saved
+  artifact.
+
+The metrics are defined in docs/metrics.md#training-metrics.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.console import Progress
 from ..inference.decode import generate_one
+from ..inference.drafters import load_proposer, proposer_of
 from ..inference.metrics import (
     bootstrap,
     emitted_per_round,
@@ -34,7 +38,7 @@ from ..inference.metrics import (
     tau,
     tau_by_position,
 )
-from ..inference.proposer import PlainDecoding, load_proposer, method_module
+from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
 from ..inference.settings import Sampling
 from ..inference.stored import HeldOutText
@@ -44,46 +48,51 @@ from .data.tables import TokenTable
 
 log = logging.getLogger(__name__)
 
-# A penalty of the target's own would weigh on drafts and target alike in decoding; replay knows
-# nothing of it.
+# In decoding, a repetition penalty from the target's own config would change the target's choices;
+# replay knows nothing of it, so the two would differ.
 SAMPLING = Sampling(repetition_penalty=1.0)
 PLAIN_PROMPT = 16  # tokens of a held-out plain text that the target is given
 
 
 @dataclass
 class Estimate:
-    """What is known of a drafter without decoding."""
+    """Taus of a drafter on the held-out texts, computed without decoding."""
 
     tau: float
-    """Its drafting along the texts, as `rounds_on_text` replays them."""
+    """Tau of the drafter drafting along the texts as in decoding, by `rounds_on_text`."""
     tau_training: float
-    """The same for what the training pass itself says of every row: for Medusa the tree, for the
-    others a chain."""
+    """Tau of replaying what the training pass computes at every position: the tree for Medusa, a
+    chain for the other methods."""
     tau_drafted: float
-    """What drafting gives for exactly that: equal in fp32, or training and drafting disagree."""
+    """Tau of drafting exactly that along the texts: equal to `tau_training` in fp32, or training
+    and drafting disagree."""
     tau_rows: float
-    """The average over all rows: biased upwards, logged so that nobody has to wonder, never
-    compared."""
+    """1 + mean of accepted drafts over all roots of the replies. Biased upwards, because decoding
+    visits other positions; logged for reference and compared with nothing."""
     survival: list[float]
+    """Share of the rounds of `tau` that accepted at least d drafts, d = 1, 2, .."""
 
 
 @dataclass
 class Measurement:
-    """What decoding says of a drafter."""
+    """Result of decoding the held-out prompts with a saved drafter."""
 
     kept: list[list[int]]
+    """Tokens emitted in each round of each reply."""
     tau: float
     interval: tuple[float, float]
+    """95% interval of `tau`."""
     different: int
-    """Replies that are not the target's own: must be 0 in fp32."""
+    """Number of replies that are not the target's own: must be 0 in fp32."""
     by_position: dict[str, float]
+    """Tau by position of the round's root."""
 
 
 @torch.no_grad()
 def write_text(
     target: Target, prompt: list[int], taps: tuple[int, ...], max_new_tokens: int
 ) -> HeldOutText:
-    """The target's greedy reply to a prompt, with the features of both."""
+    """Return a prompt with the target's greedy reply and the features of both, on the CPU."""
     plain = generate_one(target, PlainDecoding(), prompt, max_new_tokens, sampling=SAMPLING)
     ids = prompt + plain.token_ids
     hidden = target.forward(torch.tensor([ids], device=target.device), taps=taps)
@@ -93,7 +102,7 @@ def write_text(
 
 
 class HeldOutEvaluation:
-    """The held-out texts, each rank holding its share."""
+    """The held-out texts, shared among the ranks, and the judgement of a drafter by them."""
 
     def __init__(
         self,
@@ -105,24 +114,23 @@ class HeldOutEvaluation:
         taps: tuple[int, ...],
         texts: list[HeldOutText] | None = None,
     ) -> None:
-        """`texts`: all of them, where they have been written before (a feature store)."""
-        self._target, self._config, self._accelerator, self._method = (
-            target,
-            config,
-            accelerator,
-            method,
-        )
-        # Ranks that make every forward together all hold all texts; others share them.
-        mine = (
-            slice(None)
-            if target.together
-            else slice(accelerator.process_index, None, accelerator.num_processes)
-        )
-        self._gather = (lambda found: found) if target.together else gather_object
-        if texts is not None:
-            self.texts = texts[mine]
+        """Let the target write its replies to prompts of `table`, unless `texts` has them already.
+
+        `texts` are those of all ranks, from a feature store or a server.
+        """
+        self._target, self._config = target, config
+        self._accelerator, self._method = accelerator, method
+        # Under a target that all ranks run together every rank holds all texts, so that each makes
+        # the same forward passes; otherwise the ranks share the texts.
+        if target.together:
+            share = slice(None)
         else:
-            prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[mine]
+            share = slice(accelerator.process_index, None, accelerator.num_processes)
+        self._gather = (lambda results: results) if target.together else gather_object
+        if texts is not None:
+            self.texts = texts[share]
+        else:
+            prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             self.texts = [
                 write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress
@@ -131,14 +139,18 @@ class HeldOutEvaluation:
         self.loop_share = sum(loops) / len(loops)
 
     def _there(self, text: HeldOutText, weight: Tensor) -> tuple[Tensor, Hidden]:
-        """Ids and features beside the drafter, in its dtype."""
+        """Return ids and features of a text on the device of `weight`, features in its dtype."""
         taps = tuple(tap.to(weight) for tap in text.hidden.taps)
         return torch.tensor(text.ids, device=weight.device), Hidden(
             text.hidden.last.to(weight), taps
         )
 
     def calibrate(self, drafter: Any) -> tuple[dict[str, Any], list[tuple[Tensor, int]]]:
-        """The drafter's calibration on these texts, and what it was made of."""
+        """Return the drafter's calibration on the texts of all ranks, and what it was made from.
+
+        The latter is, for each text, the outcome of the method's `teacher_forced` with the position
+        at which the reply begins.
+        """
         weight = next(drafter.parameters())
         outcomes = []
         for text in self.texts:
@@ -148,32 +160,47 @@ class HeldOutEvaluation:
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
 
     def estimate(self, artifact: Artifact, outcomes: list[tuple[Tensor, int]]) -> Estimate:
-        """Tau of the drafter in memory, without the target."""
+        """Estimate tau of the drafter in memory, without running the target.
+
+        `outcomes` are those that `calibrate` returned.
+        """
         trained, rows = [], []
         for outcome, start in outcomes:
             accepted = self._method.accepted_by_root(outcome, artifact.calibration)
             trained.append(replay(accepted, start, len(accepted)))
+            # The last token of a text is no root: nothing follows it.
             rows += accepted[start:-1]
-        kept = self._replay(artifact, {})
-        drafted = self._replay(artifact, self._method.REPLAYED) if self._method.REPLAYED else kept
-        accepted = [k - 1 for request in kept for k in request]
+        emitted = self._replay(artifact, {})
+        if self._method.REPLAYED:
+            drafted = self._replay(artifact, self._method.REPLAYED)
+        else:
+            # The proposer's defaults already draft what the training pass computes.
+            drafted = emitted
+        # A round emits its accepted drafts and the bonus token.
+        accepted = [tokens - 1 for request in emitted for tokens in request]
         return Estimate(
-            tau(kept), tau(trained), tau(drafted), 1 + sum(rows) / max(len(rows), 1),
+            tau(emitted), tau(trained), tau(drafted), 1 + sum(rows) / max(len(rows), 1),
             survival(accepted, max(accepted, default=0)),
         )  # fmt: skip
 
     def _replay(self, artifact: Artifact, settings: dict[str, int]) -> list[list[int]]:
-        proposer = method_module(artifact.method).make_proposer(artifact, **settings)
+        """Return tokens emitted in each round of each text, of all ranks, drafting along it.
+
+        `settings` are those of the proposer.
+        """
+        proposer = proposer_of(artifact, **settings)
         weight = next(artifact.drafter.parameters())
-        kept = []
+        emitted = []
         for text in self.texts:
             ids, hidden = self._there(text, weight)
-            kept.append(rounds_on_text(proposer, ids, text.start, hidden))
-        return self._gather(kept)
+            emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
+        return self._gather(emitted)
 
     def measure(self, drafter_folder: Path) -> Measurement | None:
-        """Decode the prompts with the drafter just saved, loaded back as a user would; None without
-        a target to decode with."""
+        """Decode the prompts with the drafter in `drafter_folder`, loaded as a user would load it.
+
+        Returns None if there is no whole target to decode with.
+        """
         if not self._target.whole:
             return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
@@ -186,31 +213,30 @@ class HeldOutEvaluation:
                 self._config.max_new_tokens,
                 sampling=SAMPLING,
             )
-            results.append(
-                (
-                    text.start,
-                    emitted_per_round(generation),
-                    generation.token_ids == text.ids[text.start :],
-                )
-            )
+            equal = generation.token_ids == text.ids[text.start :]
+            results.append((text.start, emitted_per_round(generation), equal))
         results = self._gather(results)
-        kept = [rounds for _, rounds, _ in results]
+        emitted = [rounds for _, rounds, _ in results]
         by_position = tau_by_position([(start, rounds) for start, rounds, _ in results])
         return Measurement(
-            kept,
-            tau(kept),
-            bootstrap(kept, tau),
+            emitted,
+            tau(emitted),
+            bootstrap(emitted, tau),
             sum(not equal for *_, equal in results),
             by_position,
         )
 
 
 def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[int]]:
-    """The first `count` held-out prompts: everything before the first reply token, or the beginning
-    of a plain text."""
+    """Return the first `count` held-out prompts of at most `longest` tokens.
+
+    A prompt is everything before the first reply token, or the beginning of a plain text. Raises
+    `UserError` if there is none.
+    """
     prompts = []
     for i in range(len(table)):
         ids, mask = table.document(i)
+        # In a plain text the first token counts as reply, so `argmax` is 0.
         start = int(mask.argmax()) or min(PLAIN_PROMPT, len(ids) // 2)
         if 0 < start <= longest:
             prompts.append(ids[:start].tolist())
@@ -227,8 +253,11 @@ def evaluate(
     make_artifact: Callable[[dict[str, Any]], Artifact],
     save: Callable[[Artifact], Path],
 ) -> tuple[Estimate, Measurement | None, dict[str, Any]]:
-    """Calibrate, estimate, save, measure what was saved; warn when training, drafting and decoding
-    part."""
+    """Calibrate a drafter, estimate its tau, save it and measure what was saved.
+
+    Returns the estimate, the measurement (None without a whole target) and the calibration. Warns
+    where training, drafting and decoding disagree by more than chance.
+    """
     calibration, outcomes = held_out.calibrate(drafter)
     artifact = make_artifact(calibration)
     estimate = held_out.estimate(artifact, outcomes)
@@ -236,19 +265,20 @@ def evaluate(
     if measured is None:
         return estimate, None, calibration
     low, high = measured.interval
-    for what, one, other in (
+    pairs = (
         ("estimated tau %.3f and measured tau %.3f", estimate.tau, measured.tau),
         (
             "tau %.3f by the training pass and %.3f by drafting",
             estimate.tau_training,
             estimate.tau_drafted,
         ),
-    ):
-        if abs(one - other) > max(0.05 * other, (high - low) / 2):
+    )
+    for names, tau_a, tau_b in pairs:
+        if abs(tau_a - tau_b) > max(0.05 * tau_b, (high - low) / 2):
             log.warning(
-                what + " part by more than chance: features in training and decoding differ",
-                one,
-                other,
+                names + " part by more than chance: features in training and decoding differ",
+                tau_a,
+                tau_b,
             )
     if measured.different:
         log.warning(

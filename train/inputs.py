@@ -1,5 +1,4 @@
-"""What a run learns from: the live target with the run's own data, or a feature store that has
-both."""
+"""Inputs of a training run: a target with the run's own data, or a feature store that has both."""
 
 from __future__ import annotations
 
@@ -40,24 +39,27 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Inputs:
-    """A target, or what is left of one, and what it says about which texts."""
+    """A target, whole or only its embedding and head, with the texts and their features."""
 
     target: Target
     tables: data_module.Tables
     identity: dict[str, str]
     """Hashes of the target's weights and of the data."""
     make_source: Callable[[Objective, Batches, Callable[[], bool]], FeatureSource]
-    """The last argument says whether the run has been asked to stop."""
+    """Function that makes the source of features. Its last argument returns true once the run was
+    asked to stop."""
     make_texts: Callable[[tuple[int, ...]], list[HeldOutText]] | None = None
-    """Held-out texts with the features of these taps, where they are not the target's to write
-    here."""
+    """Function that returns the held-out texts of all ranks with the features of the given taps;
+    None if the target in this process has to write them."""
 
 
 def inputs_of(
     run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
-    """Load what the run's config names. `check` is given the identity before anything is
-    written."""
+    """Load the target, data and features that the run's config names.
+
+    `folder` is the run's output. `check` is called with the identity before anything is written.
+    """
     if run.features.store is not None:
         return stored_inputs(run, accelerator, check)
     find = served_inputs if run.features.server is not None else live_inputs
@@ -67,6 +69,10 @@ def inputs_of(
 def live_inputs(
     run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
+    """Return the inputs of a run whose target is in this process, whole or spread over ranks.
+
+    Raises `UserError` for packed rows that are longer than the target's positions.
+    """
     target = load_target(on_rank(run.target, accelerator))
     if run.data.max_length > target.max_positions:
         raise UserError(
@@ -78,6 +84,8 @@ def live_inputs(
         "data": data_module.tables_key(run.data, target, run.seed),
     }
     check(identity)
+    # `and None`: what the function returns is sent to every rank, and each reads the tables from
+    # the files itself.
     on_main(
         accelerator,
         lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None,
@@ -93,6 +101,7 @@ def live_inputs(
 def served_inputs(
     run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
+    """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
     identity = {
         "target": target.fingerprint().weights_hash,
@@ -120,7 +129,10 @@ def served_inputs(
 
 
 def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
-    """The ends of the run's target, and a client of the server that has the rest."""
+    """Load the target's embedding, final norm and head, with a client of the server for the rest.
+
+    The tensors lie on this rank's device.
+    """
     options = run.features
     target = embedding_and_head_in(
         run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
@@ -132,7 +144,11 @@ def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
 
 
 def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> ServedTarget:
-    """Embedding, final norm and head of the model in a folder, or of that name on the hub."""
+    """Load embedding, final norm and head of the model in a folder, or of that name on the hub.
+
+    `dtype` "auto" takes the stored one on a GPU. Raises `UserError` for a model without safetensors
+    files.
+    """
     check_there(path)
     folder = Path(path) if Path(path).is_dir() else Path(snapshot_download(path))
     files = sorted(folder.glob("*.safetensors"))
@@ -141,17 +157,25 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
             f"{folder} holds no safetensors files to take the embedding and the head from"
         )
     opened = [safe_open(file, framework="pt") for file in files]
-    place = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+    file_with = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def read(name: str) -> torch.Tensor | None:
-        if name not in place:  # checkpoints of multimodal models have the older order
+        # Checkpoints of multimodal models have the two parts of the prefix in the older order.
+        if name not in file_with:
             name = name.replace("model.language_model.", "language_model.model.", 1)
-        return place[name].get_tensor(name) if name in place else None
+        return file_with[name].get_tensor(name) if name in file_with else None
 
-    kind = resolve_dtype(dtype, device)
-    stored = next(t.dtype for t in map(read, place) if t is not None and t.is_floating_point())
+    wanted_dtype = resolve_dtype(dtype, device)
+    stored_dtype = next(
+        tensor.dtype
+        for tensor in map(read, file_with)
+        if tensor is not None and tensor.is_floating_point()
+    )
     model = model_of_embedding_and_head(
-        folder, device, kind if isinstance(kind, torch.dtype) else stored, read
+        folder,
+        device,
+        wanted_dtype if isinstance(wanted_dtype, torch.dtype) else stored_dtype,
+        read,
     )
     tokenizer = read_tokenizer(folder)
     digest = hash_of([name for name, _ in model.named_parameters()], read)
@@ -161,12 +185,18 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
 def stored_inputs(
     run: Any, accelerator: Accelerator, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
+    """Return the inputs of a run that reads a feature store.
+
+    The store has the data and the target's embedding and head too. Raises `UserError` if packed
+    rows or seed of the store are others than the run's.
+    """
     store = run.features.store
     manifest = manifest_of(store)
-    for name, ours in (("max_length", run.data.max_length), ("seed", run.seed)):
-        if (theirs := getattr(manifest, name)) != ours:
+    # Both decide which documents a packed row holds, hence what a stored row belongs to.
+    for name, wanted in (("max_length", run.data.max_length), ("seed", run.seed)):
+        if (stored := getattr(manifest, name)) != wanted:
             raise UserError(
-                f"{store} was extracted with {name} {theirs}, this run has {ours}; use the same, "
+                f"{store} was extracted with {name} {stored}, this run has {wanted}; use the same, "
                 "or extract again"
             )
     target = load_stored(store, str(accelerator.device))
@@ -197,7 +227,10 @@ def stored_inputs(
 
 
 def on_rank(target: Any, accelerator: Accelerator) -> Any:
-    """The target's config with this rank's device, unless the user named one."""
+    """Set the device of the target's config to this rank's, unless the user named one; return it.
+
+    Raises `UserError` for a device of another type than accelerate trains on.
+    """
     if target.device == "auto":
         target.device = str(accelerator.device)
     elif torch.device(target.device).type != accelerator.device.type:

@@ -1,8 +1,9 @@
-"""The training loop, one for every method.
+"""Training loop of every method: steps, logs, evaluations, checkpoints, and an orderly stop.
 
-A step: count the weights of all its micro-batches over all ranks, then forward and backward each
-with those counts as denominators, clip, step (`trainer.Trainer`). So ranks and accumulations only
-share work, they do not change the objective.
+A step (`trainer.Trainer.step`) adds up the weights of its micro-batches over all ranks, runs each
+micro-batch forward and backward with these sums as denominators, clips the gradient and steps. So
+ranks and accumulation share work and do not change the objective
+(docs/objectives.md#global-denominators).
 """
 
 from __future__ import annotations
@@ -47,57 +48,36 @@ from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-CANDIDATE = ".candidate"
+CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
 METRICS_FILE = "metrics.jsonl"
+# Beginnings of the metrics that only the file has, not the console.
 UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 
 
 def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    `method` is a module of `train/methods/`. Raises `Stopped` after a last checkpoint if the run
-    was asked to end.
+    `method` is a module of `train/methods/`; `config_yaml` is the resolved config. Raises `Stopped`
+    after a last checkpoint if the run was asked to end, and `UserError` for what the user can mend.
     """
     folder = RunFolder(run.output)
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
-    accelerator = Accelerator(
-        mixed_precision="no",
-        gradient_accumulation_steps=run.accumulation,
-        log_with=None if run.tracker == "none" else run.tracker,
-        project_dir=run.output,
-        # The other ranks wait while one prepares the data; ten minutes, the default, may not be
-        # enough.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
-    )
+    accelerator = make_accelerator(run)
     load_models_whole(accelerator)
     resume_from = on_main(
         accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume)
     )
     if resume_from is not None:
-        before = on_main(accelerator, lambda: folder.state_of(resume_from))
-        if before.engine != (now := engine_of(accelerator)):
-            raise UserError(
-                f"{run.output} was trained under {before.engine}, this launch is {now}; use the "
-                "same accelerate config, or start "
-                f"another output with init_from {folder.path}/last"
-            )
-        if before.engine.startswith("deepspeed") and before.ranks != accelerator.num_processes:
-            raise UserError(
-                f"{run.output} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints "
-                "cannot be read by "
-                f"{accelerator.num_processes}; use as many, or start another output with "
-                f"init_from {folder.path}/last"
-            )
-        accelerator.gradient_accumulation_steps = accumulation_for(
-            before.rows_per_step, run, accelerator
+        accelerator.gradient_accumulation_steps = resumed_accumulation(
+            run, folder, resume_from, accelerator
         )
     set_seed(run.seed)
     inputs = inputs_of(
         run,
         accelerator,
         folder.path,
-        lambda found: folder.check_identity(resume_from, found) if resume_from else None,
+        lambda identity: folder.check_identity(resume_from, identity) if resume_from else None,
     )
     batches = Batches(
         inputs.tables.train, run.data.max_length, run.batch_rows,
@@ -118,6 +98,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     held_out = HeldOutEvaluation(
         inputs.target, inputs.tables.held_out, run.evaluation, accelerator, method, taps, texts
     )
+    # Not earlier: a run that is refused above leaves the config of the folder as it was.
     if accelerator.is_main_process:
         folder.path.mkdir(parents=True, exist_ok=True)
         (folder.path / "config.yaml").write_text(config_yaml)
@@ -129,16 +110,57 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
     finally:
         end_training(accelerator)
     if trainer.stopping:
+        # Another rank may have been the one that was asked; this one then ends as SIGTERM does.
         raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
     return folder.path / "best"
 
 
+def make_accelerator(run: RunConfig) -> Accelerator:
+    """Return accelerate's view of this launch, which also starts the process group."""
+    return Accelerator(
+        # draftsmith sets the precision itself, see `parallel.py`.
+        mixed_precision="no",
+        gradient_accumulation_steps=run.accumulation,
+        log_with=None if run.tracker == "none" else run.tracker,
+        project_dir=run.output,
+        # The other ranks wait while one prepares the data; ten minutes, the default, may not be
+        # enough.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+    )
+
+
+def resumed_accumulation(
+    run: RunConfig, folder: RunFolder, step: int, accelerator: Accelerator
+) -> int:
+    """Return the accumulation with which a resume from `step` keeps the rows of a step.
+
+    Raises `UserError` if this launch cannot read the checkpoint: it has another engine, or another
+    number of ranks under DeepSpeed.
+    """
+    before = on_main(accelerator, lambda: folder.state_of(step))
+    if before.engine != (now := engine_of(accelerator)):
+        raise UserError(
+            f"{run.output} was trained under {before.engine}, this launch is {now}; use the same "
+            f"accelerate config, or start another output with init_from {folder.path}/last"
+        )
+    if before.engine.startswith("deepspeed") and before.ranks != accelerator.num_processes:
+        raise UserError(
+            f"{run.output} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints cannot "
+            f"be read by {accelerator.num_processes}; use as many, or start another output with "
+            f"init_from {folder.path}/last"
+        )
+    return accumulation_for(before.rows_per_step, run, accelerator)
+
+
 def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
-    """Bring the trainer to where the checkpoint of `step` was."""
+    """Load the checkpoint of `step` into the trainer and return its state; all ranks call this.
+
+    Newer checkpoints, which are damaged, are renamed.
+    """
     state = folder.load(trainer.accelerator, step)
-    for part in trainer.batches.rollouts:
-        part.load(folder.at(step))
+    for written in trainer.batches.rollouts:
+        written.load(folder.at(step))
     state.ranks = trainer.accelerator.num_processes
     if trainer.accelerator.is_main_process:
         folder.set_aside(step)
@@ -149,39 +171,42 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
         )
         state.best_step, state.best_tau = -1, 0.0
     if state.best_step >= 0 and trainer.accelerator.is_main_process:
-        # the process may have died between the checkpoint and the link
+        # The process may have died after the checkpoint was complete and before it was linked.
         folder.mark_best(state.best_step)
     trainer.gather()
     return state
 
 
 def steps_of(run: RunConfig, batches: Batches) -> int:
-    """Optimiser steps of the run: `max_steps`, or `epochs` passes over the packed rows."""
+    """Return the optimiser steps of the run: `max_steps`, or `epochs` times the packed rows."""
     return run.max_steps or max(1, math.ceil(run.epochs * batches.packs / batches.rows_per_step))
 
 
 def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int:
-    """Forward passes of a rank in a step of `rows` rows, as in the checkpoint, on the ranks that
-    there are now."""
-    ranks, ours = accelerator.num_processes, run.batch_rows * accelerator.num_processes
-    if rows % ours:
+    """Return the micro-batches of a rank that make a step of `rows` rows with the ranks of now.
+
+    `rows` are those of a step in the checkpoint. Raises `UserError` if the ranks cannot share them
+    evenly, and warns where the accumulation changes.
+    """
+    ranks = accelerator.num_processes
+    rows_at_once = run.batch_rows * ranks
+    if rows % rows_at_once:
         raise UserError(
             f"{run.output} was trained with {rows} rows a step, which {ranks} ranks of "
-            f"{run.batch_rows} rows cannot share "
-            "evenly; use another number of ranks, or the same as before"
+            f"{run.batch_rows} rows cannot share evenly; use another number of ranks, or the same "
+            "as before"
         )
-    if rows != ours * run.accumulation and accelerator.is_main_process:
+    if rows != rows_at_once * run.accumulation and accelerator.is_main_process:
         log.warning(
             "going on with %d ranks and accumulation %d instead of %d: the same rows in each "
-            "step, added up in another order, so "
-            "equal to the uninterrupted run but for rounding",
-            ranks, rows // ours, run.accumulation,
+            "step, added up in another order, so equal to the uninterrupted run but for rounding",
+            ranks, rows // rows_at_once, run.accumulation,
         )  # fmt: skip
-    return rows // ours
+    return rows // rows_at_once
 
 
 def check_before_loading(run: Any) -> None:
-    """What can be found wrong before a model is loaded."""
+    """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.output, "--output")
     if run.features.store is None:
         resolve_device(run.target.device)
@@ -205,7 +230,12 @@ def run_loop(
     held_out: HeldOutEvaluation,
     config_yaml: str,
 ) -> None:
-    """From `state.step` to the last step: step, log, evaluate, save, stop."""
+    """Train from `state.step` to the last step, with logs, evaluations and checkpoints on the way.
+
+    Ends earlier if the run was asked to stop (after a checkpoint) or is out of patience. All ranks
+    call this, and each decision below is the same on all of them, since every one of these actions
+    has collective operations.
+    """
     run, accelerator, total = trainer.run, trainer.accelerator, trainer.total_steps
     progress = Progress(
         total=total, initial=state.step, desc=f"training {trainer.drafter.method}", unit=" steps"
@@ -215,6 +245,7 @@ def run_loop(
     def due():
         return state.step == total or (state.step and state.step % run.evaluation.every == 0)
 
+    # A run that was asked to stop left this step's evaluation to the one that goes on.
     if due() and state.evaluated != state.step:
         evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
     stop = state.step >= total or out_of_patience(run, state)
@@ -223,10 +254,8 @@ def run_loop(
         while not stop:
             more, norm, positions = trainer.step(state.step)
             profiled()
-            state.step, state.tokens = (
-                state.step + 1,
-                state.tokens + positions * accelerator.num_processes,
-            )
+            state.step += 1
+            state.tokens += positions * accelerator.num_processes
             progress.update()
             if good := math.isfinite(norm):
                 add_sums(sums, more)
@@ -236,19 +265,7 @@ def run_loop(
             evaluating = due()
             saving = trainer.stopping or (good and state.step % run.checkpoints.every == 0)
             if sums and (evaluating or saving or state.step % run.log_every == 0):
-                metrics = means(sums, accelerator)
-                metrics |= {
-                    "grad_norm": norm,
-                    "lr": rate_at(run.optim, state.step - 1, total),
-                    **trainer.pace.report(),
-                }
-                metrics["skipped"] = state.skipped
-                _log(state.step, total, metrics, accelerator, progress, folder.path)
-                if not math.isfinite(metrics["loss"]):  # before anything of it is saved
-                    raise UserError(
-                        f"the loss is not finite at step {state.step}; lower optim.lr, or use "
-                        "precision=no"
-                    )
+                log_training(trainer, folder, state, sums, norm, progress)
                 sums = {}
             if evaluating and not trainer.stopping:
                 stop = (
@@ -272,19 +289,50 @@ def run_loop(
         shutil.rmtree(folder.path / CANDIDATE, ignore_errors=True)
 
 
+def log_training(
+    trainer: Trainer,
+    folder: RunFolder,
+    state: TrainerState,
+    sums: Sums,
+    norm: float,
+    progress: Progress,
+) -> None:
+    """Log the metrics `sums` of the steps since the last log; all ranks call this.
+
+    `norm` is the gradient norm of the last step. Raises `UserError` for a loss that is not finite,
+    before anything of that state is saved.
+    """
+    run, total = trainer.run, trainer.total_steps
+    metrics = means(sums, trainer.accelerator)
+    metrics |= {
+        "grad_norm": norm,
+        "lr": rate_at(run.optim, state.step - 1, total),
+        **trainer.pace.report(),
+    }
+    metrics["skipped"] = state.skipped
+    _log(state.step, total, metrics, trainer.accelerator, progress, folder.path)
+    if not math.isfinite(metrics["loss"]):
+        raise UserError(
+            f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no"
+        )
+
+
 def skip(trainer: Trainer, folder: RunFolder, state: TrainerState) -> None:
-    """Count a step whose gradient was not finite; give up when it is one too many, or when weights
-    are ruined already."""
-    state.skipped, state.skipped_in_a_row = state.skipped + 1, state.skipped_in_a_row + 1
+    """Count a step that was skipped because its gradient was not finite; all ranks call this.
+
+    Raises `UserError`, with the batch written to a file, after more than `optim.max_skipped` in a
+    row, or if a weight is not finite, from which no later step recovers.
+    """
+    state.skipped += 1
+    state.skipped_in_a_row += 1
     trainer.gather()
     ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
     if ruined or state.skipped_in_a_row > trainer.run.optim.max_skipped:
         path = trainer.keep_batch(state.step - 1, folder.path)
         raise UserError(
             f"the gradient is not finite at step {state.step}, {state.skipped_in_a_row} in a row; "
-            "lower optim.lr or "
-            f"optim.clip_norm, or look at what it saw: {path}; the same command goes on from the "
-            "last checkpoint"
+            f"lower optim.lr or optim.clip_norm, or look at what it saw: {path}; the same command "
+            "goes on from the last checkpoint"
         )
     if trainer.accelerator.is_main_process:
         log.warning(
@@ -300,8 +348,10 @@ def evaluate_and_save(
     config_yaml: str,
     progress: Progress,
 ) -> bool:
-    """Measure the drafter as saved, keep it if it is the best so far; true if the run should stop
-    early."""
+    """Measure the drafter as saved, write a checkpoint, and log; all ranks call this.
+
+    Updates the best tau in `state`. Returns true if the run should stop early.
+    """
     trainer.gather()
     scratch = folder.path / CANDIDATE
 
@@ -312,10 +362,14 @@ def evaluate_and_save(
         return scratch
 
     estimate, measured, calibration = evaluate(
-        held_out, trainer.drafter, lambda found: trainer.artifact(found, state.step), save_candidate
+        held_out,
+        trainer.drafter,
+        lambda calibration: trainer.artifact(calibration, state.step),
+        save_candidate,
     )
     tau = estimate.tau if measured is None else measured.tau
-    better, state.evaluated = tau > state.best_tau, state.step
+    better = tau > state.best_tau
+    state.evaluated = state.step
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
     if better:
         state.best_tau, state.best_step = tau, state.step
@@ -339,7 +393,10 @@ def evaluate_and_save(
 
 
 def out_of_patience(run: RunConfig, state: TrainerState) -> bool:
-    """Whether measured tau has not risen for as many evaluations as the run allows."""
+    """Return whether tau has not risen for as many evaluations as the run allows.
+
+    A patience of 0 never stops a run.
+    """
     return 0 < run.evaluation.patience <= state.evaluations_without_gain
 
 
@@ -350,34 +407,41 @@ def save(
     calibration: dict[str, Any],
     config_yaml: str,
 ) -> None:
+    """Write the checkpoint of `state.step`, link it, and delete old ones; all ranks call this."""
     artifact = trainer.artifact(calibration, state.step)
 
     def save_parts(aside: Path) -> None:
         artifact.save(aside / "drafter")
-        for part in trainer.batches.rollouts:
-            part.save(aside)
+        for written in trainer.batches.rollouts:
+            written.save(aside)
 
     folder.save(trainer.accelerator, state, save_parts, config_yaml, artifact.provenance)
     if trainer.accelerator.is_main_process:
         if state.best_step == state.step:
-            folder.mark_best(state.step)  # before the former best is pruned
+            # Before the former best is deleted, so that the link never points to nothing.
+            folder.mark_best(state.step)
         folder.prune(trainer.run.checkpoints.keep, state.best_step)
 
 
 def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
-    """Metrics over all ranks since the last log: sums reduced, then divided once."""
+    """Return the metrics of all ranks since the last log: sums are reduced, then divided once.
+
+    A metric without a count is NaN. All ranks call this.
+    """
     names = ["loss", *(name for name in sums if name != "loss")]
     table = torch.stack(
         [torch.stack([sums[n][0].double().cpu(), sums[n][1].double().cpu()]) for n in names]
     )
     if accelerator.num_processes > 1:
         table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
-        table[0, 1] /= accelerator.num_processes  # each rank holds its share of one global loss
-    found = {
+        # The other metrics are means over roots. The loss is one number for each step, of which
+        # every rank holds its share, while each of them has counted the step.
+        table[0, 1] /= accelerator.num_processes
+    metrics = {
         name: total / count if count else float("nan")
         for name, (total, count) in zip(names, table.tolist(), strict=True)
     }
-    return found | acceptance_lengths(found)
+    return metrics | acceptance_lengths(metrics)
 
 
 def _log(
@@ -388,17 +452,16 @@ def _log(
     progress: Progress,
     folder: Path,
 ) -> None:
+    """Append metrics to `metrics.jsonl`, print some of them, and send all to trackers."""
     if accelerator.is_main_process:
         with (folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
-        # The file has all of them.
-        shown = {
-            n: v
-            for n, v in metrics.items()
-            if not n.startswith(UNSEEN) and ("@" not in n or n.endswith("@1"))
-        }
-        text = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-        progress.say(f"step {step}/{total}  {text}")
+        # Of the metrics by depth only the first is printed; the file has all of them.
+        shown = []
+        for name, value in metrics.items():
+            if not name.startswith(UNSEEN) and ("@" not in name or name.endswith("@1")):
+                shown.append(f"{name} {value:.4g}")
+        progress.say(f"step {step}/{total}  {'  '.join(shown)}")
     if accelerator.trackers:
         accelerator.log(metrics, step=step)
 
@@ -406,6 +469,7 @@ def _log(
 def _announce(
     run: Any, trainer: Trainer, batches: Batches, total: int, state: TrainerState
 ) -> None:
+    """Log what is about to be trained, on how much data and for how long."""
     if not trainer.accelerator.is_main_process:
         return
     size = sum(p.numel() for p in trainer.drafter.parameters())

@@ -1,8 +1,9 @@
-"""Less memory for more work: what a forward pass keeps for the backward pass, and where.
+"""Recomputation and offloading: less memory for what the backward pass needs, for more work.
 
-accelerate and transformers have this too, but by wrapping a module's own layers, for models in
-training mode: EAGLE's unrolled steps are no layers, students learn without dropout, and objectives
-read weights beside the modules that own them.
+accelerate and transformers have both too, but by wrapping a module's own layers, and for models in
+training mode. draftsmith's own are needed because EAGLE's unrolled steps are not layers, draft
+models learn without dropout (in evaluation mode), and objectives read weights beside the modules
+that own them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ..heads.errors import UserError
 
 @dataclass
 class Memory:
-    """Part of an objective's config."""
+    """Memory settings that are part of an objective's config."""
 
     recompute: bool = False
-    """Keep only the states between EAGLE's unrolled steps, or the layers of a student or block
-    drafter, and compute the rest again in the backward pass: less memory, up to a third more
-    time."""
+    """Keep only the states between EAGLE's unrolled steps, or between the layers of a draft model
+    or block drafter, and compute the rest again in the backward pass: less memory, up to a third
+    more time."""
     offload: bool = False
-    """With recompute: what is kept waits in host memory."""
+    """With recompute: hold those states in host memory until the backward pass."""
 
     def __post_init__(self) -> None:
         if self.offload and not self.recompute:
@@ -40,10 +41,10 @@ class Memory:
 
 
 def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:
-    """`function`, of which only the arguments are kept and which runs again in the backward pass
-    (arXiv 1604.06174).
+    """Return `function` in a form that keeps only its arguments for the backward pass.
 
-    `offload`: they wait in pinned host memory, so that a GPU keeps nothing of it.
+    There it runs a second time (arXiv 1604.06174). With `offload` the arguments wait in pinned host
+    memory, so that a GPU keeps nothing of them.
     """
     again = partial(checkpoint, function, use_reentrant=False)
     if not offload:
@@ -58,12 +59,13 @@ def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable
 
 @contextmanager
 def recomputed(layers: Iterable[nn.Module], offload: bool = False) -> Iterator[None]:
-    """Within this, each of the layers is `recomputing`, whatever mode the model is in."""
+    """Make each of the layers `recomputing` within this context, whatever mode the model is in."""
     layers = list(layers)
     for layer in layers:
         layer.forward = recomputing(layer.forward, offload)
     try:
         yield
     finally:
+        # The assignment shadowed the method of the class by an attribute of the instance.
         for layer in layers:
             del layer.forward

@@ -1,4 +1,4 @@
-"""The methods that training is launched with, and which of them a run's config file is for."""
+"""Names of the training methods, their modules, and recognition of a config file's method."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from ..heads.files import read_yaml
 
 Method = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
 METHODS: tuple[Method, ...] = get_args(Method)
-OWN_PARTS = ("heads", "student", "objective")  # of a run: what only its method has
+OWN_PARTS = ("heads", "student", "objective")  # sections of a config that differ between methods
 
 
 def method_module(method: str) -> Any:
-    """The module in `methods/` that has the method's `Run`, its drafter and its objective."""
+    """Return the module in `methods/` with the method's `Run`, drafter and objective."""
     return importlib.import_module(
         f".methods.{'draft_model' if method == 'distill' else method}", __package__
     )
 
 
 def method_for(path: str, given: Method | None = None) -> Method:
-    """The method that the config file at `path` is for: the one that was named, else the one that
-    knows all its keys, else, of several, the one that its folder or the file is named after
-    (configs/eagle/mine.yaml). Raises `UserError` for a choice."""
+    """Return the method that the config file at `path` is for.
+
+    It is the one that was `given`; else the only one that knows all keys of the file; else, of
+    several, the one that the file or its folder is named after (configs/eagle/mine.yaml). Raises
+    `UserError` if that leaves a choice.
+    """
     if given is not None:
         return given
     keys = own_keys(path)
@@ -35,11 +38,8 @@ def method_for(path: str, given: Method | None = None) -> Method:
     ]
     if len(fitting) == 1:
         return fitting[0]
-    named: list[Method] = [
-        method
-        for method in fitting or METHODS
-        if method in (Path(path).stem, Path(path).absolute().parent.name)
-    ]
+    path_names = (Path(path).stem, Path(path).absolute().parent.name)
+    named: list[Method] = [method for method in fitting or METHODS if method in path_names]
     if len(named) == 1:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
@@ -47,15 +47,24 @@ def method_for(path: str, given: Method | None = None) -> Method:
 
 
 def own_keys(path: str) -> dict[str, list[str]]:
-    """The keys of a config file under `OWN_PARTS`, by part. Raises `UserError` for a file that is
-    no YAML."""
+    """Return the keys of a config file in each of the sections `OWN_PARTS` that it has.
+
+    Raises `UserError` for a file that is not YAML.
+    """
     run = read_yaml(Path(path))
-    return {part: list(run[part]) for part in OWN_PARTS if isinstance(run.get(part), Mapping)}
+    return {
+        section: list(run[section])
+        for section in OWN_PARTS
+        if isinstance(run.get(section), Mapping)
+    }
 
 
 def _knows(run_class: Any, keys: Mapping[str, list[str]]) -> bool:
+    """Return whether a method's `Run` has all sections in `keys`, with all keys named there."""
     types = get_type_hints(run_class)
-    return all(
-        part in types and {*names} <= {field.name for field in fields(types[part])}
-        for part, names in keys.items()
-    )
+    for section, names in keys.items():
+        if section not in types:
+            return False
+        if not {*names} <= {field.name for field in fields(types[section])}:
+            return False
+    return True

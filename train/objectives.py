@@ -1,5 +1,6 @@
-"""The door between a method and the loop, and what objectives share: weights of draft depths, and
-metrics by depth.
+"""Interface between a method and the training loop, and what objectives share.
+
+Shared are the weights of draft depths and the metrics by depth.
 
 Shapes: R roots, D draft depths.
 """
@@ -15,45 +16,53 @@ from .data.batches import Batch
 from .features import Features
 
 Sums = dict[str, tuple[Tensor, Tensor]]
-"""Metric name -> (sum, count), both scalars; reduced over ranks and steps before they are
+"""Metric name -> (sum, count), both scalars. They are added up over steps and ranks before they are
 divided."""
 
 
 class Objective(Protocol):
-    """How a drafter learns. Nothing here averages: the loop knows the global counts, an objective
-    only its own batch."""
+    """Loss and metrics of a method for one batch.
+
+    Nothing here averages: the loop knows the global counts, an objective only its own batch
+    (docs/objectives.md#global-denominators).
+    """
 
     taps: tuple[int, ...]
     all_last: bool
-    """Whether the last state is read at every position, not only where a reply token comes next."""
+    """True if the last hidden state is read at every position, false if only where a reply token
+    comes next."""
 
     def begin(self, progress: float) -> None:
-        """An optimiser step begins, after this share of the run: for objectives that change on the
-        way."""
+        """Prepare for an optimiser step; `progress` is the share of the run that lies before it.
+
+        For objectives that change during the run.
+        """
         ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """For each term of the loss, the sum of its weights in this batch, from masks alone."""
+        """Return the sum of weights in this batch for each term of the loss, from masks alone."""
         ...
 
     def forward(
         self, drafter: Any, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
-        """The loss (a sum over this batch, each term divided by its global denominator) and metric
-        sums.
+        """Return the loss and metric sums of a batch.
 
-        Every trainable parameter takes part even when the batch has nothing to learn from, or ranks
-        would wait for each other.
+        The loss is a sum over the batch, with each term divided by its global denominator. Every
+        trainable parameter takes part even if the batch has nothing to learn from; otherwise ranks
+        would wait for each other's gradients forever.
         """
         ...
 
 
 class TrainingModule(nn.Module):
-    """Drafter and objective as the one module that accelerate wraps, so that DDP and its kin see
-    every forward."""
+    """Drafter and objective as one module.
+
+    accelerate wraps this one, so that DDP, FSDP2 and DeepSpeed see every forward pass.
+    """
 
     def __init__(self, drafter: nn.Module, objective: Objective, bf16: bool = False) -> None:
-        """`bf16`: autocast over fp32 weights."""
+        """With `bf16` the forward pass runs under autocast, over fp32 weights."""
         super().__init__()
         self.drafter = drafter
         self.objective = objective
@@ -62,89 +71,104 @@ class TrainingModule(nn.Module):
     def forward(self, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
         with torch.autocast(features.last.device.type, torch.bfloat16, enabled=self._bf16):
             loss, sums = self.objective.forward(self.drafter, features, denominators)
+        # Autocast may leave the loss in bf16, which is too coarse to add up.
         return loss.float(), sums
 
 
 def add_sums(into: Sums, more: Sums) -> None:
-    """Add metric sums in place."""
+    """Add the metric sums `more` to `into`, in place."""
     for name, (total, count) in more.items():
         old = into.get(name)
         into[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
 
 def static_decay(depths: int, decay: float) -> list[float]:
-    """decay^k over their sum, k = 0 .. depths - 1: dividing keeps the learning rate independent of
-    the number of depths."""
+    """Return the weights `decay^k` over their sum, k = 0 .. depths - 1.
+
+    The division makes the learning rate independent of the number of depths.
+    """
     raw = [decay**k for k in range(depths)]
     return [weight / sum(raw) for weight in raw]
 
 
 def survival_weights(chances: Tensor, valid: Tensor) -> Tensor:
-    """`w_i = sum_{j >= i} prod_{l <= j} c_l` `[R, D]`, no gradient: what a better depth i earns
-    here, in accepted drafts.
+    """Return `w_i = sum_{j >= i} prod_{l <= j} c_l` `[R, D]`, without gradient.
 
-    `chances` `[R, D]` of acceptance; where `valid` is false a depth counts as 1 in the products and
-    earns nothing. With c = alpha, `sum_i w_i (-log alpha_i)` has the gradient of `-(expected
-    accepted drafts)`: end-to-end TV (arXiv 2606.12370) times its number of depths. With c =
-    `smoothed(q(x*))` and cross-entropy it is D-PACE (arXiv 2605.18810).
+    This is what a better draft at depth i earns at its root, in accepted drafts. `chances` `[R, D]`
+    are the c, chances of acceptance; where `valid` `[R, D]` is false a depth counts as 1 in the
+    products and earns nothing.
+
+    With c = alpha, `sum_i w_i (-log alpha_i)` has the gradient of `-(expected accepted drafts)`:
+    end-to-end TV (arXiv 2606.12370) times its number of depths. With c = `smoothed(q(x*))` and
+    cross-entropy it is D-PACE (arXiv 2605.18810).
     """
     chances = torch.where(valid, chances.detach(), 1.0)
     survived = chances.cumprod(-1) * valid
+    # Sum over j >= i: a cumulative sum from the right.
     return survived.flip(-1).cumsum(-1).flip(-1) * valid
 
 
 def smoothed(chances: Tensor, share: float) -> Tensor:
-    """(1 - share) c + share: keeps deep positions from starving while the shallow ones are still
-    wrong (D-PACE's alpha)."""
+    """Return (1 - share) c + share, D-PACE's smoothing (arXiv 2605.18810).
+
+    Without it deep positions learn nothing while the shallow ones are still wrong.
+    """
     return (1 - share) * chances + share
 
 
 def end_to_end_tv(alphas: Tensor, valid: Tensor) -> Tensor:
-    """1 - (1/D) sum_j prod_{i <= j} alpha_i `[R]`, over depths `valid` `[R, D]` (arXiv 2606.12370,
-    equation of the loss)."""
+    """Return 1 - (1/D) sum_j prod_{i <= j} alpha_i `[R]`, the loss of arXiv 2606.12370.
+
+    `alphas` `[R, D]` are overlaps, `valid` `[R, D]` the depths that count.
+    """
     return 1 - (torch.where(valid, alphas, 1.0).cumprod(-1) * valid).sum(-1) / alphas.shape[-1]
 
 
 def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -> Sums:
-    """The metrics of drafter-recipes 0.6 as (sum, count); all arguments `[R, D]`, one row a root,
-    `valid` with weight.
+    """Return the metrics by depth of docs/metrics.md#training-metrics, as (sum, count).
 
-    `right`: the draft's best token is the target's. `surv`: right at all depths so far, over roots
-    with that many labels; `cond`: the same over roots right at all depths before; `reach`: product
-    of the overlaps so far. From them `acceptance_lengths` makes tau_greedy and tau_sampled.
+    All arguments are `[R, D]`, one row for each root. `valid` is not 0 where the draft has weight;
+    `right` where the draft's best token is the target's best token.
+
+    - `surv@d`: right at all depths up to d, over roots with a label at depth d;
+    - `cond@d`: the same, over those of them that are right at all depths before d;
+    - `reach@d`: product of the overlaps `alpha` at the depths up to d.
+
+    `acceptance_lengths` makes tau_greedy and tau_sampled of these.
     """
     sums: Sums = {}
     valid = valid.bool()
     right = right.bool() & valid
     survived = right.cumprod(-1).bool()
     reach = torch.where(valid, alpha, 1.0).cumprod(-1)
+    # Shifted by one depth: right at all depths before this one, which is always so at the first.
     before = torch.cat([torch.ones_like(survived[:, :1]), survived[:, :-1]], dim=-1) & valid
     counts = valid.sum(0)
+    columns = {"loss": losses, "top1": right, "alpha": alpha, "surv": survived, "reach": reach}
     for d in range(right.shape[1]):
-        here = valid[:, d]
-        for name, values in (
-            ("loss", losses),
-            ("top1", right),
-            ("alpha", alpha),
-            ("surv", survived),
-            ("reach", reach),
-        ):
-            sums[f"{name}@{d + 1}"] = ((values[:, d] * here).sum().double(), counts[d])
+        valid_at_depth = valid[:, d]
+        for name, values in columns.items():
+            total = (values[:, d] * valid_at_depth).sum().double()
+            sums[f"{name}@{d + 1}"] = (total, counts[d])
         sums[f"cond@{d + 1}"] = ((survived[:, d] & before[:, d]).sum().double(), before[:, d].sum())
     return sums
 
 
 def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
-    """tau_greedy = 1 + sum of surv, tau_sampled = 1 + sum of reach (a product a row, then the
-    mean), from reduced metrics.
+    """Return tau_greedy = 1 + sum of `surv@d` and tau_sampled = 1 + sum of `reach@d`.
 
-    Averages over all training rows: decoding visits other ones, so they are compared with nothing.
+    `metrics` are reduced already. Both are averages over all training roots; decoding visits other
+    positions, so they are not comparable with any other tau.
     """
-    return {
-        name: 1
-        + sum(
-            value for key, value in metrics.items() if key.startswith(part + "@") and value == value
+    lengths = {}
+    for name, metric in (("tau_greedy", "surv"), ("tau_sampled", "reach")):
+        if metric + "@1" not in metrics:
+            continue
+        # A depth without roots has a mean of NaN, the only value that is not equal to itself.
+        by_depth = (
+            value
+            for key, value in metrics.items()
+            if key.startswith(metric + "@") and value == value
         )
-        for name, part in (("tau_greedy", "surv"), ("tau_sampled", "reach"))
-        if part + "@1" in metrics
-    }
+        lengths[name] = 1 + sum(by_depth)
+    return lengths

@@ -1,7 +1,7 @@
-"""Options of the commands that prepare data, move drafters and look at the machine.
+"""Options of the commands that prepare data, move and try drafters, and check the machine.
 
-Their modules need torch and transformers, which take seconds to import; a help text or a mistyped
-option needs only these.
+The commands' own modules need torch and transformers, which take seconds to import; a help text or
+a mistyped option needs only this module. The docstrings are the help texts of the options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ StoreType = Literal["float32", "bfloat16", "fp8"]
 
 @dataclass
 class PlanOptions:
-    """What a training run will cost: feature bytes, GPU-hours of each stage, memory of one GPU."""
+    """Estimate the cost of a training run: feature bytes, GPU-hours of each stage, GPU memory."""
 
     example: ClassVar[str] = (
         "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 "
@@ -29,25 +29,25 @@ class PlanOptions:
     )
 
     run: str
-    """The run's config file; its target, heads (or student), objective and batch are used."""
+    """Config file of the run; its target, heads (or student), objective and batch are used."""
     method: Method | None = None
-    """The run's method; known by the config file's path (configs/eagle/...) or its keys if not
-    given."""
+    """Method of the run; if not given, the keys of the config file or its path
+    (configs/eagle/...) determine it."""
     tokens: float = 1e9
-    """Tokens of data, prompts included."""
+    """Number of tokens of data, prompts included."""
     reply_share: float = 1.0
-    """Share of them that the target writes."""
+    """Share of the tokens that the target writes."""
     gpu: str = "H100"
-    """GPU, as its data sheet names it."""
+    """Kind of GPU, by the name of its data sheet."""
     gpus: int = 8
-    """How many."""
+    """Number of GPUs."""
     mfu: float = 0.4
     """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
     json: str | None = None
-    """Write the numbers to this file."""
+    """File that the numbers are written to."""
     set: list[str] = field(default_factory=list)
-    """Keys of the run to change, as target.path=FOLDER (a folder that holds a config.json is
-    enough); may be repeated."""
+    """Change of a key of the run, such as target.path=FOLDER (a folder that holds a config.json is
+    enough); may be given several times."""
 
     def __post_init__(self) -> None:
         if wrong := [change for change in self.set if "=" not in change]:
@@ -65,8 +65,8 @@ class PlanOptions:
 
 @dataclass
 class ExtractOptions:
-    """Store the target's features for a training run, so that it needs no target: only what its
-    method reads.
+    """Store the target's features that the method of a training run reads, so that the run needs no
+    target.
 
     With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE
     --out STORE
@@ -78,18 +78,19 @@ class ExtractOptions:
     )
 
     run: str
-    """The run's config file; its target, data, heads, seed and evaluation are used."""
+    """Config file of the run; its target, data, heads, seed and evaluation are used."""
     out: str
-    """Folder of the store."""
+    """Folder of the feature store."""
     method: Method | None = None
-    """The run's method; known by the config file's path (configs/eagle/...) or its keys if not
-    given."""
+    """Method of the run; if not given, the keys of the config file or its path
+    (configs/eagle/...) determine it."""
     dtype: StoreType = "bfloat16"
-    """float32, bfloat16, or fp8 (e4m3 with a scale for each position: half of bfloat16)."""
+    """Type of the stored features: float32, bfloat16, or fp8 (e4m3 with a scale for each position,
+    which takes half of bfloat16)."""
     rows_per_shard: int = 64
-    """Packed rows in a shard."""
+    """Number of packed rows in a shard."""
     ring: int | None = None
-    """Keep at most this many shards, those that the training which runs beside this needs next."""
+    """Largest number of shards that are kept: those that the training beside this needs next."""
 
     def __post_init__(self) -> None:
         if self.rows_per_shard < 1 or (self.ring is not None and self.ring < 2):
@@ -101,17 +102,18 @@ class ExtractOptions:
 
 @dataclass
 class ReplySampling:
-    """How the target writes: use what will be used in serving."""
+    """Sampling of the target's replies: use the settings that will be used in serving."""
 
     temperature: float = 0.7
-    """0 is greedy. Small targets loop under greedy decoding, so sample."""
+    """Sampling temperature; 0 is greedy decoding, under which small targets repeat themselves."""
     top_p: float = 1.0
-    """Keep the likeliest tokens up to this mass."""
+    """Total probability of the likeliest tokens, which are kept; 1 keeps all."""
     top_k: int = 0
-    """Keep this many likeliest tokens; 0 keeps all."""
+    """Number of likeliest tokens that are kept; 0 keeps all."""
     max_new_tokens: int = 1024
-    """Longest reply."""
+    """Largest number of tokens of a reply."""
     seed: int = 0
+    """Seed of the sampling."""
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or 0 < self.temperature < COLDEST:
@@ -127,20 +129,20 @@ class ReplySampling:
 
 @dataclass
 class ServerOptions:
-    """An OpenAI-compatible server that runs the target."""
+    """OpenAI-compatible server that runs the target."""
 
     url: str | None = None
-    """Base address, such as http://localhost:8000/v1; the target runs in this process if not
-    given."""
+    """Base address, such as http://localhost:8000/v1; if not given, the target runs in this
+    process."""
     model: str | None = None
-    """Model name to ask for; the target's path if not given."""
+    """Name of the model on the server; the target's path if not given."""
     concurrency: int = 32
-    """Requests under way at one time."""
+    """Number of requests under way at one time."""
     retries: int = 5
-    """Attempts after a failed one (429, 5xx, lost connection, an answer in another form), with
-    growing pauses."""
+    """Number of attempts after a failed one (429, 5xx, lost connection, an answer in another form),
+    with growing pauses."""
     timeout_s: float = 600.0
-    """Longest wait for a whole reply."""
+    """Longest wait for a whole reply, in seconds."""
 
     def __post_init__(self) -> None:
         check_url(self.url, "--server.url")
@@ -152,8 +154,8 @@ class ServerOptions:
 
 @dataclass
 class RegenerateOptions:
-    """Let the target write the replies of a data set; prompts are kept, everything an assistant
-    said is replaced."""
+    """Let the target write the replies of a data set: prompts are kept, and everything that an
+    assistant said is replaced."""
 
     example: ClassVar[str] = (
         "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl "
@@ -162,34 +164,37 @@ class RegenerateOptions:
 
     target: TargetConfig
     data: str
-    """JSON, JSONL or parquet file, folder, or hub data set of conversations or prompts."""
+    """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
+    the hub."""
     out: str
-    """JSONL file to write, or to go on with."""
+    """JSONL file to write; one that was not finished is continued."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
     server: ServerOptions = field(default_factory=ServerOptions)
     bad_rows: BadRows = "stop"
-    """What a malformed row does: stop, or skip it (it is named)."""
+    """Treatment of a malformed row: stop the command, or skip the row; it is named either way."""
     limit: int | None = None
-    """Take the first so many rows."""
+    """Number of rows to take, from the first one on; all if not given."""
     batch_size: int = 32
-    """Prompts decoded together in this process."""
+    """Number of prompts that are decoded together in this process."""
     max_prompt_tokens: int | None = None
-    """Skip (and count) longer prompts; what fits the target's context if not given."""
+    """Largest number of tokens of a prompt; longer ones are skipped and counted. If not given, the
+    target's context decides."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the chat template, such as enable_thinking."""
+    """Variables for the chat template, such as enable_thinking."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
             raise UserError("batch_size and limit must be at least 1")
 
 
+# The form of the names that the hub knows licences by.
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
 @dataclass
 class ExportOptions:
-    """Write a drafter as a serving engine loads it, with the command that serves it and a model
-    card."""
+    """Write a drafter in the layout that an engine loads, with the command that serves it and a
+    model card."""
 
     example: ClassVar[str] = (
         "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine --report "
@@ -197,35 +202,38 @@ class ExportOptions:
     )
 
     drafter: str
-    """The drafter's folder."""
+    """Folder of the drafter."""
     to: EngineName
-    """Who is to serve it."""
+    """Engine that is to serve the drafter."""
     out: str
-    """The folder to write."""
+    """Folder to write."""
     serve_as: str | None = None
-    """What the serve command and the config call the target: a folder or a name on the hub; as in
-    training if not given."""
+    """Name of the target in the serve command and the config: a folder or a name on the hub; if not
+    given, the name that it had in training."""
     drafts: int | None = None
-    """Drafts a round in the serve command: if not given all of a Medusa drafter's heads or of a
-    block, else 3."""
+    """Number of drafts per round in the serve command; if not given, all heads of a Medusa drafter,
+    all drafts of a block, else 3."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the stored weights; auto: as the drafter has it."""
+    """Type of the stored weights; auto keeps the drafter's."""
     report: list[str] = field(default_factory=list)
-    """JSON of draftsmith evaluate, whose figures go into the card."""
+    """JSON file of draftsmith evaluate, whose figures go into the card; may be given several
+    times."""
     license: str = "other"
-    """For the card, by the hub's name, such as apache-2.0."""
+    """Licence in the card, by the hub's name for it, such as apache-2.0."""
     draft_vocab_size: int | None = None
-    """EAGLE-3: keep the so many most frequent tokens of `vocab_data`, special tokens always among
-    them."""
+    """Number of tokens that an EAGLE-3 drafter keeps: the special tokens, and the most frequent
+    ones in `vocab_data`."""
     vocab_data: list[str] = field(default_factory=list)
-    """Replies that the target wrote, in which tokens are counted."""
+    """Replies that the target wrote, in which tokens are counted; may be given several times."""
     bad_rows: BadRows = "stop"
-    """What a malformed row of `vocab_data` does: stop, or skip it (it is named)."""
+    """Treatment of a malformed row of `vocab_data`: stop the command, or skip the row; it is named
+    either way."""
     target: str | None = None
-    """The target, where its tokenizer or its output matrix is needed; that and its embedding are
-    all that is loaded."""
+    """Target, where its tokenizer or its output matrix is needed; that and its embedding are all
+    that is loaded."""
     push: str | None = None
-    """Put the folder on the hub under this name, such as me/eagle3-mine; private if it is new."""
+    """Repository on the hub that the folder is put into, such as me/eagle3-mine; private if it is
+    new."""
 
     def __post_init__(self) -> None:
         if self.drafts is not None and self.drafts < 1:
@@ -246,7 +254,8 @@ class ExportOptions:
 
 @dataclass
 class ImportOptions:
-    """Read a public drafter, or an export of ours, for the target that it was trained for."""
+    """Make a drafter of a public checkpoint, or of an export of draftsmith, for the target that it
+    was trained for."""
 
     example: ClassVar[str] = (
         "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B "
@@ -254,26 +263,28 @@ class ImportOptions:
     )
 
     from_: str
-    """Its folder, or its name on the hub."""
+    """Folder of the checkpoint, or its name on the hub."""
     target: str
-    """The target: a folder, or a name on the hub. Only its embedding, final norm and head are
+    """Target: a folder, or a name on the hub. Of it, only embedding, final norm and head are
     loaded."""
     out: str
-    """The drafter's folder to write."""
+    """Folder of the drafter to write."""
     taps: str | None = None
-    """Hidden states that it fuses, such as [2,16,29], where the checkpoint leaves them open."""
+    """Hidden states that the drafter fuses, such as [2,16,29], where the checkpoint leaves them
+    open."""
     norm_output: bool | None = None
-    """Whether drafts recycle the normed state (EAGLE-3.1), where the checkpoint leaves it open."""
+    """Recycle the normed state (EAGLE-3.1) or not, where the checkpoint leaves it open."""
     norm_before_residual: bool | None = None
-    """Whether the layer adds to the normed state, where the checkpoint leaves it open."""
+    """Add the layer's output to the normed state or not, where the checkpoint leaves it open."""
     target_embedding: bool = False
     """Use the target's embedding although the checkpoint's differs."""
 
 
 @dataclass
 class GenerateOptions:
-    """Decode one prompt and show what was accepted: accepted drafts in green, the target's own
-    tokens plain.
+    """Decode one prompt and show which drafts were accepted.
+
+    Accepted drafts are green, the target's own tokens plain.
 
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """
@@ -284,29 +295,29 @@ class GenerateOptions:
 
     target: TargetConfig
     prompt: str
-    """The user's words; `-` reads them from standard input."""
+    """Prompt of the user; `-` reads it from standard input."""
     drafter: str = "none"
-    """A drafter's folder, a small model's folder, or none, ngram, suffix, lookahead, early-exit;
+    """Folder of a drafter or of a draft model, or none, ngram, suffix, lookahead, early-exit;
     settings follow a colon: ngram:length=8."""
     profile: str | None = None
-    """What draftsmith tune wrote: draft with its settings."""
+    """Profile that draftsmith tune wrote; its settings are drafted with."""
     max_new_tokens: int = 256
-    """Longest reply."""
+    """Largest number of tokens of the reply."""
     sampling: Sampling = field(default_factory=Sampling)
-    """Greedy if not given."""
+    """Sampling settings; greedy if not given."""
     stop: list[str] = field(default_factory=list)
-    """Text that ends the reply, as it is (a line break in bash: $'\\n'); may be given several
-    times."""
+    """Text that ends the reply, taken literally (a line break in bash: $'\\n'); may be given more
+    than once."""
     color: bool | None = None
-    """Colour accepted drafts; only on a terminal if not given."""
+    """Colour accepted drafts; if not given, only on a terminal."""
     raw: bool = False
     """Give the prompt to the target as it is, without the chat template."""
 
 
 @dataclass
 class DoctorOptions:
-    """Check this machine, and a target and a training config if given. Exits with 2 if something
-    would not run."""
+    """Check this machine, and a target and a training config if given. The exit status is 2 if
+    something would not run."""
 
     example: ClassVar[str] = (
         "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"
@@ -315,9 +326,9 @@ class DoctorOptions:
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target to load and check."""
     run: str | None = None
-    """Training config to check; its target is checked too."""
+    """Training config to check; its target is checked too, unless another one is named."""
     method: Method | None = None
-    """The run's method; known by the config file's path (configs/eagle/...) or its keys if not
-    given."""
+    """Method of the run; if not given, the keys of the config file or its path
+    (configs/eagle/...) determine it."""
     json: bool = False
     """Print JSON instead of a table."""

@@ -1,5 +1,6 @@
-"""What is known of a run before anything is loaded: configs, drafters without numbers, what their
-training runs through."""
+"""Outline of a run from its configs alone: its drafter without weights, and the amount of work in
+training it.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +17,47 @@ from ..inference.target_files import check_there
 
 @dataclass(frozen=True)
 class Outline:
-    """A run's drafter on the meta device, and what its training runs through."""
+    """Drafter of a run on the meta device, and the amount of work in training it."""
 
     drafter: nn.Module
     passes: float = 1.0
-    """Passes of the drafter over a position."""
+    """Average number of passes of the drafter over a position, in a step."""
     borrowed_params: int = 0
-    """Frozen parameters of the target's head that gradients of such a pass go through, over all of
-    a drafter's heads."""
+    """Number of frozen parameters of the target's head that the gradients of a pass go through,
+    over all heads of a drafter."""
     layers: int = 1
-    """Decoder layers whose states a pass keeps."""
+    """Number of decoder layers whose states a pass keeps for its backward pass."""
     distributions: int = 1
-    """Rows of logits for each of objective.rows_per_chunk."""
+    """Number of rows of logits for each of the `rows_per_chunk` rows of the objective."""
 
 
 class ConfigOnly:
-    """A target's config under the names that methods ask a target by."""
+    """Stand-in for a target that has only its config, under the attributes of a target that methods
+    read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()
         self.num_layers, self.vocab_size = self.config.num_hidden_layers, self.config.vocab_size
+        # One id, a list of ids, or None.
         eos = getattr(config, "eos_token_id", None)
         self.eos_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+        # Never called: a drafter is only built with it.
         self.embedding_and_head = EmbeddingAndHead(
             lambda ids: ids, lambda last: last, self.vocab_size
         )
 
 
 def config_at(path: str, trust: bool = False) -> Any:
-    """The config of a model on the hub or in a folder. Raises `UserError` where none is to be
-    had."""
+    """Return the config of a model on the hub or in a folder; `trust`: code beside it may be run.
+
+    Raises `UserError` where there is none.
+    """
     check_there(path)
     with clear_errors(path, "the config of", "a folder with its config.json is enough"):
         return read_config(path, trust)
 
 
 def empty(config: Any) -> Any:
-    """A model without numbers."""
+    """Return a model of this config on the meta device, without weights."""
     with torch.device("meta"):
         return make_causal_lm(config)

@@ -1,5 +1,7 @@
-"""How fast a run goes and where its time goes. Device work is timed on the device, without waiting
-for it."""
+"""Speed of a training run, and the parts of a step that its time is spent on.
+
+Work on a GPU is timed there, by events, without waiting for it.
+"""
 
 from __future__ import annotations
 
@@ -14,40 +16,45 @@ import torch
 from ..inference.evaluation.gains import GPUS
 
 PARTS = ("data", "target", "drafter", "optimiser")
-"""Making batches and counting their weights; the target's features; the drafter forward and
-backward; clipping and the step."""
+"""Parts of a step.
+
+data: making batches and counting their weights; target: the target's features; drafter: its forward
+and backward passes; optimiser: clipping, and the change of the weights."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """FLOP/s that this GPU's data sheet promises in bf16; None for what is not listed, CPUs among
-    them."""
+    """Return the FLOP/s in bf16 on this GPU's data sheet; None for one that is not listed, and for
+    a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next(
-        (1e12 * gpu.tflops for known, gpu in GPUS.items() if re.search(rf"\b{known}\b", name)), None
-    )
+    for known, gpu in GPUS.items():
+        # The name is that of the driver, such as "NVIDIA H100 80GB HBM3".
+        if re.search(rf"\b{known}\b", name):
+            return 1e12 * gpu.tflops
+    return None
 
 
 class Pace:
-    """Seconds of each part of the steps since the last report."""
+    """Clock of a rank: seconds of each part of the steps since the last report."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._cuda, self._ranks, self._peak = device.type == "cuda", ranks, peak_of(device)
         self._spans: list[tuple[str, Any, Any]] = []
         self.flops_per_position = 0.0
-        """Of one position, forward and backward."""
+        """Floating-point operations of one position, forward and backward; set by the trainer."""
         self._since = time.perf_counter()
         self._positions = 0
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside belongs to `name`, one of `PARTS`."""
+        """Count the time inside the `with` block as `name`, one of `PARTS`."""
         start = self._now()
         yield
         self._spans.append((name, start, self._now()))
 
     def _now(self) -> Any:
+        """Return the time, as an event of the device where there is one."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -55,25 +62,29 @@ class Pace:
         return event
 
     def count(self, positions: int) -> None:
-        """This rank has been through so many positions, padding included."""
+        """Add positions, padding included, that this rank has trained on."""
         self._positions += positions
 
     def restart(self) -> None:
-        """Forget what has passed: an evaluation is no part of the pace."""
+        """Begin to count anew, as after an evaluation, which is no part of a step."""
         self._spans, self._positions, self._since = [], 0, time.perf_counter()
 
     def report(self) -> dict[str, float]:
-        """Positions a second over all ranks, the share of each part of this rank's time, and MFU
-        where the peak is known."""
+        """Return the speed since the last report, and begin to count anew.
+
+        `tokens_s` are positions per second over all ranks; `share_*` the share of each part in this
+        rank's time; `mfu`, where the GPU's peak is known, its share that the operations take.
+        """
+        # One wait for each report: the last event has then happened, and so have all before it.
         if self._cuda and self._spans:
             self._spans[-1][2].synchronize()
         passed = max(time.perf_counter() - self._since, 1e-9)
         seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._spans:
             seconds[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
-        found = {"tokens_s": self._positions * self._ranks / passed}
-        found |= {f"share_{name}": spent / passed for name, spent in seconds.items()}
+        metrics = {"tokens_s": self._positions * self._ranks / passed}
+        metrics |= {f"share_{name}": spent / passed for name, spent in seconds.items()}
         if self._peak is not None:
-            found["mfu"] = self.flops_per_position * self._positions / passed / self._peak
+            metrics["mfu"] = self.flops_per_position * self._positions / passed / self._peak
         self.restart()
-        return found
+        return metrics

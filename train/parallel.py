@@ -1,8 +1,8 @@
-"""What DDP, FSDP2 and DeepSpeed want differently. The loop sees one module, one optimiser, and a
-drafter that is whole.
+"""Differences between DDP, FSDP2 and DeepSpeed, hidden from the training loop.
 
-Precision is our own business (autocast around the forward pass, fp32 weights and sums between
-ranks) and so the same under each.
+The loop sees one module, one optimiser, and a drafter whose weights are whole. Precision is the
+same under each engine, because draftsmith sets it and not the engine: autocast around the forward
+pass, fp32 weights, and fp32 sums between ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ T = TypeVar("T")
 
 
 def engine_of(accelerator: Accelerator) -> str:
-    """How weights and optimiser lie in a checkpoint: replicated, fsdp2 or deepspeed-zeroN. Raises
-    `UserError` for FSDP1."""
+    """Return how weights and optimiser lie in a checkpoint: replicated, fsdp2 or deepspeed-zeroN.
+
+    Raises `UserError` for FSDP1.
+    """
     if accelerator.distributed_type == DistributedType.FSDP:
         if not accelerator.is_fsdp2:
             raise UserError(
@@ -56,8 +58,10 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def load_models_whole(accelerator: Accelerator) -> None:
-    """Keep transformers from splitting all that is loaded from here on, the frozen target too, once
-    accelerate has set it up for ZeRO-3."""
+    """Stop transformers from splitting the models that are loaded from here on.
+
+    accelerate sets it up to do so for ZeRO-3, and it would split the frozen target too.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from transformers.integrations import unset_hf_deepspeed_config
 
@@ -75,13 +79,13 @@ def _deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
-    """Where the drafter can be read whole: itself, or, if the engine is about to take it apart, a
-    copy for `gather` to fill."""
-    return (
-        drafter
-        if engine_of(accelerator) == "replicated"
-        else copy.deepcopy(drafter).to(accelerator.device)
-    )
+    """Return a module from which the drafter's weights can be read whole.
+
+    It is the drafter itself, or, if the engine is about to shard it, a copy for `gather` to fill.
+    """
+    if engine_of(accelerator) == "replicated":
+        return drafter
+    return copy.deepcopy(drafter).to(accelerator.device)
 
 
 def prepare(
@@ -91,34 +95,40 @@ def prepare(
     rows: int,
     clip_norm: float,
 ) -> tuple[Any, Any]:
-    """Hand module and optimiser to the launcher's engine."""
+    """Return module and optimiser as wrapped by the launcher's engine.
+
+    `rows` are the packed rows of one forward pass of a rank; DeepSpeed needs them, and clips by
+    `clip_norm` itself.
+    """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = _deepspeed_config(accelerator)
         config["train_micro_batch_size_per_gpu"] = rows
         config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
         config["gradient_clipping"] = clip_norm
     if (plugin := getattr(accelerator.state, "fsdp_plugin", None)) is not None:
-        plugin.cpu_ram_efficient_loading = (
-            # it would rebuild the module from nothing, and tied weights would come out untied
-            False
-        )
+        # It would rebuild the module from nothing, and tied weights would come out untied.
+        plugin.cpu_ram_efficient_loading = False
     return accelerator.prepare(module, optimizer)
 
 
 @torch.no_grad()
 def gather(trained: nn.Module, twin: nn.Module) -> None:
-    """Bring `twin` up to date with the weights that the engine keeps in its own form. All ranks
-    call this."""
+    """Copy the weights that the engine trains, sharded or not, into `twin` of `twin_of`.
+
+    All ranks call this: gathering the shards of each parameter is a collective operation.
+    """
     if trained is twin:
         return
-    for mine, whole in zip(trained.parameters(), twin.parameters(), strict=True):
-        whole.copy_(_whole(mine))
-    # engines share parameters out only
-    for mine, whole in zip(trained.buffers(), twin.buffers(), strict=True):
-        whole.copy_(mine)
+    for source, whole in zip(trained.parameters(), twin.parameters(), strict=True):
+        whole.copy_(_whole(source))
+    # Engines shard parameters only; each rank has the buffers whole.
+    for source, whole in zip(trained.buffers(), twin.buffers(), strict=True):
+        whole.copy_(source)
 
 
 def _whole(parameter: Tensor) -> Tensor:
+    """Return a sharded parameter as one tensor; all ranks call this."""
+    # FSDP2 has DTensors, which have this method; else it is DeepSpeed.
     if (full := getattr(parameter, "full_tensor", None)) is not None:
         return full()
     import deepspeed
@@ -128,7 +138,10 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def norm_of(found: Any) -> float:
-    """What an engine gives as the global gradient norm, as a number."""
+    """Return as a number what an engine gives as the global gradient norm.
+
+    Raises `UserError` if it gives none.
+    """
     if found is None:
         raise UserError(
             "this DeepSpeed tells no gradient norm, by which bad steps are known; use a newer one"
@@ -139,15 +152,18 @@ def norm_of(found: Any) -> float:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """`work`'s result of the main process on every rank; so is its `UserError`, since nobody may
-    wait for one that has left."""
-    found: list[Any] = [None, None]
+    """Run `work` on the main process and return its result on every rank; all ranks call this.
+
+    Its `UserError` is raised on every rank too. Otherwise the others would wait for the main
+    process, which has ended.
+    """
+    outcome: list[Any] = [None, None]  # result, error message
     if accelerator.is_main_process:
         try:
-            found[0] = work()
+            outcome[0] = work()
         except UserError as error:
-            found[1] = str(error)
-    found = broadcast_object_list(found)
-    if found[1] is not None:
-        raise UserError(found[1])
-    return found[0]
+            outcome[1] = str(error)
+    outcome = broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]

@@ -1,4 +1,4 @@
-"""A profile of some steps, for those who want to see what a step is made of."""
+"""Profile of some training steps, recorded by torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from .config import ProfilerConfig
 
 @contextmanager
 def profiler(config: ProfilerConfig, folder: Path, rank: int) -> Iterator[Callable[[], None]]:
-    """A function to call after every step. After `config.steps` of them from `config.first` on
-    (counted from the start of this process) it writes OUTPUT/profile/rank-N.json, which Chrome's
-    tracing page and Perfetto open."""
+    """Yield a function that is to be called after every step.
+
+    The first `config.first` steps of this process are not recorded, the next `config.steps` are.
+    After the last of them, `profile/rank-N.json` is written in `folder`; Chrome's tracing page and
+    Perfetto open it.
+    """
     if not config.steps:
         yield lambda: None
         return

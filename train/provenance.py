@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: code, command, versions, machine."""
+"""Provenance of a checkpoint: code, command, versions and machine."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None for what is absent."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Return the installed version of Python and of each of `PACKAGES`; None for one that is
+    absent."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def provenance() -> dict[str, Any]:
+    """Return the facts about this process that are noted with a checkpoint, as JSON."""
     return {
         "command": sys.argv,
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -44,8 +46,10 @@ def provenance() -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Revision of the checkout that this file stands in, with a plus sign if it was changed; None
-    outside one."""
+    """Return the revision of the checkout that this file stands in; None outside a checkout.
+
+    A plus sign follows it if files of the checkout were changed.
+    """
     try:
         folder = Path(__file__).parent
         commit = subprocess.run(

@@ -1,4 +1,4 @@
-"""Learning rate as a plain function of the step, and the optimiser's groups."""
+"""Learning rate as a function of the step, and the parameter groups of the optimiser."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from .config import Optim
 
 
 def rate_at(optim: Optim, step: int, total: int) -> float:
-    """Learning rate of 0-based `step` in a run of `total` steps."""
+    """Return the learning rate of `step`, counted from 0, in a run of `total` steps.
+
+    It rises linearly to its peak, then follows the schedule that `optim` names.
+    """
     warmup = round(optim.warmup_share * total)
     if step < warmup:
+        # Step 0 has a rate above 0, and the last step of the warm-up has the peak.
         return optim.lr * (step + 1) / warmup
     low = optim.lr * optim.min_lr_share
     if optim.schedule == "cosine":
@@ -21,13 +25,14 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
         return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
     if optim.schedule == "wsd":
         decay = round(optim.decay_share * total)
-        left = total - step
+        left = total - step  # this step included
+        # The first step of the decay is below the peak already, the last one above the lowest rate.
         return optim.lr if left > decay else low + (optim.lr - low) * left / (decay + 1)
     return optim.lr
 
 
 def make_optimizer(optim: Optim, module: nn.Module) -> torch.optim.AdamW:
-    """AdamW over everything trainable; vectors (biases, norms) are not decayed."""
+    """Return AdamW over all trainable parameters; vectors (biases, norms) have no weight decay."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},

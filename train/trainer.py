@@ -1,5 +1,4 @@
-"""One optimiser step, and what it is made of: drafter, objective, features, optimiser, under the
-launcher's engine."""
+"""Trainer: drafter, objective, features and optimiser under the launcher's engine, and one step."""
 
 from __future__ import annotations
 
@@ -43,6 +42,11 @@ class Trainer:
         batches: Batches,
         total_steps: int,
     ) -> None:
+        """Make the drafter, fill it from `run.init_from` if that is given, and wrap it.
+
+        `method` is a module of `train/methods/`. Raises `UserError` for settings that do not fit
+        the target, the data or the drafter to start from.
+        """
         target = inputs.target
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
@@ -55,35 +59,15 @@ class Trainer:
         self.source: FeatureSource = inputs.make_source(
             self.objective, batches, lambda: self.stop.asked
         )
+        # Before `prepare`: the copy has to be made while the weights are whole.
         self.drafter: Any = twin_of(self._trained, accelerator)
-        """Whole, whatever the engine; as new as the last `gather`."""
+        """The drafter with whole weights, whatever the engine, as of the last `gather`."""
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
         optimizer = make_optimizer(run.optim, module)
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
         )
-        parts = [part for part in method.writers(run, target, self.drafter) if part[1].share]
-        if parts and not target.whole:
-            raise UserError(
-                f"{parts[0][0]}.share needs the whole target, to write or to read texts; leave "
-                "out the features section"
-            )
-        if sum(config.share for _, config, _ in parts) > 1:
-            raise UserError(
-                "rollouts.share and errors.share add up to more than 1; lower one of them"
-            )
-        batches.rollouts = [
-            Written(
-                name,
-                config,
-                self._up_to_date(write),
-                batches,
-                accelerator,
-                total_steps,
-                target.together,
-            )
-            for name, config, write in parts
-        ]
+        batches.rollouts = self._written_parts(method)
 
         def size(module):
             return sum(p.numel() for p in module.parameters())
@@ -94,19 +78,54 @@ class Trainer:
         self.stopping = False
         """True on every rank once any of them was asked to end."""
 
+    def _written_parts(self, method: ModuleType) -> list[Written]:
+        """Return the parts of the data that are written during training (rollouts, errors).
+
+        Raises `UserError` if they need a target that is not whole, or more than all rows.
+        """
+        target = self.target
+        # Tuples (name, config, function that writes).
+        writers = method.writers(self.run, target, self.drafter)
+        used = [writer for writer in writers if writer[1].share]
+        if used and not target.whole:
+            raise UserError(
+                f"{used[0][0]}.share needs the whole target, to write or to read texts; leave "
+                "out the features section"
+            )
+        if sum(config.share for _, config, _ in used) > 1:
+            raise UserError(
+                "rollouts.share and errors.share add up to more than 1; lower one of them"
+            )
+        return [
+            Written(
+                name,
+                config,
+                self._up_to_date(write),
+                self.batches,
+                self.accelerator,
+                self.total_steps,
+                target.together,
+            )
+            for name, config, write in used
+        ]
+
     def _coverage(self) -> dict[str, float]:
-        """Of a drafter that proposes some tokens only: the share of the target's tokens in the data
-        that they are."""
-        if (kept := getattr(self.drafter, "kept", None)) is None:
+        """Return the share of the target's tokens in the data that lie in the draft vocabulary.
+
+        The table is empty for a drafter that proposes all tokens.
+        """
+        if (vocab_ids := getattr(self.drafter, "kept", None)) is None:
             return {}
         counts = self.batches.token_counts(self.drafter.shape.vocab_size)
-        return {"vocabulary_coverage": float(counts[kept.cpu()].sum() / counts.sum())}
+        return {"vocabulary_coverage": float(counts[vocab_ids.cpu()].sum() / counts.sum())}
 
     def gather(self) -> None:
-        """Bring `drafter` up to date; all ranks call this."""
+        """Copy the trained weights into `drafter`; all ranks call this."""
         gather(self._trained, self.drafter)
 
     def _up_to_date(self, write: Writer) -> Writer:
+        """Return `write`, preceded by a `gather`: texts are written with the weights of now."""
+
         def gathered(*arguments: Any) -> Any:
             self.gather()
             return write(*arguments)
@@ -114,18 +133,18 @@ class Trainer:
         return gathered
 
     def step(self, index: int) -> tuple[Sums, float, int]:
-        """One optimiser step (0-based): metric sums of this rank, global gradient norm, positions
-        seen by this rank.
+        """Do one optimiser step (`index` from 0); all ranks call this.
 
-        With a norm that is not finite nothing was changed; DeepSpeed, which steps on its own, sees
-        to that itself.
+        Returns the metric sums of this rank, the global gradient norm, and the positions that this
+        rank has seen, padding included. If the norm is not finite, nothing was changed: the step is
+        left out here, and DeepSpeed, which steps on its own, leaves it out itself.
         """
         self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
             self.batches.before_step(index)
             micro = self.micro_batches(index)
             denominators = self._global_weights(micro)
-        # first, since DeepSpeed steps within its backward pass
+        # Before the forward pass, since DeepSpeed steps within its backward pass.
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
@@ -142,22 +161,29 @@ class Trainer:
         return sums, norm, positions
 
     def _flops(self) -> float:
-        """By the usual count: two for each parameter that a position passes through, and twice that
-        again for a backward pass."""
+        """Return floating point operations of one position, by the usual count.
+
+        That is two for each parameter in a forward pass, and four more in a backward pass, which
+        the frozen target does not have.
+        """
         drafter, target = self._sizes
         return 6.0 * drafter * getattr(self.objective, "steps", 1) + 2.0 * target
 
     def micro_batches(self, index: int) -> list[Batch]:
-        """What this rank sees in a step."""
+        """Return the micro-batches of this rank in step `index`."""
         return [
             self.batches.micro_batch(index, a, self.accelerator.process_index)
             for a in range(self.batches.accumulation)
         ]
 
     def _forward_backward(self, micro: list[Batch], denominators: dict[str, float]) -> Sums:
+        """Run all micro-batches forward and backward; return their metric sums, `loss` included.
+
+        `denominators` are the global weights of the loss's terms.
+        """
         sums: Sums = {}
-        # Engines average gradients over ranks, accelerate over micro-batches; the denominators are
-        # global, so the sum is wanted.
+        # Engines average gradients over ranks and accelerate averages over micro-batches. Each
+        # micro-batch's loss is already its share of the global one, so these have to be summed.
         scale = self.accelerator.num_processes * len(micro)
         for batch in micro:
             with self.accelerator.accumulate(self.module):
@@ -166,35 +192,39 @@ class Trainer:
                 with self.pace.part("drafter"):
                     loss, more = self.module(features, denominators)
                     self.accelerator.backward(loss * scale)
+            # The losses of a step's micro-batches add up to one loss, hence their counts to 1.
             add_sums(sums, more | {"loss": (loss.detach(), torch.tensor(1.0 / len(micro)))})
         return sums
 
     def _global_weights(self, micro: list[Batch]) -> dict[str, float]:
-        """Each term's weight over all micro-batches of the step and all ranks, known before the
-        first forward."""
+        """Return each term's weight over all micro-batches and ranks of a step.
+
+        They are known before the first forward pass. The reduction also carries whether this rank
+        was asked to stop, so that all ranks learn of it after the same step.
+        """
         local = [self.objective.weights(batch) for batch in micro]
         names = list(local[0])
-        sums = torch.tensor(
-            [*(sum(weights[name] for weights in local) for name in names), float(self.stop.asked)],
-            dtype=torch.float64,
-        )
+        totals = [sum(weights[name] for weights in local) for name in names]
+        sums = torch.tensor([*totals, float(self.stop.asked)], dtype=torch.float64)
         if self.accelerator.num_processes > 1:
             sums = cast(Tensor, self.accelerator.reduce(sums.to(self.accelerator.device), "sum"))
-        *counts, asked = sums.tolist()
-        self.stopping = asked > 0  # the same on every rank, after the same step
+        *counts, ranks_asked = sums.tolist()
+        self.stopping = ranks_asked > 0
         return dict(zip(names, counts, strict=True))
 
     def artifact(self, calibration: dict[str, Any], step: int) -> Artifact:
+        """Return the drafter as of the last `gather`, as an artifact to save."""
         return Artifact(
             self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step}
         )
 
     def keep_batch(self, index: int, folder: Path) -> Path:
-        """Write what this rank saw in a step, for a person to look at."""
-        path = (
-            folder
-            / f"bad-batch-step-{index + 1:06d}-rank-{self.accelerator.process_index}.safetensors"
-        )
+        """Write what this rank saw in step `index` into `folder`, for a person to look at.
+
+        Returns the file's path.
+        """
+        rank = self.accelerator.process_index
+        path = folder / f"bad-batch-step-{index + 1:06d}-rank-{rank}.safetensors"
         tensors = {}
         for number, batch in enumerate(self.micro_batches(index)):
             for name in ("ids", "positions", "documents", "mask"):
@@ -204,8 +234,11 @@ class Trainer:
 
 
 def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
-    """The drafter to start from, which must be of this method and, unless the run says `retarget`,
-    of this very target."""
+    """Load the drafter `run.init_from` to start from.
+
+    Raises `UserError` if it is of another method, or of another target and the run does not say
+    `retarget`.
+    """
     differences: list[str] = []
     loaded = Artifact.load(
         run.init_from, target.fingerprint(), target.embedding_and_head, differences.append
@@ -223,10 +256,14 @@ def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
 
 
 def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
-    """Fill `drafter` with the weights of another of the same shape."""
+    """Fill `drafter` with the weights of the artifact `before`, loaded from `folder`.
+
+    Raises `UserError` if the shapes differ.
+    """
     try:
         drafter.load_state_dict(before.drafter.state_dict())
     except RuntimeError as error:
+        # torch's message has a heading, then a line for each tensor.
         reason = [line.strip() for line in str(error).splitlines()][1]
         raise UserError(
             f"init_from {folder} has another shape than this run's heads: {reason}"

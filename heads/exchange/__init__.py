@@ -1,2 +1,1 @@
-"""Other projects' checkpoint formats: export to serving engines, import of public drafters, the
-check of what was written."""
+"""Checkpoint formats of other projects: export, import, and the check of what was written."""

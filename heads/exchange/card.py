@@ -1,5 +1,4 @@
-"""The page that stands in an export: what it is, how it is served, what it was measured to accept,
-and where it ends."""
+"""Model card (`README.md`) of an export: the serve command, measured figures, facts and limits."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 from ..artifact import Artifact
-from .exports import CHAINS_ONLY, TITLES, ExportRequest, Recipe, kind_of
+from .exports import CHAINS_ONLY, TITLES, Recipe, kind_of
+from .layouts import ExportRequest
 
 NAMES = TITLES | {"draft_model": "Draft model"}
 PAPERS = {
@@ -26,19 +26,22 @@ PAPERS = {
 
 @dataclass(frozen=True)
 class CardFigures:
-    """A line of the table: one drafter in one setting of `draftsmith evaluate`."""
+    """Row of the card's table: one drafter in one setting of `draftsmith evaluate`."""
 
     drafts: str
-    """Its name in the report, which says how it drafted."""
+    """Name of the drafter in the report, which includes how it drafted."""
     chain: bool
+    """True if the drafts formed chains, false for trees."""
     temperature: float
     batch: int
     tau: float
     interval: tuple[float, float]
+    """95% interval of tau: its lower and upper end."""
     survival: tuple[float, ...]
+    """Shares of the rounds that accepted at least 1, 2, .. drafts."""
     prompts: int
     source: str
-    """The report and a hash of its prompts."""
+    """Name of the report's file, number of its prompts and the start of their SHA-256."""
 
 
 def card(
@@ -48,19 +51,19 @@ def card(
     licence: str,
     measured: Sequence[CardFigures],
 ) -> str:
-    """The README, with the header that the hub reads."""
+    """Return the text of the card, with the header that the Hugging Face hub reads.
+
+    `licence` is the hub's name of one. `measured` are the table's rows, possibly none.
+    """
     kind = kind_of(artifact.drafter)
     rounded = any(
         weight.dtype.itemsize > order.dtype.itemsize for weight in artifact.drafter.parameters()
     )
-    header = [
-        "---",
-        f"license: {licence}",
-        *(
-            [f"base_model: {order.target}"]
-            if order.target.count("/") == 1 and not Path(order.target).exists()
-            else []
-        ),
+    header = ["---", f"license: {licence}"]
+    # The hub links `base_model` to a repository, so a local folder is not named there.
+    if order.target.count("/") == 1 and not Path(order.target).exists():
+        header.append(f"base_model: {order.target}")
+    header += [
         "library_name: draftsmith",
         "pipeline_tag: text-generation",
         "tags:",
@@ -68,10 +71,9 @@ def card(
         f"- {kind.replace('_', '-')}",
         "---",
     ]
-    title = f"# {NAMES[kind]} for {order.target}"
-    parts = [
+    sections = [
         "\n".join(header),
-        title,
+        f"# {NAMES[kind]} for {order.target}",
         "A drafter for speculative decoding: it guesses tokens that the target checks, so that "
         "the text stays the target's own.",
         f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
@@ -80,15 +82,16 @@ def card(
         f"## What it is\n\n{_facts(artifact, order)}",
         f"## Limits\n\n{_limits(artifact, recipe)}",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _others(recipe: Recipe, order: ExportRequest) -> str:
-    others = [engine for engine in recipe.also if engine != order.engine]
-    if not others:
+    """Return the sentence that names the other engines that read these files; empty without any."""
+    engines = [engine for engine in recipe.also if engine != order.engine]
+    if not engines:
         return ""
     return (
-        f"The same files are read by: {', '.join(others)} (`draftsmith export --to ENGINE` prints "
+        f"The same files are read by: {', '.join(engines)} (`draftsmith export --to ENGINE` prints "
         "the command of each)."
     )
 
@@ -98,7 +101,11 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool) -> str:
-    """Chains only where the engine drafts chains; the rest is said to be left out."""
+    """Return the table of measured figures, in Markdown, with remarks on it.
+
+    Figures of trees are left out, and counted, where the engine drafts chains. `rounded` is true if
+    the export stores the weights in fewer bits than those that were measured.
+    """
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
     lines = []
@@ -119,14 +126,12 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool)
             )
         lines += [
             "",
-            "tau: tokens kept a round, the target's own among them; measured in draftsmith's own "
+            "tau: tokens emitted a round, the bonus token among them; measured in draftsmith's own "
             "loop, not in the engine.",
         ]
-        lines += (
-            [f"Measured before the weights were rounded to {_name(order.dtype)}."]
-            if rounded
-            else []
-        )
+        if rounded:
+            lines.append(f"Measured before the weights were rounded to {_name(order.dtype)}.")
+        # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
         lines.append(
@@ -140,54 +145,51 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool)
 
 
 def _facts(artifact: Artifact, order: ExportRequest) -> str:
-    target, drafter = artifact.fingerprint, artifact.drafter
-    data: dict[str, Any] = artifact.provenance.get("data", {})
+    """Return the table of facts about the drafter, in Markdown.
+
+    Imported drafters and those of older versions lack parts of the provenance: their rows are left
+    out.
+    """
+    target, drafter, provenance = artifact.fingerprint, artifact.drafter, artifact.provenance
     size = sum(parameter.numel() for parameter in drafter.parameters())
     kind = kind_of(drafter)
+    sizes = f"{target.num_layers} layers of width {target.hidden_size}"
+    hashes = f"tokenizer {target.tokenizer_hash}, template {target.template_hash}"
     rows = [
         ("method", f"{NAMES[kind]} ({PAPERS[kind]})"),
         ("parameters", f"{size:,}, stored as {_name(order.dtype)}"),
-        (
-            "target",
-            f"`{target.name}`, {target.num_layers} layers of width {target.hidden_size}, "
-            f"vocabulary {target.vocab_size:,}",
-        ),
-        (
-            "target's weights",
-            f"hash {target.weights_hash}; tokenizer {target.tokenizer_hash}, template "
-            f"{target.template_hash}",
-        ),
+        ("target", f"`{target.name}`, {sizes}, vocabulary {target.vocab_size:,}"),
+        ("target's weights", f"hash {target.weights_hash}; {hashes}"),
     ]
     if drafter.taps:
         rows.append(("taps", f"hidden states {list(drafter.taps)} (0: embeddings)"))
-    if data:
-        texts, tokens, sha = (data.get(key, "?") for key in ("documents", "tokens", "sha256"))
-        rows.append(("training data", f"{texts} texts, {tokens} tokens, SHA-256 {str(sha)[:16]}"))
-    else:
-        rows.append(("training data", "not recorded"))
-    if (pruned := artifact.provenance.get("pruned")) is not None:
-        rows.append(
-            (
-                "draft vocabulary",
-                f"cut after training; covers {pruned['coverage']:.2%} of the text that it was cut "
-                "by",
-            )
-        )
-    elif data.get("vocabulary_coverage") is not None:
-        rows.append(
-            (
-                "draft vocabulary",
-                f"covers {data['vocabulary_coverage']:.2%} of the target's tokens in that data",
-            )
-        )
-    if (command := artifact.provenance.get("command")) is not None:
+    rows += _data_facts(provenance)
+    if (command := provenance.get("command")) is not None:
         rows.append(("command", f"`{command if isinstance(command, str) else ' '.join(command)}`"))
-    if (source := artifact.provenance.get("imported_from")) is not None:
+    if (source := provenance.get("imported_from")) is not None:
         rows.append(("imported from", f"`{source}`"))
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
 
 
+def _data_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows about the training data and how much of it the draft vocabulary covers."""
+    data: dict[str, Any] = provenance.get("data", {})
+    rows = [("training data", "not recorded")]
+    if data:
+        texts, tokens, sha = (data.get(key, "?") for key in ("documents", "tokens", "sha256"))
+        rows = [("training data", f"{texts} texts, {tokens} tokens, SHA-256 {str(sha)[:16]}")]
+    # A vocabulary that was cut at export replaced the one of the training.
+    if (pruned := provenance.get("pruned")) is not None:
+        coverage = f"covers {pruned['coverage']:.2%} of the text that it was cut by"
+        rows.append(("draft vocabulary", f"cut after training; {coverage}"))
+    elif data.get("vocabulary_coverage") is not None:
+        coverage = f"covers {data['vocabulary_coverage']:.2%}"
+        rows.append(("draft vocabulary", f"{coverage} of the target's tokens in that data"))
+    return rows
+
+
 def _limits(artifact: Artifact, recipe: Recipe) -> str:
+    """Return the list of limits, in Markdown: two that every drafter has, then the engine's."""
     name = artifact.fingerprint.name
     lines = [
         f"Trained for the weights of `{name}` named above; a fine-tune of it accepts less, and no "

@@ -1,5 +1,4 @@
-"""The serving engines that drafters are exported to, by the names that `draftsmith export --to`
-takes."""
+"""Names of the serving engines, as `draftsmith export --to` takes them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""An artifact becomes what an engine serves: written aside, read back, compared, and only then put
-in place."""
+"""Export of an artifact: an engine's files are written aside, checked, then renamed into place.
+
+The export also needs to load an artifact without its target, and to cut its draft vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from ..layout import place
 from ..pretrained import clear_errors, read_tokenizer
 from ..vocabulary import offsets
 from .card import CardFigures, card
-from .exports import ExportRequest, Recipe, files_for, kind_of, recipe_for
+from .exports import Recipe, kind_of, recipe_for
+from .layouts import ExportRequest, files_for
 from .selfcheck import check_export, check_name, side_of
 
 CARD = "README.md"
@@ -35,10 +38,11 @@ def export(
     measured: Sequence[CardFigures] = (),
     head: Tensor | None = None,
 ) -> Recipe:
-    """Write `order.out` whole or not at all. `head` `[V, H]`: the target's, which one layout holds.
+    """Write the export that `order` asks for, whole or not at all, and return its recipe.
 
-    Raises `UserError` for what the engine cannot express, for a folder that holds something else,
-    or a check that fails.
+    `licence` and `measured` are for the model card. `head` `[V, H]` is the target's output matrix,
+    which one layout stores. Raises `UserError` for a drafter that the engine cannot express, for a
+    folder that holds something else, and for an export that fails its check.
     """
     recipe = recipe_for(order.engine, artifact)
     check_name(order.out, artifact)
@@ -46,30 +50,30 @@ def export(
     check_vocabulary(artifact)
     check_numbers(artifact, order.dtype)
     drafter = artifact.drafter
-    with whole_directory(order.out) as aside:
+    with whole_directory(order.out) as folder:
         if artifact.method == "draft_model":
-            drafter.save(aside, order.target, order.dtype)
+            drafter.save(folder, order.target, order.dtype)
         else:
             config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint, head)
-            write_json(aside / "config.json", config)
-            save_file(tensors, aside / drafter.weights_file, metadata={"format": "pt"})
-        check_export(aside, artifact, order, recipe, head)
-        facts = artifact.own_facts(order.dtype)
-        facts["export"] = {
+            write_json(folder / "config.json", config)
+            save_file(tensors, folder / drafter.weights_file, metadata={"format": "pt"})
+        check_export(folder, artifact, order, recipe, head)
+        document = artifact.own_facts(order.dtype)
+        # The checksums are taken before the card is written, so the card may be edited later.
+        document["export"] = {
             "engine": order.engine,
             "layout": recipe.layout,
             "serve": recipe.serve(order, drafter),
             "measured": [vars(row) for row in measured],
-            "sha256": {path.name: checksum(path) for path in sorted(aside.iterdir())},
+            "sha256": {path.name: checksum(path) for path in sorted(folder.iterdir())},
         }
-        write_json(aside / OWN_FILE, facts)
-        (aside / CARD).write_text(card(artifact, order, recipe, licence, measured))
+        write_json(folder / OWN_FILE, document)
+        (folder / CARD).write_text(card(artifact, order, recipe, licence, measured))
     return recipe
 
 
 def check_free(out: str | Path) -> None:
-    """Demand a folder that is not there yet, or is empty, or an earlier export. Raises
-    `UserError`."""
+    """Raise `UserError` unless the folder `out` is absent, empty, or an earlier export."""
     path = Path(out)
     if path.is_symlink() or (path.exists() and not path.is_dir()) or path.resolve() == Path.cwd():
         raise UserError(
@@ -77,15 +81,18 @@ def check_free(out: str | Path) -> None:
         )
     if not path.is_dir() or not any(path.iterdir()):
         return
-    own = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
-    if not isinstance(own, dict) or "export" not in own:
-        what = "a drafter, not an export" if own is not None else "something else than an export"
+    # The folder is going to be replaced, and a trained drafter must not be lost that way. Only
+    # exports, which can be made again, have the key `export`.
+    document = read_json(path / OWN_FILE) if (path / OWN_FILE).is_file() else None
+    if not isinstance(document, dict) or "export" not in document:
+        what = "a drafter, not an export"
+        if document is None:
+            what = "something else than an export"
         raise UserError(f"{out} holds {what}; name another --out, or remove it")
 
 
 def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
-    """Demand weights that are numbers, in the type that they are stored in too. Raises
-    `UserError`."""
+    """Raise `UserError` if a weight is NaN or infinite, or becomes infinite in `dtype`."""
     for name, weight in artifact.drafter.named_parameters():
         if not weight.isfinite().all():
             raise UserError(
@@ -99,26 +106,27 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
 
 
 def check_vocabulary(artifact: Artifact) -> None:
-    """Demand a draft model whose logits are as many as the target's: engines compare the sizes, not
-    the tokenizers."""
+    """Raise `UserError` if a draft model has more or fewer logits than the target.
+
+    Engines compare these two sizes, and not the tokenizers.
+    """
     if artifact.method != "draft_model":
         return
-    ours, theirs = (
-        artifact.drafter.model.config.get_text_config().vocab_size,
-        artifact.fingerprint.vocab_size,
-    )
-    if ours != theirs:
+    draft_size = artifact.drafter.model.config.get_text_config().vocab_size
+    target_size = artifact.fingerprint.vocab_size
+    if draft_size != target_size:
         raise UserError(
-            f"the draft model has a vocabulary of {ours}, the target of {theirs}, and engines "
-            "want them equal; cut the student "
-            "from the target, or pad its embedding with model.resize_token_embeddings and distil "
-            "once more"
+            f"the draft model has a vocabulary of {draft_size}, the target of {target_size}, and "
+            "engines want them equal; cut the student from the target, or pad its embedding with "
+            "model.resize_token_embeddings and distil once more"
         )
 
 
 def load_alone(directory: str | Path) -> Artifact:
-    """An artifact without its target: its ends are made up, so it can be looked at and stored, not
-    used. Raises `UserError`."""
+    """Load an artifact without its target, for export only: its embedding and head are stand-ins.
+
+    Raises `UserError` for a folder that is no artifact, or a damaged one.
+    """
     directory = Path(directory)
     if not (directory / OWN_FILE).is_file():
         if (directory / "config.json").is_file():
@@ -127,22 +135,24 @@ def load_alone(directory: str | Path) -> Artifact:
                 "served as it is"
             )
         raise not_a_drafter(directory)
-    own, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
-    trained_for = own.target
+    document, _ = read_document(directory / OWN_FILE, OwnFile, "save or copy the drafter again")
+    trained_for = document.target
     embedding_and_head = side_of(trained_for).embedding_and_head
-    if own.method == "draft_model":
+    if document.method == "draft_model":
+        # `DraftModel.load` compares the tokenizer beside it with the target's. The target's is not
+        # there, so the same one is given twice after its hash was found to be the target's.
         embedding_and_head = replace(
             embedding_and_head,
             vocab_size=trained_for.vocab_size,
             tokenizer=_own_tokenizer(directory, trained_for),
         )
     artifact = Artifact.load(directory, trained_for, embedding_and_head)
-    place(artifact.drafter, torch.device("cpu"), getattr(torch, own.dtype))
+    place(artifact.drafter, torch.device("cpu"), getattr(torch, document.dtype))
     return artifact
 
 
 def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
-    """The one beside a draft model, which has to be the target's, though the target is not here."""
+    """Return the tokenizer in a draft model's folder. Raises `UserError` if not the target's."""
     with clear_errors(directory, "the tokenizer of draft model", "save the drafter again"):
         tokenizer = read_tokenizer(directory)
     if tokenizer_hash(tokenizer) != target.tokenizer_hash:
@@ -155,40 +165,39 @@ def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
 
 @torch.no_grad()
 def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact:
-    """An EAGLE-3 drafter that proposes tokens `ids` `[N]`, ascending, only. `counts` `[V]`: how
-    often the target wrote each.
+    """Return an EAGLE-3 artifact whose draft vocabulary is `ids` `[Vd]`, ascending.
 
-    Raises `UserError` where the drafter has no head of its own, or never had some of these tokens.
+    `counts` `[V]` says how often the target wrote each token; the share that `ids` cover is noted.
+    Raises `UserError` if it is not EAGLE-3, or cannot draft some of these tokens already.
     """
     drafter: EagleDrafter = artifact.drafter
     if kind_of(drafter) != "eagle3":
         raise UserError(
             f"only EAGLE-3 has a vocabulary of its own to make smaller, not {kind_of(drafter)}"
         )
-    kept = (
-        drafter.draft_vocab_ids
-        if drafter.draft_vocab_ids is not None
-        else torch.arange(drafter.shape.vocab_size)
-    )
-    columns = torch.searchsorted(kept, ids.clamp(max=int(kept[-1])))
-    if not torch.equal(kept[columns], ids):
+    current_ids = drafter.draft_vocab_ids
+    if current_ids is None:
+        current_ids = torch.arange(drafter.shape.vocab_size)
+    # Rows of the present head by target id. An id above the largest would get an index past the
+    # end: it is clamped to the last row, and the comparison below refuses it.
+    rows = torch.searchsorted(current_ids, ids.clamp(max=int(current_ids[-1])))
+    if not torch.equal(current_ids[rows], ids):
         raise UserError(
             "the drafter's vocabulary is smaller already, and lacks some of these tokens; ask for "
             "fewer"
         )
-    if len(ids) == len(kept):
+    if len(ids) == len(current_ids):
         return artifact
-    smaller = EagleDrafter(
-        replace(drafter.shape, draft_vocab_size=len(ids)), drafter.embedding_and_head
-    )
+    smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
+    smaller = EagleDrafter(smaller_shape, drafter.embedding_and_head)
+    # The maps depend on the vocabulary and are made anew; a drafter of the whole one has none.
     state = {
         name: tensor for name, tensor in drafter.state_dict().items() if name not in ("d2t", "t2d")
     }
-    state["lm_head.weight"] = state["lm_head.weight"][columns]
-    state["d2t"], state["t2d"] = (
-        offsets(ids),
-        torch.zeros(drafter.shape.vocab_size, dtype=torch.bool).scatter(0, ids, True),
-    )
+    state["lm_head.weight"] = state["lm_head.weight"][rows]
+    state["d2t"] = offsets(ids)
+    drafted = torch.zeros(drafter.shape.vocab_size, dtype=torch.bool)
+    state["t2d"] = drafted.scatter(0, ids, True)
     smaller.to(drafter.fc.weight.dtype).load_state_dict(state)
     coverage = float(counts[ids].sum() / counts.sum())
     smaller.check()

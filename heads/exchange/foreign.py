@@ -1,5 +1,7 @@
-"""A folder of somebody else's, on the way to a drafter: its config and tensors, and a person's word
-where these leave it open."""
+"""Checkpoint of another project on its way to a drafter: config, tensors, and a user's answers.
+
+The checks against the target that several layouts share stand here too.
+"""
 
 from __future__ import annotations
 
@@ -15,68 +17,75 @@ from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..layout import fill_from, place
 
-SAME = 2**-7  # relative: an embedding that was rounded to bf16 on the way is still the target's
+# Largest difference between two matrices that count as equal, relative to the largest element:
+# bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
+SAME = 2**-7
 
 
 @dataclass
 class TargetSide:
-    """What is known of the target that a checkpoint belongs to."""
+    """Sizes and matrices of the target that a checkpoint belongs to."""
 
     num_layers: int
     hidden_size: int
     vocab_size: int
     embedding_and_head: EmbeddingAndHead
     embedding: Tensor | None = None
-    """[V, H]."""
+    """`[V, Ht]`; None if it is not known."""
     head: Tensor | None = None
-    """[V, H]; of a drafter that shares it."""
+    """Output matrix `[V, Ht]`; None if it is not known."""
 
 
 @dataclass
 class Answers:
-    """What a person says where a checkpoint leaves it open; None: not asked."""
+    """Answers of the user to what a checkpoint leaves open; None where there is no answer."""
 
     taps: list[int] | None = None
+    """Indices of hidden states, in place of those that the config names."""
     norm_output: bool | None = None
     norm_before_residual: bool | None = None
     target_embedding: bool = False
     """Use the target's embedding though the checkpoint's differs."""
     ours: bool = False
-    """The files are an export of ours, which means by each key what engines mean."""
+    """The files are an export of draftsmith, in which no key is ambiguous."""
 
 
 @dataclass
 class Public:
-    """A checkpoint that was read."""
+    """Drafter that was read from a checkpoint."""
 
     drafter: Any
     layout: str
     dtype: torch.dtype
     notes: list[str] = field(default_factory=list)
-    """What was taken for granted."""
+    """Assumptions that were made, as sentences for the user."""
 
 
 @dataclass
 class Checkpoint:
-    """A folder's contents, on the way to a drafter."""
+    """Contents of a folder. Readers change `config` and `tensors` until they are native."""
 
     folder: Path
     path: Path
+    """Its `config.json`, for messages."""
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    """Tensors that the drafter is filled with, by name."""
     target: TargetSide
     answers: Answers
     notes: list[str] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype:
-        """One that holds every floating tensor without loss."""
-        return reduce(
-            torch.promote_types, (t.dtype for t in self.tensors.values() if t.is_floating_point())
-        )
+        """The type that holds every floating tensor without loss."""
+        dtypes = (t.dtype for t in self.tensors.values() if t.is_floating_point())
+        return reduce(torch.promote_types, dtypes)
 
     def finished(self, drafter: Any, layout: str) -> Public:
-        """The drafter with the tensors in it, checked."""
+        """Fill the untrained `drafter` with the tensors and return it with what is known of it.
+
+        Raises `UserError` unless the tensors are exactly the drafter's by name and shape.
+        """
         dtype = self.dtype
         place(drafter, torch.device("cpu"), dtype)
         expected = drafter.serving_state()
@@ -90,49 +99,57 @@ class Checkpoint:
 
 
 def rope_of(found: Checkpoint) -> dict[str, Any]:
-    """Rotary parameters in either spelling; base 10000 where none is given, as every loader has
-    it."""
+    """Return the rotary parameters of a config that holds them in one spelling or in both.
+
+    The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
+    for two different bases.
+    """
     config = found.config
-    new, old = config.get("rope_parameters") or {}, dict(config.get("rope_scaling") or {})
-    if (kind := old.pop("type", None)) is not None:
-        old.setdefault("rope_type", kind)
+    parameters = config.get("rope_parameters") or {}
+    scaling = dict(config.get("rope_scaling") or {})
+    # The oldest configs call the type `type`.
+    if (kind := scaling.pop("type", None)) is not None:
+        scaling.setdefault("rope_type", kind)
     base = config.get("rope_theta")
-    if base is None and "rope_theta" not in new:
+    if base is None and "rope_theta" not in parameters:
         found.notes.append("no rope_theta is given: 10000 is taken, as engines do")
-    if base is not None and new.get("rope_theta", base) != base:
+    if base is not None and parameters.get("rope_theta", base) != base:
         raise UserError(
-            f"{found.path} says rope_theta {base} and, in rope_parameters, {new['rope_theta']}; "
-            "engines read either"
+            f"{found.path} says rope_theta {base} and, in rope_parameters, "
+            f"{parameters['rope_theta']}; engines read either"
         )
-    share = (
-        {}
-        if (part := config.get("partial_rotary_factor")) is None
-        else {"partial_rotary_factor": part}
-    )
-    return {"rope_type": "default", "rope_theta": float(base or 10000.0)} | share | old | new
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
+    if (factor := config.get("partial_rotary_factor")) is not None:
+        rope["partial_rotary_factor"] = factor
+    # `rope_parameters`, the newer spelling, has precedence.
+    return rope | scaling | parameters
 
 
 def drop_embedding(found: Checkpoint) -> None:
-    """Drop an embedding that is the target's. Raises `UserError` for another one."""
-    name = "embed_tokens.weight"
-    if name not in found.tensors or found.config.get("target_hidden_size") not in (
-        None,
-        found.config.get("hidden_size"),
-    ):
+    """Drop a copy of the target's embedding, which drafters borrow instead.
+
+    A drafter of another width than the target's keeps its embedding. Raises `UserError` for an
+    embedding of the target's width with other numbers, unless the user chose the target's.
+    """
+    name, config = "embed_tokens.weight", found.config
+    widths = (None, config.get("hidden_size"))
+    if name not in found.tensors or config.get("target_hidden_size") not in widths:
         return
-    own, theirs = found.tensors.pop(name), found.target.embedding
+    embedding = found.tensors.pop(name)
     if found.answers.target_embedding:
         found.notes.append("its own embedding is left out for the target's")
         return
-    same_matrix(
-        found, name, own, theirs, ", or say --target-embedding to use the target's all the same"
-    )
+    remedy = ", or say --target-embedding to use the target's all the same"
+    same_matrix(found, name, embedding, found.target.embedding, remedy)
 
 
 def same_matrix(
     found: Checkpoint, name: str, own: Tensor, theirs: Tensor | None, otherwise: str = ""
 ) -> None:
-    """Demand that a matrix is the target's. Raises `UserError`."""
+    """Raise `UserError` unless the tensor `own` called `name` is the target's matrix `theirs`.
+
+    Differences up to `SAME` are allowed. `otherwise` is added to the message's advice.
+    """
     if theirs is None or own.shape != theirs.shape:
         shape = None if theirs is None else list(theirs.shape)
         raise UserError(
@@ -140,15 +157,17 @@ def same_matrix(
             "this target?"
         )
     theirs = theirs.detach().to("cpu", torch.float32)
-    far = float((own.float() - theirs).abs().max() / theirs.abs().max())
-    if far > SAME:
+    difference = float((own.float() - theirs).abs().max() / theirs.abs().max())
+    if difference > SAME:
         raise UserError(
-            f"{found.folder}: {name} is up to {far:.1%} from the target's; check the "
+            f"{found.folder}: {name} is up to {difference:.1%} from the target's; check the "
             f"target{otherwise}"
         )
 
 
 def same_size(found: Checkpoint, name: str, here: Any, there: int) -> None:
+    """Raise `UserError` unless the config's value `here` of the key `name` is the target's."""
+    # The type is compared because True == 1 and 2048.0 == 2048.
     if type(here) is not int:
         raise UserError(f"{found.path} garbles a field: {name} is {here!r}, not a whole number")
     if here != there:

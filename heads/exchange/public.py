@@ -1,9 +1,9 @@
-"""Other people's checkpoints, read into our drafters: Medusa, EAGLE-1/2, EAGLE-3 of SafeAILab,
-SpecForge and speculators, and the block drafters of `public_blocks`.
+"""Import of public checkpoints as artifacts: Medusa, EAGLE-1 to 3, and recognition of all layouts.
 
-Every tensor has to be there by name and shape, and none besides. What a layout leaves open (which
-unit taps are in, which state is recycled) is taken where only one reading is possible, and asked
-for otherwise.
+Block drafters are read by `public_blocks`. Every tensor has to be there by name and shape, and none
+besides. A layout may leave open in which unit its taps are counted, or which state is recycled: it
+is read where only one reading is possible, and the user is asked otherwise. The table of layouts is
+docs/checkpoint-formats.md#public-checkpoints.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from .public_blocks import block_drafter, is_block, speculators_block
 MIDDLE = re.compile(r"^midlayer\.")
 LAYER = re.compile(r"^layers\.(\d+)\.")
 MEDUSA = re.compile(r"^(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
+# Rotary frequencies, which older trainers stored although they follow from the config.
 DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-WRAPPERS = ("draft_model.", "model.")  # what trainers keep a head in
+WRAPPERS = ("draft_model.", "model.")  # names of modules in which trainers keep a drafter
+# Older names of the norms of each tap.
 TAP_NORMS = {"aux_norm_low.weight": "fc_norm.0.weight", "aux_norm_mid.weight": "fc_norm.1.weight"}
-TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}  # older names
+TAP_NORMS |= {"aux_norm_high.weight": "fc_norm.2.weight"}
 PLAIN_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp put it in place of the target's
+MASK_ROW = "mask_embedding.pt"  # vLLM and llama.cpp use it instead of the target's embedding
 INNER_KEYS = (
     "num_attention_heads",
     "intermediate_size",
@@ -51,8 +53,10 @@ INNER_KEYS = (
 
 
 def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
-    """The drafter in `folder`. Raises `UserError` with what is missing, surplus, contradictory or
-    open."""
+    """Read the drafter in `folder`, whoever wrote it.
+
+    Raises `UserError` that names what is missing, surplus, contradictory, not supported or open.
+    """
     path = folder / "config.json"
     config = read_json(path)
     if (folder / MASK_ROW).exists():
@@ -63,9 +67,14 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     stored = StoredTensors(folder)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a table of keys; copy or download it again")
-    names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
-    read = recognise(config, list(names), folder)
-    tensors = {name: stored[there] for name, there in names.items() if wanted(name, read)}
+    stored_names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
+    # The names alone decide who wrote the files, so that only the drafter's tensors are read.
+    read = recognise(config, list(stored_names), folder)
+    tensors = {
+        name: stored[stored_name]
+        for name, stored_name in stored_names.items()
+        if wanted(name, read)
+    }
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
             raise UserError(
@@ -76,6 +85,7 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
         return read(Checkpoint(folder, path, config, tensors, target, answers))
     except UserError:
         raise
+    # A config that lacks a key, or holds a value of another type, fails somewhere in the reader.
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
@@ -84,7 +94,10 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
 def recognise(
     config: Mapping[str, Any], names: Sequence[str], folder: Path
 ) -> Callable[[Checkpoint], Public]:
-    """Who wrote it, by what only they write. Raises `UserError` if nobody known did."""
+    """Return the reader of a checkpoint, recognised by keys and names that only its layout has.
+
+    `names` are those of its tensors. Raises `UserError` if no reader fits.
+    """
     if (kind := config.get("speculators_model_type")) is not None:
         readers = {"eagle3": speculators, "dflash": speculators_block, "dspark": speculators_block}
         if kind not in readers:
@@ -113,7 +126,7 @@ def recognise(
 
 
 def plain_name(name: str, stored: Mapping[str, Any]) -> str:
-    """A tensor's name without the module that a trainer kept the head in, and by today's name."""
+    """Return a tensor's present name, without the module in which a trainer kept the drafter."""
     for wrapper in WRAPPERS:
         if f"{wrapper}fc.weight" in stored:
             name = name.removeprefix(wrapper)
@@ -121,53 +134,26 @@ def plain_name(name: str, stored: Mapping[str, Any]) -> str:
 
 
 def wanted(name: str, read: Callable[[Checkpoint], Public]) -> bool:
-    """Whether a tensor is the drafter's: Medusa v1.0 stores its heads inside the whole model."""
+    """Return true for the drafter's own tensors: Medusa v1.0 stores the target's beside them."""
     return read is not medusa or not name.startswith(("model.", "lm_head."))
 
 
 def medusa(found: Checkpoint) -> Public:
-    """FasterDecoding's names: `0.0.linear.weight` (v0.1), or `medusa_head.0.0.linear.weight` within
-    a whole model (v1.0)."""
-    config, tensors = found.config, found.tensors
-    inside = any(name.startswith("medusa_head.") for name in tensors)
+    """Read heads under FasterDecoding's names, of v0.1 or v1.0.
+
+    Version 0.1 holds the heads alone (`0.0.linear.weight`), 1.0 a whole model with them
+    (`medusa_head.0.0.linear.weight`).
+    """
+    inside = any(name.startswith("medusa_head.") for name in found.tensors)
     found.tensors = tensors = {
-        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in tensors.items()
+        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
     }
-    places = [(int(m[1]), int(m[2]), m[3]) for name in tensors if (m := MEDUSA.match(name))]
-    if not any(kind != "weight" for *_, kind in places):
-        raise UserError(
-            f"{found.folder} has no tensors of Medusa heads, though its config speaks of some"
-        )
-    blocks = [(head, layer) for head, layer, kind in places if kind != "weight"]
-    heads, layers = (1 + max(numbers) for numbers in zip(*blocks, strict=True))
-    for key, there in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
-        if (said := config.get(key)) is not None and said != there:
-            if key == "medusa_num_heads" and said < there and not inside:
-                found.notes.append(
-                    f"config.json says {said} heads, the file holds {there}: all are taken"
-                )
-            else:
-                raise UserError(f"{found.path} says {key} {said}, the file holds {there}")
-    shared = not any(kind == "weight" for *_, kind in places)
-    # vLLM has the target's head beside the heads
-    if shared and (own := tensors.pop("lm_heads.0.weight", None)) is not None:
-        same_matrix(found, "lm_heads.0.weight", own, found.target.head)
+    heads, layers, shared = _medusa_sizes(found, inside)
+    # Exports for vLLM hold the target's head where the Medusa heads own none.
+    if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
+        same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
     hidden = len(tensors["0.0.linear.weight"])
-    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
-    if config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
-        raise UserError(
-            f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
-            "some"
-        )
-    if not biases:
-        tensors.update(
-            {
-                f"{h}.{i}.linear.bias": torch.zeros(hidden, dtype=found.dtype)
-                for h in range(heads)
-                for i in range(layers)
-            }
-        )
-        found.notes.append("the blocks have no bias: zeros are taken")
+    _medusa_biases(found, heads, layers, hidden)
     if inside:
         found.notes.append(
             "the heads stand in a whole model, with which they were trained: give that very model "
@@ -181,14 +167,66 @@ def medusa(found: Checkpoint) -> Public:
     return found.finished(drafter, "medusa v1.0" if inside else "medusa v0.1")
 
 
+def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
+    """Return the numbers of heads and of blocks in each, and true if the heads own no matrix.
+
+    The tensors' names decide. `inside`: the heads stand in a whole model. Raises `UserError` where
+    the config contradicts them.
+    """
+    numbered = []
+    for name in found.tensors:
+        if match := MEDUSA.match(name):
+            numbered.append((int(match[1]), int(match[2]), match[3]))
+    # A head's output matrix is numbered after its last block, and is called `weight` alone.
+    blocks = [(head, layer) for head, layer, kind in numbered if kind != "weight"]
+    if not blocks:
+        raise UserError(
+            f"{found.folder} has no tensors of Medusa heads, though its config names some"
+        )
+    heads = 1 + max(head for head, _ in blocks)
+    layers = 1 + max(layer for _, layer in blocks)
+    for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
+        declared = found.config.get(key)
+        if declared is None or declared == count:
+            continue
+        # The published v0.1 checkpoints hold more heads than their configs say.
+        if key == "medusa_num_heads" and declared < count and not inside:
+            found.notes.append(
+                f"config.json says {declared} heads, the file holds {count}: all are taken"
+            )
+        else:
+            raise UserError(f"{found.path} says {key} {declared}, the file holds {count}")
+    return heads, layers, not any(kind == "weight" for *_, kind in numbered)
+
+
+def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> None:
+    """Add zeros for the blocks' biases where the file has none.
+
+    Raises `UserError` where the config says that there are none and the file has some.
+    """
+    tensors = found.tensors
+    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
+    if found.config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
+        raise UserError(
+            f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
+            "some"
+        )
+    if not biases:
+        zeros = torch.zeros(hidden, dtype=found.dtype)
+        for head in range(heads):
+            for layer in range(layers):
+                tensors[f"{head}.{layer}.linear.bias"] = zeros
+        found.notes.append("the blocks have no bias: zeros are taken")
+
+
 def eagle1(found: Checkpoint) -> Public:
-    """SafeAILab's EAGLE-1 and EAGLE-2, which have the same weights, and what engines are given of
-    them."""
+    """Read SafeAILab's EAGLE-1 and EAGLE-2, whose weights are alike, and exports of EAGLE-1."""
     config, tensors = found.config, found.tensors
     drop_embedding(found)
     bias = "fc.bias" in tensors
+    # Exports for SGLang hold a bias of zeros, because its class would otherwise have a random one.
     if bias and not tensors["fc.bias"].any():
-        del tensors["fc.bias"]  # as SGLang needs it
+        del tensors["fc.bias"]
         bias = False
     elif not bias and config.get("bias"):
         found.notes.append(
@@ -201,7 +239,7 @@ def eagle1(found: Checkpoint) -> Public:
 
 
 def eagle3(found: Checkpoint) -> Public:
-    """SafeAILab's and SpecForge's files, and all that engines call plain."""
+    """Read EAGLE-3 of SafeAILab or SpecForge, and exports in the native layout."""
     inner = found.config.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise UserError(
@@ -213,41 +251,47 @@ def eagle3(found: Checkpoint) -> Public:
     def flag(name, default=False):
         return bool(inner.get(name, found.config.get(name, default)))
 
-    norm_output = flag("norm_output")
-    if found.answers.norm_output is not None:
-        norm_output = found.answers.norm_output
-    elif norm_output and not found.answers.ours:
-        raise UserError(
-            f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
-            "before lm_head that all heads "
-            "have; say --norm-output if drafts recycle the normed state (EAGLE-3.1), "
-            "--no-norm-output if not; else "
-            "evaluate both ways"
-        )
-    elif (
-        "norm_output" in found.config
-        and not found.answers.ours
-        and bool((found.tensors.get("norm.weight", torch.zeros(1)) == 1).all())
-    ):
-        found.notes.append(
-            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
-            "see that it accepts"
-        )
+    norm_output = _norm_output(found, flag("norm_output"))
+    before_residual = flag("norm_before_residual")
+    use_aux_norm = bool(inner.get("use_aux_norm", found.config.get("use_aux_norm", False)))
     flags = {
-        "norm_before_residual": _open(
-            found.answers.norm_before_residual, flag("norm_before_residual")
-        ),
+        "norm_before_residual": _open(found.answers.norm_before_residual, before_residual),
         "norm_before_fc": flag("norm_before_fc"),
-        "fc_norm": flag(
-            "fc_norm", bool(inner.get("use_aux_norm", found.config.get("use_aux_norm", False)))
-        ),
+        "fc_norm": flag("fc_norm", use_aux_norm),
         "norm_output": norm_output,
     }
     return _eagle3(found, found.config, taps, flags, "eagle3")
 
 
+def _norm_output(found: Checkpoint, declared: bool) -> bool:
+    """Return true if drafts recycle the state after the final norm, as in EAGLE-3.1.
+
+    `declared` is the config's `norm_output`, which SpecForge gave another meaning until 2026-09.
+    Raises `UserError` where it is true and the user has not said which meaning it has.
+    """
+    if found.answers.norm_output is not None:
+        return found.answers.norm_output
+    if found.answers.ours:
+        return declared
+    if declared:
+        raise UserError(
+            f"{found.path} says norm_output true, by which SpecForge meant until 2026-09 the norm "
+            "before lm_head that all heads have; say --norm-output if drafts recycle the normed "
+            "state (EAGLE-3.1), --no-norm-output if not; else evaluate both ways"
+        )
+    # Where that older key was false, SpecForge trained the head without the final norm, whose
+    # weights stayed at one.
+    norm_weight = found.tensors.get("norm.weight", torch.zeros(1))
+    if "norm_output" in found.config and bool((norm_weight == 1).all()):
+        found.notes.append(
+            "norm.weight is all ones, as where SpecForge trained lm_head on states without it: "
+            "see that it accepts"
+        )
+    return declared
+
+
 def speculators(found: Checkpoint) -> Public:
-    """The speculators library's format."""
+    """Read EAGLE-3 in the speculators library's layout."""
     layer, config = found.config["transformer_layer_config"], found.config
     taps = found.answers.taps or config.get("eagle_aux_hidden_state_layer_ids")
     if not taps:
@@ -258,24 +302,23 @@ def speculators(found: Checkpoint) -> Public:
             f"the first of the taps {taps} is 1: converted heads exist whose taps are one too "
             "low; see that it accepts"
         )
-    before = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
-    if before is None:
+    before_residual = _open(found.answers.norm_before_residual, config.get("norm_before_residual"))
+    if before_residual is None:
         raise UserError(
             f"{found.path} does not say norm_before_residual, of which the library's default is "
-            "false and vLLM's true; say "
-            "--norm-before-residual or --no-norm-before-residual"
+            "false and vLLM's true; say --norm-before-residual or --no-norm-before-residual"
         )
     flags = {name: bool(config.get(name, False)) for name in ("norm_before_fc", "fc_norm")}
     flags |= {
-        "norm_before_residual": before,
+        "norm_before_residual": before_residual,
         "norm_output": bool(_open(found.answers.norm_output, config.get("norm_output", False))),
     }
-    outer = {
-        key: config[key]
-        for key in ("draft_vocab_size", "target_hidden_size")
-        if config.get(key) is not None
-    }
-    return _eagle3(found, {**layer, **outer}, list(taps), flags, "speculators")
+    # The library writes null for a width that is not set.
+    sizes = {}
+    for key in ("draft_vocab_size", "target_hidden_size"):
+        if config.get(key) is not None:
+            sizes[key] = config[key]
+    return _eagle3(found, {**layer, **sizes}, list(taps), flags, "speculators")
 
 
 def _open(answer: Any, otherwise: Any) -> Any:
@@ -285,7 +328,11 @@ def _open(answer: Any, otherwise: Any) -> Any:
 def _eagle3(
     found: Checkpoint, config: dict[str, Any], taps: list[int], flags: dict[str, bool], layout: str
 ) -> Public:
-    """What both layouts of EAGLE-3 have in common. `config`: the layer's own."""
+    """Build the drafter that both layouts of EAGLE-3 describe, and fill it.
+
+    `config` holds the layer's sizes at its top, `flags` is by the names of the native config, and
+    `layout` is the name for messages. Raises `UserError` where config and tensors contradict.
+    """
     found.config = config
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise UserError(
@@ -304,9 +351,9 @@ def _eagle3(
     wide = config.get("target_hidden_size") or native["hidden_size"]
     same_size(found, "target_hidden_size", wide, found.target.hidden_size)
     if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(taps) * wide:
-        many = tensors["fc.weight"].shape[1] / wide
+        fused = tensors["fc.weight"].shape[1] / wide
         raise UserError(
-            f"{found.folder}: fc.weight fuses {many:g} taps of width {wide}, the config names "
+            f"{found.folder}: fc.weight fuses {fused:g} taps of width {wide}, the config names "
             f"{len(taps)}: {taps}"
         )
     if "lm_head.weight" not in tensors and drafted == vocab and found.target.head is not None:
@@ -324,13 +371,18 @@ def _eagle3(
 
 
 def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
-    """Taps as indices of hidden states. The top-level key has these; the nested one has layers
-    counted from 0, but for vLLM, which reads it as it stands: alone it is open, unless only one
-    reading gives the default taps."""
+    """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
+
+    The key at the top holds such indices. The one inside `eagle_config` holds layers counted from 0
+    for SpecForge and SGLang, and indices of hidden states for vLLM. Where it stands alone, it is
+    read only if one of both readings gives the default taps. Raises `UserError` where it does not,
+    or where the two keys contradict each other.
+    """
     if found.answers.taps is not None:
         return found.answers.taps
     key = "eagle_aux_hidden_state_layer_ids"
     top, nested = found.config.get(key) or None, inner.get(key) or None
+    # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     if top is not None:
         if nested is not None and nested not in ([tap - 1 for tap in top], top):
@@ -347,13 +399,16 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
         return list(usual or [])
     raise UserError(
         f"{found.path} names taps {nested} inside eagle_config only: hidden states {shifted} for "
-        f"SpecForge and SGLang, {nested} "
-        f"for vLLM; say which with --taps '{shifted}' or --taps '{nested}'"
+        f"SpecForge and SGLang, {nested} for vLLM; say which with --taps '{shifted}' or --taps "
+        f"'{nested}'"
     )
 
 
 def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
-    """The part of our own config that describes the layers; tensors are renamed to our names."""
+    """Return the part of the native config that describes the layers; rename tensors as in it.
+
+    Raises `UserError` for a missing size, or one that contradicts the target.
+    """
     config, tensors = found.config, found.tensors
     missing = [key for key in INNER_KEYS if config.get(key) is None]
     if missing:
@@ -361,12 +416,10 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
     same_size(found, "vocab_size", config["vocab_size"], found.target.vocab_size)
     if version == 1:
         same_size(found, "hidden_size", config["hidden_size"], found.target.hidden_size)
-    for name in [
-        name
-        for name in tensors
-        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()
-    ]:
-        del tensors[name]  # as vLLM needs it
+    # Exports for vLLM hold zeros there, which its class needs. No drafter has this bias.
+    for name in list(tensors):
+        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
+            del tensors[name]
     layers = 1 + max([int(m[1]) for name in tensors if (m := LAYER.match(name))], default=0)
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(
@@ -374,16 +427,13 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
             "these are taken"
         )
     if version == 3:
-        single = layers == 1
-        found.tensors = {MIDDLE.sub("layers.0.", name): tensor for name, tensor in tensors.items()}
-        if single:
-            found.tensors = {
-                LAYER.sub("midlayer.", name): tensor for name, tensor in found.tensors.items()
-            }
+        # The native name of a single layer is `midlayer`; several are numbered from 0.
+        pattern, prefix = (LAYER, "midlayer.") if layers == 1 else (MIDDLE, "layers.0.")
+        found.tensors = {pattern.sub(prefix, name): tensor for name, tensor in tensors.items()}
     heads = config["num_attention_heads"]
 
-    def has(part):
-        return any(part in name for name in tensors)
+    def has(fragment):
+        return any(fragment in name for name in tensors)
 
     return {
         "architectures": [ARCHITECTURES[version, has("q_norm")]],  # type: ignore[index]
@@ -403,17 +453,25 @@ def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
 
 
 def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
-    """Demand maps where tokens are left out, and none elsewhere; make the one that can be made."""
+    """Make sure that there are both vocabulary maps if `drafted` is less than `vocab`, else none.
+
+    A missing `t2d` is made from `d2t`. Raises `UserError` for a missing `d2t`, and for maps that
+    leave tokens out although all are drafted. Maps that contradict each other are found by
+    `EagleDrafter.check`.
+    """
     tensors = found.tensors
     if drafted == vocab:
         for name in ("d2t", "t2d"):
-            trivial = not tensors[name].any() if name == "d2t" and name in tensors else True
-            if name in tensors and not (trivial and (name == "d2t" or bool(tensors[name].all()))):
+            if name not in tensors:
+                continue
+            # Trivial maps are dropped: no offsets, or every token drafted.
+            whole = not tensors[name].any() if name == "d2t" else bool(tensors[name].all())
+            if not whole:
                 raise UserError(
                     f"{found.folder}: {name} leaves tokens out, but draft_vocab_size is the whole "
                     "vocabulary"
                 )
-            tensors.pop(name, None)
+            del tensors[name]
         return
     if "d2t" not in tensors:
         raise UserError(
@@ -422,10 +480,11 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
         )
     tensors["d2t"] = offsets = tensors["d2t"].long()
     ids = offsets + torch.arange(len(offsets))
-    kept = torch.zeros(vocab, dtype=torch.bool)
+    can_be_drafted = torch.zeros(vocab, dtype=torch.bool)
+    # Ids outside of the vocabulary cannot be indices; the drafter's own check refuses them.
     if len(ids) == drafted and bool(((ids >= 0) & (ids < vocab)).all()):
-        kept[ids] = True
+        can_be_drafted[ids] = True
     if "t2d" not in tensors:
-        tensors["t2d"] = kept
+        tensors["t2d"] = can_be_drafted
         found.notes.append("t2d is missing: it is made from d2t")
     tensors["t2d"] = tensors["t2d"].bool()

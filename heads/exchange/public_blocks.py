@@ -1,8 +1,8 @@
-"""Other people's block drafters: DFlash of z-lab, SpecForge and DeepSpec, DSpark of DeepSpec and
-SpecForge, and both in the speculators library's format.
+"""Import of public block drafters: DFlash and DSpark in the layouts of their projects and engines.
 
-What decides the drafts and is not what our drafters compute is refused by name: it would cost
-acceptance without a word.
+DFlash is read as z-lab, SpecForge and DeepSpec write it, DSpark as DeepSpec and SpecForge do, and
+both in the speculators library's layout. A key that changes the drafts in a way that draftsmith's
+drafters do not compute is refused by name: ignoring it would cost acceptance silently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .foreign import Checkpoint, Public, drop_embedding, rope_of, same_matrix, s
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
 OTHER_KINDS = ("DFlash2DraftModel", "DominoDraftModel", "DFlashLinearDraftModel")
 ONE = ("input_embedding_scale", "output_multiplier", "logit_scale", "attention_value_scale")
-"""Factors that our drafters do not have."""
+"""Factors that draftsmith's drafters do not have, so they must be 1."""
 NEEDED = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "rms_norm_eps",
@@ -27,16 +27,18 @@ NEEDED = (
 
 
 def is_block(config: Mapping[str, Any], names: Iterable[str]) -> bool:
-    """Whether it is DFlash or DSpark, by what only they have: one norm of the fused taps that all
-    layers share."""
-    return INNER in config or _architecture(config).endswith(("DFlashDraftModel", "DSparkModel",
-    "DSparkDraftModel")) or (
-        "hidden_norm.weight" in names
-    )  # fmt: skip
+    """Return true for DFlash and DSpark, by config keys or the names of the tensors.
+
+    Only they have one norm of the fused taps that all layers share.
+    """
+    if INNER in config:
+        return True
+    classes = ("DFlashDraftModel", "DSparkModel", "DSparkDraftModel")
+    return _architecture(config).endswith(classes) or "hidden_norm.weight" in names
 
 
 def block_drafter(found: Checkpoint) -> Public:
-    """All that engines call plain: keys inside `dflash_config`, at the top, or both."""
+    """Read a layout whose keys stand inside `dflash_config`, at the top, or in both places."""
     if _architecture(found.config) in OTHER_KINDS:
         raise UserError(
             f"{found.folder} is {_architecture(found.config)}, which is not supported; DFlash and "
@@ -45,56 +47,49 @@ def block_drafter(found: Checkpoint) -> Public:
     inner = found.config.get(INNER) or {}
     inner = {**inner, **(found.config.get("dspark_config") or {})}
     keys = {name: _one(found, inner, name) for name in {*inner, *found.config}}
-    spark = any(name.startswith("markov_head.") for name in found.tensors) or bool(
-        keys.get("markov_rank")
-    )
+    # DSpark is recognised by its transition bias, whatever its architecture is called.
+    has_transition = any(name.startswith("markov_head.") for name in found.tensors)
+    spark = has_transition or bool(keys.get("markov_rank"))
     named_spark = "DSpark" in _architecture(found.config)
     if named_spark and not spark and keys.get("sample_from_anchor") is not False:
         raise UserError(
             f"{found.folder} is a DFlash whose anchor drafts too (DSpark without markov_rank), "
-            "which no engine serves as dflash; "
-            "not supported"
+            "which no engine serves as dflash; not supported"
         )
+    # Three keys are in use for one fact: the anchor's own slot drafts too. Where none is given, it
+    # drafts in DSpark and does not in DFlash.
     anchored = keys.get("sample_from_anchor", keys.get("shift_label"))
     if keys.get("dspark_bonus_anchor"):
         anchored = False
+    if anchored is None:
+        anchored = spark
     taps = _plain_taps(found, keys)
-    return _read(
-        found,
-        keys,
-        taps,
-        spark,
-        spark if anchored is None else bool(anchored),
-        "dspark" if spark else "dflash",
-    )
+    return _read(found, keys, taps, spark, bool(anchored), "dspark" if spark else "dflash")
 
 
 def speculators_block(found: Checkpoint) -> Public:
-    """The speculators library's format of both. Taps are hidden states; `sample_from_anchor` is
-    false where it is not said."""
+    """Read the speculators library's layout of both.
+
+    Its taps are indices of hidden states. The anchor does not draft unless `sample_from_anchor` is
+    true.
+    """
     config, kind = found.config, found.config["speculators_model_type"]
     layer = config["transformer_layer_config"]
     full = set(layer.get("layer_types") or ["full_attention"]) == {"full_attention"}
     if config.get("sliding_window_non_causal") is False and full and not found.answers.ours:
         found.notes.append(
             "sliding_window_non_causal is false and no layer slides: blocks are taken as "
-            "non-causal, as they are trained; vLLM "
-            "takes them as causal"
+            "non-causal, as they are trained; vLLM takes them as causal"
         )
     taps = found.answers.taps or [*config["aux_hidden_state_layer_ids"]]
-    outer = {
-        key: value
-        for key, value in config.items()
-        if key != "transformer_layer_config" and value is not None
-    }
-    return _read(
-        found,
-        {**layer, **outer},
-        taps,
-        kind == "dspark",
-        bool(config.get("sample_from_anchor")),
-        f"speculators {kind}",
-    )
+    outer = {}
+    for key, value in config.items():
+        # The library writes null for what is not set; that must not hide the layer's own value.
+        if key != "transformer_layer_config" and value is not None:
+            outer[key] = value
+    anchored = bool(config.get("sample_from_anchor"))
+    keys = {**layer, **outer}
+    return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}")
 
 
 def _read(
@@ -105,32 +100,27 @@ def _read(
     anchored: bool,
     layout: str,
 ) -> Public:
-    """What all layouts have in common. `keys`: of the config, whatever part of it they stood in."""
+    """Build the drafter that the keys of any layout describe, and fill it.
+
+    `keys` are the config's, whatever part of it they stood in. `spark` is true for DSpark,
+    `anchored` if the anchor's slot drafts, and `layout` is the name for messages. Raises
+    `UserError`.
+    """
     found.config = keys
     _refuse_others(found, spark, anchored)
-    if missing := [
-        key for key in (*NEEDED, *(["markov_rank"] if spark else [])) if keys.get(key) is None
-    ]:
+    needed = (*NEEDED, "markov_rank") if spark else NEEDED
+    if missing := [key for key in needed if keys.get(key) is None]:
         raise UserError(f"{found.path} lacks {missing[0]}; it is needed to build the drafter")
     target, tensors = found.target, found.tensors
-    for name, there in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
-        same_size(found, name, keys[name], there)
-    for name, there in (
-        ("target_hidden_size", target.hidden_size),
-        ("num_target_layers", target.num_layers),
-    ):
-        if keys.get(name) is not None:
-            same_size(found, name, keys[name], there)
+    _check_sizes(found)
     _whole_vocabulary(found)
     drop_embedding(found)
-    if (own := tensors.pop("lm_head.weight", None)) is not None:
-        same_matrix(found, "lm_head.weight", own, target.head)
-    for name in [
-        name
-        for name in tensors
-        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any()
-    ]:
-        del tensors[name]  # as vLLM needs it
+    if (matrix := tensors.pop("lm_head.weight", None)) is not None:
+        same_matrix(found, "lm_head.weight", matrix, target.head)
+    # Exports for vLLM hold zeros there, which its class needs. No drafter has this bias.
+    for name in list(tensors):
+        if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
+            del tensors[name]
     if sorted(set(taps)) != taps or not all(
         type(tap) is int and 1 <= tap < target.num_layers for tap in taps
     ):
@@ -140,9 +130,9 @@ def _read(
         )
     fc = tensors.get("fc.weight")
     if fc is not None and fc.shape[1] != len(taps) * target.hidden_size:
-        many = fc.shape[1] / target.hidden_size
+        fused = fc.shape[1] / target.hidden_size
         raise UserError(
-            f"{found.folder}: fc.weight fuses {many:g} taps of width {target.hidden_size}, the "
+            f"{found.folder}: fc.weight fuses {fused:g} taps of width {target.hidden_size}, the "
             f"config names {taps}"
         )
     kind = DSparkDrafter if spark else DFlashDrafter
@@ -151,9 +141,22 @@ def _read(
     )
 
 
+def _check_sizes(found: Checkpoint) -> None:
+    """Raise `UserError` unless the config's sizes are the target's."""
+    keys, target = found.config, found.target
+    same_size(found, "vocab_size", keys["vocab_size"], target.vocab_size)
+    same_size(found, "hidden_size", keys["hidden_size"], target.hidden_size)
+    # Keys that only some layouts have.
+    optional = {"target_hidden_size": target.hidden_size, "num_target_layers": target.num_layers}
+    for name, size in optional.items():
+        if keys.get(name) is not None:
+            same_size(found, name, keys[name], size)
+
+
 def _native(found: Checkpoint, taps: list[int]) -> dict[str, Any]:
-    """Our own config."""
+    """Return the native config. Raises `UserError` for a key that is missing or garbled."""
     keys, heads = found.config, found.config["num_attention_heads"]
+    # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.
     if keys.get("rope_theta") is None and "rope_theta" not in (keys.get("rope_parameters") or {}):
         raise UserError(
             f"{found.path} lacks rope_theta, for which engines take different ones; add that of "
@@ -195,55 +198,70 @@ def _native(found: Checkpoint, taps: list[int]) -> dict[str, Any]:
 
 
 def _refuse_others(found: Checkpoint, spark: bool, anchored: bool) -> None:
-    """Raise `UserError` for what changes the drafts and is not in our drafters."""
-    keys, reason = found.config, None
-    if anchored and not spark:
-        reason = "its anchor drafts too (sample_from_anchor), which no engine serves as dflash"
-    elif spark and not anchored:
-        reason = (
-            "its anchor does not draft (sample_from_anchor is false), as that of our DSpark does"
-        )
-    elif keys.get("use_swa") or set(keys.get("layer_types") or ["full_attention"]) != {
-        "full_attention"
-    }:
-        reason = "it has layers with sliding attention"
-    elif keys.get("is_causal") or keys.get("causal"):
-        reason = "its blocks are causal: a slot does not see those after it"
-    elif spark and (head := keys.get("markov_head_type", "vanilla")) != "vanilla":
-        reason = f"its transition bias is of type {head!r}; engines and we have vanilla"
-    elif spark and (
-        keys.get("enable_confidence_head") is False
-        or not any("confidence_head." in t for t in found.tensors)
-    ):
-        reason = "it has no confidence head, which some engines demand of DSpark, and we too"
-    elif spark and keys.get("confidence_head_with_markov") is False:
-        reason = (
-            "its confidence is computed without the token before (confidence_head_with_markov is "
-            "false)"
-        )
-    elif spark and keys.get("final_logit_softcapping") is not None:
-        reason = (
-            "its logits are capped (final_logit_softcapping), together with its transition bias or "
-            "without"
-        )
-    elif keys.get("is_neox_style") is False or keys.get("rope_is_neox_style") is False:
-        reason = "its rotary positions turn neighbours (is_neox_style is false)"
-    elif keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
-        reason = "its attention has sinks"
-    elif other := [name for name in ONE if keys.get(name) not in (None, 1)]:
-        reason = f"it says {other[0]} {keys[other[0]]}, and our drafters have none but 1"
+    """Raise `UserError` for what changes the drafts and is not in draftsmith's drafters."""
+    reason = _unsupported(found, spark, anchored)
     if reason is not None:
         raise UserError(f"{found.folder} is not supported: {reason}")
 
 
+def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
+    """Return the first reason why the drafts would not be those of the checkpoint; None if none."""
+    keys = found.config
+    if anchored and not spark:
+        return "its anchor drafts too (sample_from_anchor), which no engine serves as dflash"
+    if spark and not anchored:
+        return "its anchor does not draft (sample_from_anchor is false), as that of DSpark does"
+    if keys.get("use_swa"):
+        return "it has layers with sliding attention"
+    layer_types = keys.get("layer_types") or ["full_attention"]
+    if set(layer_types) != {"full_attention"}:
+        return "it has layers with sliding attention"
+    if keys.get("is_causal") or keys.get("causal"):
+        return "its blocks are causal: a slot does not see those after it"
+    if spark and (reason := _unsupported_dspark(found)) is not None:
+        return reason
+    if keys.get("is_neox_style") is False or keys.get("rope_is_neox_style") is False:
+        return "its rotary positions turn neighbours (is_neox_style is false)"
+    if keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
+        return "its attention has sinks"
+    for name in ONE:
+        if keys.get(name) not in (None, 1):
+            return f"it says {name} {keys[name]}, and draftsmith's drafters have none but 1"
+    return None
+
+
+def _unsupported_dspark(found: Checkpoint) -> str | None:
+    """Return the first reason that concerns DSpark's transition bias or its confidence head."""
+    keys = found.config
+    if (head := keys.get("markov_head_type", "vanilla")) != "vanilla":
+        return f"its transition bias is of type {head!r}; engines and draftsmith have vanilla"
+    has_tensors = any("confidence_head." in name for name in found.tensors)
+    if keys.get("enable_confidence_head") is False or not has_tensors:
+        return "it has no confidence head, which some engines demand of DSpark, and draftsmith too"
+    if keys.get("confidence_head_with_markov") is False:
+        return (
+            "its confidence is computed without the token before (confidence_head_with_markov is "
+            "false)"
+        )
+    # The config leaves open if the cap applies before or after the transition bias is added.
+    if keys.get("final_logit_softcapping") is not None:
+        return (
+            "its logits are capped (final_logit_softcapping), together with its transition bias or "
+            "without"
+        )
+    return None
+
+
 def _whole_vocabulary(found: Checkpoint) -> None:
-    """Drop maps that leave nothing out. Raises `UserError` for others."""
+    """Drop vocabulary maps that name every token. Raises `UserError` for a draft vocabulary."""
     tensors, drafted = found.tensors, found.config.get("draft_vocab_size")
-    offsets, kept = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if drafted not in (None,
-    found.config["vocab_size"]) or (offsets is not None and offsets.any()) or (
-        kept is not None and not kept.bool().all()
-    ):  # fmt: skip
+    offsets, can_be_drafted = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    reduced = drafted not in (None, found.config["vocab_size"])
+    if offsets is not None:
+        reduced = reduced or bool(offsets.any())
+    if can_be_drafted is not None:
+        reduced = reduced or not can_be_drafted.bool().all()
+    if reduced:
         raise UserError(
             f"{found.folder} drafts a part of the target's vocabulary (d2t), which block drafters "
             "do not here; not supported"
@@ -251,8 +269,11 @@ def _whole_vocabulary(found: Checkpoint) -> None:
 
 
 def _plain_taps(found: Checkpoint, keys: Mapping[str, Any]) -> list[int]:
-    """Taps as indices of hidden states. `target_layer_ids` has layers, counted from 0; vLLM's own
-    key has hidden states."""
+    """Return the taps, as indices of hidden states.
+
+    `target_layer_ids` holds layers counted from 0, and vLLM's own key indices of hidden states.
+    Raises `UserError` for neither, and for two that contradict each other.
+    """
     if found.answers.taps is not None:
         return found.answers.taps
     layers, states = keys.get("target_layer_ids"), keys.get("eagle_aux_hidden_state_layer_ids")
@@ -270,7 +291,7 @@ def _plain_taps(found: Checkpoint, keys: Mapping[str, Any]) -> list[int]:
 
 
 def _one(found: Checkpoint, inner: Mapping[str, Any], name: str) -> Any:
-    """A key that may stand in two places. Raises `UserError` where these differ."""
+    """Return the value of a key that may stand in two places. Raises `UserError` if they differ."""
     within, above = inner.get(name), found.config.get(name)
     if within is not None and above is not None and within != above:
         raise UserError(

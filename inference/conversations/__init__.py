@@ -1,1 +1,1 @@
-"""Prompts and conversations as people store them, read into one form."""
+"""Reading of prompts and conversations, in the formats in which people store them."""

@@ -1,8 +1,8 @@
-"""Conversations as people store them: each format of a row as a type, read into one shape.
+"""Formats of conversations: a type for each format of a row, read into `Conversation`.
 
-Formats: `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response` (plain text,
-or messages); `text`; OpenAI-style request logs (`request` or `body`, with `response`); Spec-Bench
-`turns`; and the token-exact rows that `draftsmith data regenerate` writes.
+The formats are `messages`; ShareGPT `conversations`; `prompt` with `completion` or `response`
+(plain text, or messages); `text`; OpenAI-style request logs (`request` or `body`, with `response`);
+Spec-Bench `turns`; and the token-exact rows that `draftsmith data regenerate` writes.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ ROLES |= {"chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "too
 
 
 class RowError(ValueError):
-    """Why one row is malformed."""
+    """Error of one malformed row; the message says what is wrong with it."""
 
 
 @dataclass
 class Conversation:
-    """One row: messages, or plain text, or exact tokens."""
+    """Row in one form for all formats: messages, or plain text, or exact tokens."""
 
     messages: list[dict[str, Any]] | None = None
     text: str | None = None
-    """Plain text; with `completion`, the part before it."""
+    """Plain text; if there is a `completion`, the part before it."""
     completion: str | None = None
+    """Reply to `text`."""
     token_ids: list[int] | None = None
     response_spans: list[tuple[int, int]] = field(default_factory=list)
     """Spans [start, end) of `token_ids` that the target wrote."""
     tokenizer_hash: str | None = None
-    """The hash of the tokenizer of `token_ids`, if the row has it."""
+    """Hash of the tokenizer of `token_ids`, if the row has it."""
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this row, such as enable_thinking."""
     later: list[str] = field(default_factory=list)
-    """The user's next turns; the replies between them are still to be written."""
+    """Further turns of the user; the replies between them are still to be written."""
 
     def words(self) -> str:
-        """The text of people and model that is compared for overlap. System prompts are left out:
-        they recur in every row."""
-        if self.messages is not None:
-            spoken = [
-                m.get("content") for m in self.messages if m.get("role") in ("user", "assistant")
-            ]
-            return "\n".join(
-                content if isinstance(content, str) else json.dumps(content)
-                for content in spoken
-                if content
-            )
-        return "\n".join(part for part in (self.text, self.completion) if part)
+        """Return the text of user and model, by which rows are compared for overlap.
+
+        System prompts are left out, because they recur in every row.
+        """
+        if self.messages is None:
+            return "\n".join(text for text in (self.text, self.completion) if text)
+        texts = []
+        for message in self.messages:
+            content = message.get("content")
+            if message.get("role") in ("user", "assistant") and content:
+                texts.append(content if isinstance(content, str) else json.dumps(content))
+        return "\n".join(texts)
 
 
 class Message(Struct):
-    """The keys of a message that are read here; the others are for the chat template."""
+    """Message of a conversation. Other keys than these are left to the chat template."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -82,7 +83,7 @@ Messages = Annotated[list[Message], Meta(min_length=1)]
 
 
 class Turn(Struct, rename={"speaker": "from"}):
-    """One of ShareGPT's `conversations`."""
+    """Entry of ShareGPT's `conversations`."""
 
     speaker: Literal[
         "human", "user", "gpt", "assistant", "system", "chatgpt", "bing", "bard", "tool"
@@ -91,13 +92,13 @@ class Turn(Struct, rename={"speaker": "from"}):
 
 
 class Choice(Struct):
-    """One answer of a server."""
+    """Answer of a server to a request."""
 
     message: Message
 
 
 class Response(Struct):
-    """The answer to a request; batch files have it below `body`."""
+    """Response to a request, with its answers; batch files have them below `body`."""
 
     choices: list[Choice] = []
     body: Response | None = None
@@ -107,7 +108,7 @@ class Response(Struct):
 
 
 class Request(Struct):
-    """What a server was asked."""
+    """Request to a server."""
 
     messages: Messages
     tools: list[dict[str, Any]] | None = None
@@ -115,13 +116,13 @@ class Request(Struct):
 
 
 class Regenerated(Struct):
-    """How `draftsmith data regenerate` wrote a row."""
+    """Note of `draftsmith data regenerate` about how it wrote a row."""
 
     tokenizer_hash: str | None = None
 
 
 class ExactRow(Struct):
-    """Tokens, and the spans of them that the target wrote."""
+    """Row of exact tokens, with the spans of them that the target wrote."""
 
     token_ids: list[Token]
     response_spans: list[tuple[Count, Count]]
@@ -130,6 +131,7 @@ class ExactRow(Struct):
     regenerated: Regenerated | None = None
 
     def __post_init__(self) -> None:
+        # `Count` has made sure that no number is negative
         length, ordered = len(self.token_ids), sorted(self.response_spans)
         demand(
             all(start <= end <= length for start, end in ordered),
@@ -151,12 +153,13 @@ class ExactRow(Struct):
 
 
 class ChatRow(Struct):
-    """What a row of any chat format may say besides its messages."""
+    """Keys that a row of any chat format may have besides its messages."""
 
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def of(self, messages: list[dict[str, Any]], later: list[str] | None = None) -> Conversation:
+        """Return the conversation of `messages` with this row's tools and template arguments."""
         kwargs = self.chat_template_kwargs or {}
         return Conversation(
             messages=messages, tools=self.tools, template_kwargs=kwargs, later=later or []
@@ -164,7 +167,7 @@ class ChatRow(Struct):
 
 
 class MessagesRow(ChatRow, kw_only=True):
-    """Messages as chat templates take them."""
+    """Row of messages as chat templates take them."""
 
     messages: Messages
 
@@ -173,7 +176,7 @@ class MessagesRow(ChatRow, kw_only=True):
 
 
 class ShareGptRow(ChatRow, kw_only=True):
-    """Turns with `from` and `value`."""
+    """Row of turns with `from` and `value` (ShareGPT)."""
 
     conversations: Annotated[list[Turn], Meta(min_length=1)]
 
@@ -184,7 +187,7 @@ class ShareGptRow(ChatRow, kw_only=True):
 
 
 class LogRow(Struct):
-    """A request with its answer, as servers and batch files log them."""
+    """Row of a request with its response, as servers and batch files log them."""
 
     request: Request | None = None
     body: Request | None = None
@@ -192,22 +195,24 @@ class LogRow(Struct):
 
     def conversation(self, row: dict[str, Any]) -> Conversation:
         name = "request" if self.request is not None else "body"
-        asked = self.request or self.body
-        assert asked is not None
+        request = self.request or self.body
+        assert request is not None
+        # The messages come from the row itself, not from the types read: those have only the keys
+        # that are checked, and a chat template may want others.
         messages, answer = without_nulls(row[name]["messages"]), row.get("response")
         if isinstance(answer, dict):
+            # down through any number of `body`; the type has made sure that choices come at the end
             while not answer.get("choices"):
                 answer = answer["body"]
             messages += without_nulls([answer["choices"][0]["message"]])
         elif answer:
             messages.append({"role": "assistant", "content": answer})
-        return Conversation(
-            messages=messages, tools=asked.tools, template_kwargs=asked.chat_template_kwargs or {}
-        )
+        kwargs = request.chat_template_kwargs or {}
+        return Conversation(messages=messages, tools=request.tools, template_kwargs=kwargs)
 
 
 class TurnsRow(ChatRow, kw_only=True):
-    """What the user says turn by turn (Spec-Bench)."""
+    """Row of the user's turns, without replies (Spec-Bench)."""
 
     turns: Annotated[list[str], Meta(min_length=1)]
 
@@ -216,18 +221,20 @@ class TurnsRow(ChatRow, kw_only=True):
 
 
 class PromptRow(ChatRow, kw_only=True):
-    """A prompt: plain text, messages, or what the user says turn by turn (MT-Bench); and the reply
-    to the first two."""
+    """Row of a prompt: plain text, messages, or the user's turns (MT-Bench).
+
+    Plain text and messages may have a reply, under `completion` or `response`.
+    """
 
     prompt: str | Annotated[list[str | Message], Meta(min_length=1)]
     completion: str | list[Message] | None = None
     response: str | list[Message] | None = None
 
     def __post_init__(self) -> None:
-        texts = isinstance(self.prompt, str) or all(isinstance(part, str) for part in self.prompt)
+        texts = isinstance(self.prompt, str) or all(isinstance(item, str) for item in self.prompt)
         reply = self.completion if self.completion is not None else self.response
         demand(
-            texts or not any(isinstance(part, str) for part in self.prompt),
+            texts or not any(isinstance(item, str) for item in self.prompt),
             "prompt mixes texts and messages",
         )
         demand(
@@ -240,15 +247,16 @@ class PromptRow(ChatRow, kw_only=True):
         reply = row["completion"] if self.completion is not None else row.get("response")
         if isinstance(prompt, str):
             return Conversation(text=prompt, completion=reply or "")
-        turns = [part for part in prompt if isinstance(part, str)]
+        turns = [item for item in prompt if isinstance(item, str)]
         if turns:
             return self.of([{"role": "user", "content": turns[0]}], turns[1:])
-        after = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply or []
-        return self.of(without_nulls(row["prompt"]) + without_nulls(after))
+        if isinstance(reply, str):
+            reply = [{"role": "assistant", "content": reply}]
+        return self.of(without_nulls(row["prompt"]) + without_nulls(reply or []))
 
 
 class TextRow(Struct):
-    """Plain text."""
+    """Row of plain text."""
 
     text: str
 
@@ -266,11 +274,12 @@ FORMATS: dict[str, Any] = {
     "prompt": PromptRow,
     "text": TextRow,
 }
-"""The type of a row by the first of these keys that it has."""
+"""Types of rows by key. The first of these keys that a row has decides, so their order matters: a
+row of `token_ids` may have `messages` too."""
 
 
 def conversation_of(row: Any) -> Conversation:
-    """Read one row in any of the formats; raises `RowError` with the reason."""
+    """Return the conversation of a row in any of the formats. Raises `RowError`."""
     if not isinstance(row, dict):
         raise RowError(f"a row must be an object, not {type(row).__name__}")
     for key, kind in FORMATS.items():
@@ -285,8 +294,11 @@ def conversation_of(row: Any) -> Conversation:
 
 
 def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without absent keys, which tables fill with null: templates test `is defined`,
-    and a null is defined."""
+    """Return the messages without keys that are null, except `content`.
+
+    A table (parquet) fills absent keys with null. Chat templates test `is defined`, which is true
+    of a null.
+    """
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"}
         for message in messages

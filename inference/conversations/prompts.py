@@ -1,5 +1,4 @@
-"""What requests start from: prompts read from people's files, and the later turns of
-conversations."""
+"""Prompts: read from files, and made of the later turns of conversations."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from .sources import rows_of
 
 @dataclass
 class Prompt:
-    """What a request starts from."""
+    """Text that a request starts from."""
 
     id: str
     token_ids: list[int]
     category: str = ""
     place: int = 0
-    """Number of its row, from 0: what the turns of a conversation have in common."""
+    """Number of the prompt's row in its file, from 0. All turns of a conversation have the same."""
     conversation: Conversation | None = None
-    """What it was rendered from, where more turns follow."""
+    """Conversation that `token_ids` were rendered from; None if no turns follow."""
     later: list[str] = field(default_factory=list)
-    """What the user goes on to say, turn by turn (Spec-Bench, MT-Bench)."""
+    """Further turns of the user (Spec-Bench, MT-Bench)."""
 
 
 def read_prompts(
@@ -38,14 +37,18 @@ def read_prompts(
     split: str = "train",
     bad_rows: BadRows = "stop",
 ) -> list[Prompt]:
-    """The prompts of whatever `sources.rows_of` reads. Raises `UserError` for no prompts, and for a
-    malformed row unless `bad_rows` is skip."""
+    """Read the prompts of any source that `sources.rows_of` reads, at most `limit`.
+
+    `target_name` is the target's name in messages. Raises `UserError` if there are no prompts, and
+    for a malformed row unless `bad_rows` is skip.
+    """
     prompts: list[Prompt] = []
     plain, left_out = 0, LeftOut(str(path), bad_rows)
     for name, row in rows_of(str(path), split):
         if limit is not None and len(prompts) == limit:
             break
         try:
+            # a line that is not JSON is itself an error
             if isinstance(row, RowError):
                 raise row
             conversation = conversation_of(row)
@@ -54,25 +57,25 @@ def read_prompts(
             left_out.add(name, error)
             continue
         plain += conversation.messages is None and conversation.token_ids is None
-        own_id = str(row.get("id", row.get("question_id", name)))
-        prompt = Prompt(own_id, ids, str(row.get("category", "")), len(prompts))
+        prompt_id = str(row.get("id", row.get("question_id", name)))
+        prompt = Prompt(prompt_id, ids, str(row.get("category", "")), len(prompts))
         if conversation.later:
             prompt.conversation, prompt.later = conversation, conversation.later
         prompts.append(prompt)
     if not prompts:
-        why = (
-            f"; the first of {left_out.count} malformed rows is {left_out.first}"
-            if left_out.count
-            else ""
-        )
+        why = ""
+        if left_out.count:
+            why = f"; the first of {left_out.count} malformed rows is {left_out.first}"
         raise UserError(f"{path} holds no prompts{why}; give at least one row")
     warn_of_plain_text(plain, tokenizer, str(path))
     return prompts
 
 
 def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:
-    """Demand a prompt for every place of a batch: figures of a batch of 64 that held 8 would be of
-    8. Raises `UserError`."""
+    """Raise `UserError` unless there are as many prompts as rows in the largest batch.
+
+    Figures of a batch of 64 with 8 prompts would be those of a batch of 8.
+    """
     if max(sizes) > len(prompts):
         raise UserError(
             f"a batch of {max(sizes)} needs as many prompts, and there are {len(prompts)}; make "
@@ -81,33 +84,36 @@ def check_batches(sizes: Sequence[int], prompts: Sequence[Prompt]) -> None:
 
 
 def check_room(prompts: Sequence[Prompt], positions: int) -> None:
-    """Demand that every prompt leaves room for a token; raises `UserError` that names one which
-    does not."""
+    """Raise `UserError` unless every prompt leaves at least one of `positions` to a reply.
+
+    The message names a prompt that does not.
+    """
     for prompt in prompts:
         if len(prompt.token_ids) >= positions:
             raise UserError(
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens and leaves no room in "
-                f"{positions} positions; "
-                "shorten it or leave it out"
+                f"{positions} positions; shorten it or leave it out"
             )
 
 
 def next_turn(
     prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int
 ) -> Prompt | None:
-    """The conversation with the reply to it and what the user says next; `None` at its end, or if
-    more than `room` tokens."""
+    """Return the prompt of the next turn: the conversation, `reply`, and the user's next turn.
+
+    None if the conversation has ended, or if the next prompt has more than `room` tokens. `name` is
+    the target's name in messages.
+    """
     if prompt.conversation is None or not prompt.later:
         return None
-    said = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
-    messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": said}]
+    # the chat template writes the end of the turn itself
+    text = tokenizer.decode(reply[:-1] if reply and reply[-1] in eos_ids else reply)
+    messages = [*(prompt.conversation.messages or []), {"role": "assistant", "content": text}]
     messages.append({"role": "user", "content": prompt.later[0]})
     conversation = Conversation(
         messages=messages, template_kwargs=prompt.conversation.template_kwargs
     )
     ids = prompt_ids(conversation, tokenizer, name)
-    return (
-        Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:])
-        if len(ids) <= room
-        else None
-    )
+    if len(ids) > room:
+        return None
+    return Prompt(prompt.id, ids, prompt.category, prompt.place, conversation, prompt.later[1:])

@@ -1,5 +1,4 @@
-"""Rows of JSON and JSONL files, those of them that are malformed, and the tokens that a prompt
-becomes."""
+"""Rows of JSON and JSONL files, the treatment of malformed ones, and the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -18,19 +17,24 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """The malformed rows of a source: the first one ends the command, or each is left out and
-    named."""
+    """Malformed rows of a source: the first ends the command, or each is left out with a warning.
 
-    NAMED = 20
+    `count` is the number of rows left out, `first` the name and the error of the first one.
+    """
+
+    NAMED = 20  # rows that a warning names
 
     def __init__(self, source: str, bad_rows: BadRows, option: str = "--bad-rows") -> None:
-        """`option`: what the user writes to leave rows out."""
+        """Start without any malformed row.
+
+        `option` is the option by which the user leaves rows out, for the message.
+        """
         self._source, self._bad_rows, self._option = source, bad_rows, option
         self.count = 0
         self.first = ""
 
     def add(self, name: str, error: RowError) -> None:
-        """Raise `UserError`, or count the row."""
+        """Raise `UserError` for the row, or count it, as `bad_rows` says."""
         if self._bad_rows == "stop":
             remedy = f"mend or remove it, or leave out such rows with {self._option} skip"
             raise UserError(f"{self._source}: row {name}: {error}; {remedy}")
@@ -43,8 +47,11 @@ class LeftOut:
 
 
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(name of the row, its value) for every row of a JSON or JSONL file; the value of a broken
-    line is a `RowError`."""
+    """Yield the name and the value of every row of a JSON or JSONL file.
+
+    The value of a line that is not JSON is a `RowError`, so that the caller may leave it out.
+    Raises `UserError` for a file that cannot be read.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -59,6 +66,7 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{path} must hold a list of rows")
         yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
         return
+    # not `splitlines`, which splits at characters that may stand inside a JSON text
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -68,8 +76,10 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def parsed(text: str) -> Any:
-    """A JSON value of numbers that are finite and texts that can be written as UTF-8. Raises
-    `RowError`."""
+    """Return the value of a JSON text. Raises `RowError`.
+
+    Numbers have to be finite, and texts such that they can be written as UTF-8 again.
+    """
     try:
         value = json.loads(text, parse_constant=no_constant)
     except json.JSONDecodeError as error:
@@ -80,6 +90,8 @@ def parsed(text: str) -> Any:
         raise RowError("nested too deeply to be read") from error
     except ValueError as error:  # such as an integer of more digits than Python converts
         raise RowError(f"not to be read: {str(error).partition(';')[0]}") from error
+    # Only an escape such as \ud83d can bring half of a surrogate pair into a text, so other rows
+    # need not be encoded to find out.
     if "\\u" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -89,20 +101,22 @@ def parsed(text: str) -> Any:
 
 
 def warn_of_plain_text(plain: int, tokenizer: Any, path: str) -> None:
-    """Say so where `plain` rows of a file are given to a chat model without its template: it may
-    answer them with nothing."""
+    """Warn if a chat model is given `plain` rows of a file without its chat template.
+
+    It may answer them with an empty reply.
+    """
     if plain and getattr(tokenizer, "chat_template", None):
         log.warning(
             "%s: %d rows are plain text, which the target is given as it is, without its chat "
-            "template; for questions to a chat "
-            'model write {"messages": [{"role": "user", "content": "..."}]}',
+            "template; for questions to a chat model write "
+            '{"messages": [{"role": "user", "content": "..."}]}',
             path,
             plain,
         )
 
 
 def template_of(tokenizer: Any, name: str) -> str:
-    """The tokenizer's chat template; `UserError` where it has none."""
+    """Return the tokenizer's chat template. Raises `UserError` if it has none."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"target {name} has no chat template, but the data is chat-shaped; use plain `text` "
@@ -112,8 +126,12 @@ def template_of(tokenizer: Any, name: str) -> str:
 
 
 def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[int]:
-    """Token ids that the target is given: everything before the last assistant message, rendered
-    for generation."""
+    """Return the token ids of the prompt of a conversation: everything before its last reply.
+
+    Messages are rendered by the chat template, up to the beginning of a reply; exact tokens are
+    taken up to the first span that the target wrote. `name` is the target's name in messages.
+    Raises `UserError` if messages meet a target without a chat template, and `RowError`.
+    """
     if conversation.token_ids is not None:
         first = min(
             (start for start, _ in conversation.response_spans), default=len(conversation.token_ids)

@@ -1,5 +1,7 @@
-"""Rows from wherever people keep them. `datasets` is imported only for parquet files and for names
-on the hub."""
+"""Rows of files, folders and data sets on the hub.
+
+`datasets` is imported only for parquet files and for names on the hub.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from .rows import read_json_rows
 
 
 def rows_of(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
-    """(name, row) of every row of a JSON, JSONL or parquet file, a folder of them, or a data set on
-    the hub (its `split`)."""
+    """Yield the name and the value of every row of a source.
+
+    A source is a JSON, JSONL or parquet file, a folder of them, or a data set on the hub, of which
+    `split` is read. Raises `UserError`.
+    """
     files = source_files(source)
     if files is None:
         yield from _hub_rows(source, split)
@@ -26,7 +31,10 @@ def rows_of(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
 
 
 def source_files(source: str) -> list[Path] | None:
-    """The local files of a source; None for a name on the hub."""
+    """Return the local files of a source; None for a name on the hub.
+
+    Raises `UserError` for a path that does not exist and for files that are not read.
+    """
     path = Path(source)
     kinds = (".json", ".jsonl", ".parquet")
     if path.is_file():
@@ -38,6 +46,7 @@ def source_files(source: str) -> list[Path] | None:
         if not files:
             raise UserError(f"data source {path}: the folder holds no {', '.join(kinds)} file")
         return files
+    # None of these can be the name of a data set, which is NAME or OWNER/NAME
     if (
         path.suffix in kinds
         or path.is_absolute()
@@ -49,6 +58,7 @@ def source_files(source: str) -> list[Path] | None:
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a parquet file. Raises `UserError`."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -60,6 +70,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the value of every row of a data set on the hub. Raises `UserError`."""
     import datasets
     from datasets.exceptions import DatasetsError
 

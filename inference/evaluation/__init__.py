@@ -1,2 +1,1 @@
-"""Everything that measures: evaluation, comparison, tuning, simulation, running servers,
-reports."""
+"""Everything that measures: evaluation, comparison, tuning, simulation, live servers, reports."""

@@ -1,8 +1,8 @@
-"""transformers' assisted generation with the same draft model: what a drafter has to beat. Batch 1,
-as it is there.
+"""transformers' assisted generation with the same draft model: the baseline a drafter has to beat.
 
-It keeps no statistics; its streamer is called once with the prompt and then once a round, with the
-tokens of that round.
+It decodes one request at a time and keeps no statistics. Its streamer is called once with the
+prompt and then once a round with the tokens of that round; rounds and times are reconstructed here
+from these calls.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from ..target import Target
 
 
 class Assisted:
-    """`model.generate(assistant_model=...)`, with a constant draft length and no confidence
-    threshold: equal terms."""
+    """transformers' `model.generate(assistant_model=...)` as a way to decode.
+
+    The draft length is constant and no confidence threshold ends a draft early, so that it drafts
+    as many tokens a round as a chain of the same length does in draftsmith's loop.
+    """
 
     def __init__(self, target: Target, drafter: DraftModelProposer) -> None:
         """Raises `UserError` for a drafter that transformers does not take."""
-        own, theirs = (
+        target_vocab, draft_vocab = (
             model.config.get_text_config().vocab_size
             for model in (target.model, drafter.model.model)
         )
-        if own != theirs:
+        if target_vocab != draft_vocab:
             raise UserError(
-                f"transformers wants the vocabularies of both models equal, which are {own} and "
-                f"{theirs}"
+                "transformers wants the vocabularies of both models equal, which are "
+                f"{target_vocab} and {draft_vocab}"
             )
         self.name = f"assisted ({drafter.name})"
         self._target, self._helper, self._length = target, drafter.model.model, drafter.plan.length
@@ -45,25 +48,28 @@ class Assisted:
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
     ) -> list[Generation]:
-        """As `decode.generate`. The first round has the prefill in it: its tokens come first and
-        belong to no round."""
+        """Return the reply to each request, as `decode.generate` does, one after the other.
+
+        transformers' first round includes the prefill. Its tokens are the first of the reply and
+        belong to no round here.
+        """
         return [self._one(request, max_new_tokens, sampling) for request in requests]
 
     def _one(self, request: Request, max_new_tokens: int, sampling: Sampling) -> Generation:
+        """Return the reply to one request, with the rounds that its streamer has seen."""
         target = self._target
         ids = torch.tensor([list(request.prompt_ids)], device=target.device)
         limit = min(max_new_tokens, target.max_positions - ids.shape[1])
         watch = _Watch(target.device)
+        # transformers reads these three from the draft model's own generation config only
         settings = self._helper.generation_config
-        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = (
-            self._length,
-            "constant",
-        )
+        settings.num_assistant_tokens = self._length
+        settings.num_assistant_tokens_schedule = "constant"
         settings.assistant_confidence_threshold = 0.0
-        with (
-            _quiet(),
-            torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []),
-        ):
+        devices = [target.device] if target.device.type == "cuda" else []
+        with _quiet(), torch.random.fork_rng(devices=devices):
+            # transformers draws from the global generator, not from noise by position: a seed of
+            # the request's name makes its text repeatable whatever was decoded before it
             torch.manual_seed(hash((sampling.seed, request.id, request.sample)) % 2**63)
             target.model.generate(
                 ids,
@@ -75,17 +81,19 @@ class Assisted:
                 streamer=watch,
                 **_generation_options(sampling),
             )
-        found = watch.generation(request, self._length, "greedy" if sampling.greedy else "assisted")
-        if found.token_ids[-1] in target.eos_ids:
-            found.finish_reason = "eos"
-        elif len(found.token_ids) < max_new_tokens:
-            found.finish_reason = "context"
-        return found
+        # at T > 0 the text is not that of plain decoding with the same noise, so the rule has a
+        # name of its own, which `measure.comparable` does not list
+        reply = watch.generation(request, self._length, "greedy" if sampling.greedy else "assisted")
+        if reply.token_ids[-1] in target.eos_ids:
+            reply.finish_reason = "eos"
+        elif len(reply.token_ids) < max_new_tokens:
+            reply.finish_reason = "context"
+        return reply
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warning about options that its own assisted generation passes on."""
+    """Silence transformers' warning about options that its own assisted generation passes on."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -95,30 +103,31 @@ def _quiet() -> Iterator[None]:
 
 
 def _generation_options(sampling: Sampling) -> dict[str, Any]:
-    penalty = {"repetition_penalty": sampling.repetition_penalty or 1.0}
+    """Return `sampling` as keyword arguments of transformers' `generate`."""
+    penalty = sampling.repetition_penalty or 1.0
     if sampling.greedy:
-        return {"do_sample": False, **penalty}
-    warping = {
+        return {"do_sample": False, "repetition_penalty": penalty}
+    options: dict[str, Any] = {
+        "do_sample": True,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
+        "repetition_penalty": penalty,
     }
-    return {
-        "do_sample": True,
-        **warping,
-        **({"min_p": sampling.min_p} if sampling.min_p else {}),
-        **penalty,
-    }
+    if sampling.min_p:
+        options["min_p"] = sampling.min_p
+    return options
 
 
 class _Watch(BaseStreamer):
-    """When which tokens came."""
+    """Streamer that notes the tokens of every call and the moment at which they came."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._puts: list[tuple[float, list[int]]] = []
 
     def put(self, value: Tensor) -> None:
+        # work that is queued on the device belongs to the time of this round
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._puts.append((time.perf_counter(), value.flatten().tolist()))
@@ -126,23 +135,35 @@ class _Watch(BaseStreamer):
     def end(self) -> None: ...
 
     def generation(self, request: Request, drafted: int, rule: str) -> Generation:
-        (began, _), (first, tokens), *later = self._puts
-        found = Generation(
-            list(request.prompt_ids), list(tokens), ttft_s=first - began, finish_reason="length"
+        """Return the reply that was streamed, with a record for every round after the first.
+
+        `drafted` is the constant number of drafts a round. A round emits its accepted drafts and
+        the bonus token, so it accepted one token less than came; the draft after the accepted ones
+        was refused, unless all were accepted.
+        """
+        # the first call carries the prompt, the second the tokens of the round with the prefill
+        (started, _), (first_came, first_tokens), *rounds = self._puts
+        reply = Generation(
+            list(request.prompt_ids),
+            list(first_tokens),
+            ttft_s=first_came - started,
+            finish_reason="length",
         )
-        before = first
-        for moment, new in later:
-            found.rounds.append(
+        previous = first_came
+        for came, tokens in rounds:
+            accepted, offered = len(tokens) - 1, min(len(tokens), drafted)
+            seconds = came - previous
+            reply.rounds.append(
                 Round(
-                    new,
-                    drafted,
-                    len(new) - 1,
-                    min(len(new), drafted),
-                    rule,
-                    t_round_s=moment - before,
+                    tokens=tokens,
+                    drafted=drafted,
+                    accepted=accepted,
+                    offered=offered,
+                    rule=rule,
+                    t_round_s=seconds,
                 )
             )
-            found.token_ids += new
-            before = moment
-        found.decode_s = before - first
-        return found
+            reply.token_ids += tokens
+            previous = came
+        reply.decode_s = previous - first_came
+        return reply

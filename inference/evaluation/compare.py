@@ -1,8 +1,8 @@
-"""`draftsmith compare`: two or more reports of one drafter's lineage on the same prompts, category
-by category.
+"""`draftsmith compare`: reports of successive versions of one drafter on the same prompts.
 
-Such as a public head, then the same head trained on own traffic: what it gained there, and what it
-lost elsewhere. Prompts are resampled in pairs, so that an easy prompt is easy in both.
+An example is a public head, and the same head after training on a user's own traffic: the
+comparison shows, category by category, what it gained there and what it lost elsewhere. Prompts are
+resampled in pairs, because a prompt that is easy before is easy after, too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ ALL = "all"
 
 
 def run(options: Options) -> None:
+    """Compare the reports, print a table and write the JSON file that was asked for.
+
+    Ends the process with exit code 3 if a category has regressed and `fail_on_regression` is given.
+    Raises `UserError`.
+    """
     limit = _share(options.fail_on_regression)
     check_output(options.json, "--json")
     if len(options.report) < 2:
@@ -43,32 +48,31 @@ def run(options: Options) -> None:
     names = options.drafter or [
         _only_drafter(report, path) for report, path in zip(reports, options.report, strict=True)
     ]
-    found = compared(reports, names, options.report, limit or 0.0)
+    settings = compared(reports, names, options.report, limit or 0.0)
     if options.json is not None:
+        comparison = {
+            "reports": options.report,
+            "drafters": names,
+            "fail_on_regression": limit,
+            "settings": settings,
+        }
         with whole_file(options.json) as aside:
-            write_json(
-                aside,
-                {
-                    "reports": options.report,
-                    "drafters": names,
-                    "fail_on_regression": limit,
-                    "settings": found,
-                },
-            )
-    show(found, options.report, Console())
-    if limit is not None and any(row["regressed"] for setting in found for row in setting["rows"]):
+            write_json(aside, comparison)
+    show(settings, options.report, Console())
+    regressed = any(row["regressed"] for setting in settings for row in setting["rows"])
+    if limit is not None and regressed:
         raise SystemExit(REGRESSED)
 
 
 def load_report(path: str) -> dict[str, Any]:
-    """A report of `draftsmith evaluate`. Raises `UserError`."""
+    """Return the report of `draftsmith evaluate` in a file. Raises `UserError`."""
     return read_document(
         Path(path), ReportFile, "write the report again with draftsmith evaluate --json"
     )[1]
 
 
 def load_measured(path: str) -> dict[str, Any]:
-    """A report that has drafters. Raises `UserError`."""
+    """Return a report that has drafters, not only a server's figures. Raises `UserError`."""
     report = load_report(path)
     if not report["settings"]:
         raise UserError(
@@ -79,26 +83,30 @@ def load_measured(path: str) -> dict[str, Any]:
 
 
 def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None:
-    """Demand that nothing but the drafter differs. Raises `UserError`."""
+    """Demand whole reports in which nothing but the drafter differs. Raises `UserError`."""
     for report, path in zip(reports, paths, strict=True):
         if report.get("partial"):
             raise UserError(
                 f"{path} holds only {report['partial']}; let its command finish (it goes on where "
                 "it stopped)"
             )
-    facts = {
-        "prompts": lambda r: (r["prompt_set"]["sha256"], r["prompt_set"]["prompts"]),
-        "targets": lambda r: (r.get("target") or {}).get("weights_hash"),
-        "lengths of replies (max_new_tokens)": lambda r: (r.get("options") or {}).get(
-            "max_new_tokens"
-        ),
-        "sampling": lambda r: {
-            key: value for key, value in (r.get("sampling") or {}).items() if key != "temperature"
-        },
-    }
-    for what, fact in facts.items():
+
+    def facts_of(report):
+        # temperatures are matched setting by setting in `compared`
+        sampling = dict(report.get("sampling") or {})
+        sampling.pop("temperature", None)
+        return {
+            "prompts": (report["prompt_set"]["sha256"], report["prompt_set"]["prompts"]),
+            "targets": (report.get("target") or {}).get("weights_hash"),
+            "lengths of replies (max_new_tokens)": (report.get("options") or {}).get(
+                "max_new_tokens"
+            ),
+            "sampling": sampling,
+        }
+
+    for what, expected in facts_of(reports[0]).items():
         for report, path in zip(reports[1:], paths[1:], strict=True):
-            if fact(report) != fact(reports[0]):
+            if facts_of(report)[what] != expected:
                 raise UserError(
                     f"{paths[0]} and {path} are of different {what}; evaluate both alike"
                 )
@@ -107,24 +115,30 @@ def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None
 def compared(
     reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Sequence[str], limit: float
 ) -> list[dict[str, Any]]:
-    """For each setting that all reports have, a row for each category and each report after the
-    first."""
+    """Return an entry for each setting that all reports have: temperature, batch and `rows`.
+
+    There is one row for each category and each report after the first; docs/metrics.md#report-keys
+    names its keys. `names` are the drafters, one of each report, and `limit` is the share by which
+    tau may fall (see `_change`). Raises `UserError` for reports that cannot be compared.
+    """
     check_alike(reports, paths)
-    keyed = [
+    settings_by_key = [
         {(s["temperature"], s["batch"], s["lossless"]): s for s in report["settings"]}
         for report in reports
     ]
-    common = [key for key in keyed[0] if all(key in other for other in keyed)]
+    common = [key for key in settings_by_key[0] if all(key in by_key for by_key in settings_by_key)]
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
-    found = []
+    entries = []
     for key in common:
         requests = [
             _requests(by_key[key], name, path)
-            for by_key, name, path in zip(keyed, names, paths, strict=True)
+            for by_key, name, path in zip(settings_by_key, names, paths, strict=True)
         ]
         before = requests[0]
         categories = [ALL, *sorted({r.category for r in before})]
+        if len(categories) == 2:  # the row of the only category would repeat that of all
+            categories = [ALL]
         rows = []
         for number, after in enumerate(requests[1:], 1):
             if [r.name for r in before] != [r.name for r in after]:
@@ -132,39 +146,47 @@ def compared(
                     f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the "
                     "same prompts"
                 )
-            for category in categories if len(categories) > 2 else [ALL]:
-                both = zip(before, after, strict=True)
-                pairs = [
-                    (a, b) for a, b in both if category in (ALL, a.category) and a.kept and b.kept
-                ]
+            # a reply without a round, whose only token is the prefill's, has no tau
+            counted = [(a, b) for a, b in zip(before, after, strict=True) if a.kept and b.kept]
+            for category in categories:
+                pairs = [(a, b) for a, b in counted if category in (ALL, a.category)]
                 if pairs:
                     rows.append({"category": category, "report": number, **_change(pairs, limit)})
-        found.append({"temperature": key[0], "batch": key[1], "rows": rows})
-    return found
+        entries.append({"temperature": key[0], "batch": key[1], "rows": rows})
+    return entries
 
 
 @dataclass
 class _Request:
+    """One reply of a drafter, as its report has it."""
+
     name: tuple[str, int]
     """Id and turn."""
     category: str
+    """Category of its prompt."""
     prompt: int
+    """Number of its prompt, which the turns of a conversation share."""
     kept: list[int]
-    """Tokens kept in each round."""
+    """Tokens emitted in each round."""
 
 
 def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, Any]:
-    """Tau before and after over the same requests, and the relative change with its interval; turns
-    of a prompt go together."""
-    prompts = [a.prompt for a, _ in pairs]
-    before, after = (pooled([pair[side].kept for pair in pairs], prompts) for side in (0, 1))
+    """Return tau before and after over the same requests, and the relative change with interval.
+
+    The turns of a prompt are resampled together. A change counts as regressed if tau fell by more
+    than `limit`, its interval lies below 0, and there are at least `FEWEST` prompts.
+    """
+    prompts = [request.prompt for request, _ in pairs]
+    before = pooled([request.kept for request, _ in pairs], prompts)
+    after = pooled([request.kept for _, request in pairs], prompts)
 
     def relative(sample):
         return tau([b for _, b in sample]) / tau([a for a, _ in sample]) - 1
 
-    both = list(zip(before, after, strict=True))
-    low, high = bootstrap(both, relative)
-    change = relative(both)
+    # the same prompts are drawn before and after, so that how hard they are cancels out
+    prompt_pairs = list(zip(before, after, strict=True))
+    low, high = bootstrap(prompt_pairs, relative)
+    change = relative(prompt_pairs)
     return {
         "requests": len(pairs),
         "tau_before": tau(before),
@@ -173,11 +195,15 @@ def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, A
         "tau_after_ci95": bootstrap(after, tau),
         "change": change,
         "change_ci95": [low, high],
-        "regressed": change < -limit and high < 0 and len(both) >= FEWEST,
+        "regressed": change < -limit and high < 0 and len(prompt_pairs) >= FEWEST,
     }
 
 
 def _requests(setting: dict[str, Any], name: str, path: str) -> list[_Request]:
+    """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
+
+    Reports of older versions do not number their prompts; each request is then a prompt.
+    """
     if name not in setting["drafters"]:
         raise UserError(
             f"{path} has no drafter {name!r}; there are: {', '.join(setting['drafters'])}"
@@ -187,14 +213,15 @@ def _requests(setting: dict[str, Any], name: str, path: str) -> list[_Request]:
         _Request(
             (r["id"], r["turn"]),
             r["category"],
-            r.get("prompt", place),
-            [kept for _, _, kept in r["rounds"]],
+            r.get("prompt", index),
+            [emitted for _, _, emitted in r["rounds"]],
         )
-        for place, r in enumerate(requests)
+        for index, r in enumerate(requests)
     ]
 
 
 def _only_drafter(report: dict[str, Any], path: str) -> str:
+    """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
     drafters = report["settings"][0]["drafters"]
     names = [
         name
@@ -210,20 +237,20 @@ def _only_drafter(report: dict[str, Any], path: str) -> str:
 
 
 def _share(text: str | None) -> float | None:
-    """`2%` or `0.02` -> 0.02."""
+    """Return `2%` or `0.02` as 0.02, and None as None. Raises `UserError` for anything else."""
     if text is None:
         return None
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        value = -1.0
+        value = -1.0  # refused below, with the numbers that are out of range
     if not 0 <= value < 1:
         raise UserError(f"--fail-on-regression takes a share such as 2%, not {text!r}")
     return value
 
 
 def show(found: Sequence[dict[str, Any]], paths: Sequence[str], console: Console) -> None:
-    """Print a table for each setting."""
+    """Print a table for each entry of `compared`; `paths` are those of the reports."""
 
     def with_interval(value, pair):
         return f"{value:.2f} ({pair[0]:.2f}-{pair[1]:.2f})"
@@ -237,28 +264,26 @@ def show(found: Sequence[dict[str, Any]], paths: Sequence[str], console: Console
             pad_edge=False,
             padding=(0, 1, 0, 0),
         )
-        for place, column in enumerate(
-            ("category", "requests", "before", "after", "change", "95%")
-        ):
-            table.add_column(column, justify="right" if place else "left", no_wrap=place > 0)
-        fallen = []
+        table.add_column("category")
+        for column in ("requests", "before", "after", "change", "95%"):
+            table.add_column(column, justify="right", no_wrap=True)
+        regressed = []
         for row in setting["rows"]:
             low, high = row["change_ci95"]
-            label = (row["category"] or "-") + (
-                f" ({paths[row['report']]})" if len(paths) > 2 else ""
-            )
-            before = with_interval(row["tau_before"], row["tau_before_ci95"])
-            after = with_interval(row["tau_after"], row["tau_after_ci95"])
+            label = row["category"] or "-"
+            if len(paths) > 2:
+                label += f" ({paths[row['report']]})"
             table.add_row(
                 label,
                 str(row["requests"]),
-                before,
-                after,
+                with_interval(row["tau_before"], row["tau_before_ci95"]),
+                with_interval(row["tau_after"], row["tau_after_ci95"]),
                 f"{row['change']:+.1%}",
                 f"{low:+.1%} to {high:+.1%}",
             )
-            fallen += [label] if row["regressed"] else []
+            if row["regressed"]:
+                regressed.append(label)
         console.print(table)
-        if fallen:
-            console.print(f"REGRESSED: {', '.join(fallen)}", style="bold")
+        if regressed:
+            console.print(f"REGRESSED: {', '.join(regressed)}", style="bold")
     console.print("tau with 95% intervals over prompts; those of the change are of pairs.")

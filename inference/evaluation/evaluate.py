@@ -1,5 +1,8 @@
-"""`draftsmith evaluate`: every drafter beside plain decoding and those that need no training, in
-one table for each setting."""
+"""`draftsmith evaluate`: drafters beside plain decoding and beside drafters without training.
+
+All of them decode the same prompts in the same loop. There is one table for each setting, that is
+for each temperature and batch size.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ from ...heads.fingerprint import tokenizer_hash
 from ..console import Console
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ..conversations.sources import source_files
+from ..drafters import check_spec, load_proposer, parse_spec, weight_bytes
 from ..metrics import emitted_per_round
-from ..proposer import Proposer, check_spec, load_proposer, parse_spec, weight_bytes
+from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
 from ..settings import check_url
 from ..target import Target, load_target
@@ -61,8 +65,7 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 
 def if_interrupted(options: Options) -> str:
-    """A line for a person who stopped an evaluation: which file holds what was measured, and how to
-    go on."""
+    """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
     if options.json is None or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
     return (
@@ -72,22 +75,19 @@ def if_interrupted(options: Options) -> str:
 
 
 def run(options: Options) -> None:
+    """Measure what the options name, print the tables and write the files. Raises `UserError`."""
     settings = check(options)
     if options.features is not None:
         return replayed.run(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     served = None
-    # first: it may be wrong or gone, and measuring drafters here takes long
+    # the server comes first: its address may be wrong, and measuring drafters here takes long
     if options.server is not None:
         at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
         served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
     if served is not None and not options.drafter:
-        nothing = {"left_out": {}, "drafter_bytes": {}, "settings": []}
-        report = {
-            **facts_of(None, served.tokenizer, served.prompts, options, started),
-            **nothing,
-            "server": served.report,
-        }
+        report = facts_of(None, served.tokenizer, served.prompts, options, started)
+        report |= {"left_out": {}, "drafter_bytes": {}, "settings": [], "server": served.report}
         write(report, options)
     else:
         report = decoded(options, settings, started, served)
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
 
 
 def write(report: dict[str, Any], options: Options) -> None:
-    """Put the report into the file that the user named, if any."""
+    """Write the report to the file that the user named, if any."""
     if options.json is not None:
         with whole_file(options.json) as aside:
             write_json(aside, report)
@@ -107,8 +107,11 @@ def decoded(
     started: str,
     served: live_report.ServerMeasurement | None,
 ) -> dict[str, Any]:
-    """The report of drafters decoding here. Replies go to `options.spec_bench`, and are held
-    against those that `served` has."""
+    """Return the report of the drafters that decode in this process, and write it.
+
+    Replies go to the folder `options.spec_bench`, if there is one. Greedy replies of a server, in
+    `served`, are compared with plain decoding. Raises `UserError`.
+    """
     assert options.prompts is not None
     target = load_target(options.target)
     loaded, left_out = proposers_of(options, target)
@@ -123,30 +126,30 @@ def decoded(
     )
     check_room(prompts, target.max_positions)
     check_batches([setting.batch for setting in settings], prompts)
-    theirs = assisted(options, target, proposers, left_out)
-    if theirs and any(setting.batch > 1 for setting in settings):
+    by_transformers = assisted(options, target, proposers, left_out)
+    if by_transformers and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
-    others = tuned_and_served(options, target, left_out)
+    further_ways = tuned_and_served(options, target, left_out)
     # What may fail comes before the hours of decoding: facts, hashes of the weights, and the file
     # to be written.
-    sizes = {
-        name: weight_bytes(p, target)
-        for name, p in zip(distinct_names(proposers), proposers, strict=True)
-    }
-    own = dict(zip(sizes, map(origin, loaded), strict=True))
+    names = distinct_names(proposers)
+    sizes = {name: weight_bytes(p, target) for name, p in zip(names, proposers, strict=True)}
+    origins = dict(zip(sizes, map(origin, loaded), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
-    report |= {"left_out": left_out, "drafters": own, "drafter_bytes": sizes, "settings": []}
+    report |= {"left_out": left_out, "drafters": origins, "drafter_bytes": sizes, "settings": []}
     if served is not None:
         report["server"] = served.report
     journal = Journal(options.json, identity(report, options), "an evaluation")
     results = []
     for number, setting in enumerate(settings):
-        decoding = [*proposers, *others(setting), *(theirs if setting.batch == 1 else [])]
+        ways = [*proposers, *further_ways(setting)]
+        if setting.batch == 1:
+            ways += by_transformers
         partial = Partial(
-            report, options, setting, number, len(settings), len(prompts), target, decoding
+            report, options, setting, number, len(settings), len(prompts), target, ways
         )
-        results.append(compare(target, decoding, prompts, setting, journal=journal, each=partial))
-        report["settings"].append(figures(target, results[-1], setting, decoding))
+        results.append(compare(target, ways, prompts, setting, journal=journal, each=partial))
+        report["settings"].append(figures(target, results[-1], setting, ways))
         if number + 1 < len(settings):
             write({**report, "partial": f"{number + 1} of {len(settings)} settings"}, options)
     model_batches(report["settings"])
@@ -165,71 +168,78 @@ def decoded(
 def figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
 ) -> dict[str, Any]:
-    """The part of the report that is about one setting: every drafter's numbers, and the spec of
-    tuned and engine-like ones."""
+    """Return the part of the report about one setting: the numbers of every way to decode.
+
+    Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers.
+    `samples` replies of each way are shown token by token.
+    """
     named = zip(distinct_names(ways), ways, strict=True)
-    others = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
-    found = measured(
-        target, results, setting, {name: way.setting for name, way in others.items()}, samples
-    )
-    for name, way in others.items():
-        found["drafters"][name]["spec"] = way.spec
-    return found
+    configured = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
+    settings_of = {name: way.setting for name, way in configured.items()}
+    entry = measured(target, results, setting, settings_of, samples)
+    for name, way in configured.items():
+        entry["drafters"][name]["spec"] = way.spec
+    return entry
 
 
 @dataclass
 class Partial:
-    """Called after every batch: writes the report of what there is, at most twice a minute."""
+    """Writer of unfinished reports, called after every batch; it writes at most twice a minute."""
 
     report: dict[str, Any]
+    """Report with the settings that are finished."""
     options: Options
     setting: Setting
+    """Setting that is being measured."""
     number: int
-    """The setting's place among all, from 0."""
+    """Place of the setting among all, from 0."""
     settings: int
+    """Number of settings."""
     prompts: int
+    """Number of prompts."""
     target: Target
     ways: Sequence[Way]
     written: float = field(default_factory=time.monotonic)
+    """Time of the last report, by `time.monotonic`."""
 
     def __call__(self, results: Results) -> None:
+        """Write the report with the `results` so far, unless the last one is too recent."""
         if self.options.json is None or time.monotonic() - self.written < PARTIAL_EVERY_S:
             return
-        done = len({turn.prompt.place for turn in next(iter(results.values()))})
+        plain_turns = next(iter(results.values()))
+        done = len({turn.prompt.place for turn in plain_turns})
+        # replies token by token need a forward pass each, and only the whole report shows them
         so_far = figures(self.target, results, self.setting, self.ways, samples=0)
+        settings = [*self.report["settings"], so_far]
         where = f"{done} of {self.prompts} prompts in setting {self.number + 1} of {self.settings}"
-        write(
-            {**self.report, "settings": [*self.report["settings"], so_far], "partial": where},
-            self.options,
-        )
+        write({**self.report, "settings": settings, "partial": where}, self.options)
         self.written = time.monotonic()
 
 
 def identity(report: dict[str, Any], options: Options) -> dict[str, Any]:
-    """All that the figures depend on, as JSON: a stopped evaluation goes on only where it is the
-    same."""
-    facts = {
-        key: report[key]
-        for key in ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
-    }
-    asked = {
-        key: value for key, value in asdict(options).items() if key not in ("json", "spec_bench")
-    }
-    profile = checksum(Path(options.profile)) if options.profile is not None else None
-    found = {
-        **facts,
-        "prompts": report["prompt_set"]["sha256"],
-        "options": asked,
-        "profile": profile,
-    }
-    return json_module.loads(json_module.dumps(found, default=str))
+    """Return all that the figures depend on, as JSON can hold it.
+
+    A stopped evaluation goes on only where it is the same.
+    """
+    keys = ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
+    facts = {key: report[key] for key in keys}
+    facts["prompts"] = report["prompt_set"]["sha256"]
+    # the figures do not depend on the names of the files that they are written to
+    facts["options"] = asdict(options)
+    del facts["options"]["json"], facts["options"]["spec_bench"]
+    facts["profile"] = checksum(Path(options.profile)) if options.profile is not None else None
+    # there and back, so that only texts, numbers, lists and dictionaries are left
+    return json_module.loads(json_module.dumps(facts, default=str))
 
 
 def assisted(
     options: Options, target: Target, proposers: Sequence[Proposer], left_out: dict[str, str]
 ) -> list[Assisted]:
-    """transformers' own loop with the first of the small models, if baselines are wanted and there
-    is one that it takes."""
+    """Return assisted generation with the first draft model, in a list; else an empty list.
+
+    The list is empty where baselines are not wanted, and where there is no draft model that
+    transformers takes; in the second case the reason is added to `left_out`.
+    """
     models = [proposer for proposer in proposers if isinstance(proposer, DraftModelProposer)]
     if not options.baselines:
         return []
@@ -245,12 +255,16 @@ def assisted(
 def tuned_and_served(
     options: Options, target: Target, left_out: dict[str, str]
 ) -> Callable[[Setting], list[Way]]:
-    """For each setting, the named drafters as `options.profile` has them, and as in each engine of
-    `options.like`."""
+    """Return a function from a setting to its further ways to decode.
+
+    These are the named drafters with their trees of `options.profile`, and as in each engine of
+    `options.like`. An engine that does not take a drafter is added to `left_out` with the reason.
+    Raises `UserError`.
+    """
     profile = TuningProfile(options.profile, target) if options.profile is not None else None
-    # trees of one drafter differ in their settings alone
-    apart = {key_of(spec): spec for spec in options.drafter}
-    tuned = [spec for spec in apart.values() if profile is not None and spec in profile]
+    # a drafter may be named with several trees, which profile and engine replace by their own
+    drafters = {key_of(spec): spec for spec in options.drafter}
+    tuned = [spec for spec in drafters.values() if profile is not None and spec in profile]
     if profile is not None and not tuned:
         raise UserError(
             f"{options.profile} is of none of the drafters; name one of those that it has with "
@@ -258,25 +272,27 @@ def tuned_and_served(
         )
     engines: list[Way] = []
     for engine in map(Engine, options.like):
-        for spec in apart.values():
+        for spec in drafters.values():
             try:
                 engines.append(AsIn(engine, spec, target, lambda message: None))
             except UserError as error:
                 left_out[f"{spec} as in {engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
-        return [
-            Tuned(profile, spec, target, setting.sampling, setting.batch)
-            for spec in tuned
-            if profile is not None
-        ] + engines
+        if profile is None:
+            return engines
+        sampling, batch = setting.sampling, setting.batch
+        return [*(Tuned(profile, spec, target, sampling, batch) for spec in tuned), *engines]
 
     return ways
 
 
 def check(options: Options) -> list[Setting]:
-    """The settings to measure. Raises `UserError` for what is known to be wrong before a large
-    target loads, or hours pass."""
+    """Return the settings to measure, a temperature and a batch size each.
+
+    Raises `UserError` for all that can be known to be wrong before a large target is loaded and
+    hours have passed.
+    """
     for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -284,13 +300,12 @@ def check(options: Options) -> list[Setting]:
     if (options.features is None) == (options.prompts is None):
         raise UserError("give either --target and --prompts to decode, or --features to replay")
     only_decoding = ("temperatures", "batch_sizes", "spec_bench", "profile", "like")
-    if options.features is not None and (
-        given := [name for name in only_decoding if getattr(options, name)]
-    ):
+    given = [name for name in only_decoding if getattr(options, name)]
+    if options.features is not None and given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise UserError(f"--features replays greedy texts one by one; leave out {names}")
     for engine in options.like:
-        Engine(engine)
+        Engine(engine)  # raises for an engine or a setting that is not known
     if (options.like or options.profile) and not options.drafter:
         raise UserError("--like and --profile are about drafters; name one with --drafter")
     check_server(options)
@@ -314,7 +329,7 @@ def check(options: Options) -> list[Setting]:
 
 
 def check_server(options: Options) -> None:
-    """Raises `UserError` for options that do not go with `server`, or only with it."""
+    """Raise `UserError` for options that do not go with `server`, or only with it."""
     if options.server is None:
         if options.concurrency is not None or options.server_model is not None:
             raise UserError(
@@ -342,24 +357,29 @@ def check_server(options: Options) -> None:
 
 
 def numbers(text: str | None, option: str, kind: type, least: float | None = None) -> list[Any]:
-    """Numbers with commas between them, none of them below `least`; none if nothing is given.
-    Raises `UserError`."""
+    """Return the numbers of a text such as 1,4,16, each made by `kind`; none where `text` is None.
+
+    Raises `UserError`, which names `option`, for anything else and for numbers below `least`.
+    """
     try:
-        found = [kind(part) for part in text.split(",")] if text is not None else []
+        values = [kind(item) for item in text.split(",")] if text is not None else []
     except ValueError as error:
         raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
-    for number in found:
+    for number in values:
         if not math.isfinite(number) or (least is not None and number < least):
             raise UserError(
                 f"{option} must be {'finite' if least is None else f'at least {least:g}'}, not "
                 f"{number}"
             )
-    return found
+    return values
 
 
 def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer], dict[str, str]]:
-    """Plain decoding, the baselines and what the user names, by their specs, and why a baseline is
-    left out."""
+    """Return the proposers by their specs, and the reasons why baselines are left out.
+
+    Plain decoding comes first, then the baselines, then the drafters that the user named. Raises
+    `UserError` for a named drafter that does not load.
+    """
 
     def warn(message):
         return print(f"warning: {message}", file=sys.stderr)
@@ -367,18 +387,20 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
     named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
     proposers = {"none": load_proposer("none", target, warn)}
     left_out = {}
-    for spec in BASELINES if options.baselines else ():
+    baselines = BASELINES if options.baselines else ()
+    for spec in baselines:
         if spec not in named:
             try:
                 proposers[spec] = load_proposer(spec, target, warn)
             except UserError as error:  # such as early exit, which not every architecture allows
                 left_out[spec] = str(error)
-    return proposers | {spec: load_proposer(spec, target, warn) for spec in named}, left_out
+    for spec in named:
+        proposers[spec] = load_proposer(spec, target, warn)
+    return proposers, left_out
 
 
 def origin(spec: str) -> dict[str, str | None]:
-    """A drafter as it was named, and a hash of its weights' files; None for one that has no
-    files."""
+    """Return a drafter's spec, and the hashes of its weight files; None for one without files."""
     name, _ = parse_spec(spec)
     files = sorted(Path(name).glob("*.safetensors")) if Path(name).is_dir() else []
     return {"spec": spec, "sha256": " ".join(map(checksum, files)) or None}
@@ -387,10 +409,14 @@ def origin(spec: str) -> dict[str, str | None]:
 def facts_of(
     target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str
 ) -> dict[str, Any]:
-    """What the numbers were measured on; without a `target` here, only its name and tokenizer are
-    known."""
+    """Return the first part of the report: target, machine, options and prompts.
+
+    `target` is None where only a server was measured; its name and tokenizer are then all that is
+    known of the target. `started` is a time in UTC.
+    """
     assert options.prompts is not None
     known = {"name": options.target.path, "tokenizer_hash": tokenizer_hash(tokenizer)}
+    texts = repr([(prompt.token_ids, prompt.later) for prompt in prompts])
     return {
         "schema_version": SCHEMA,
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
@@ -405,9 +431,7 @@ def facts_of(
         "options": asdict(options),
         "prompt_set": {
             "path": options.prompts,
-            "sha256": hashlib.sha256(
-                repr([(p.token_ids, p.later) for p in prompts]).encode()
-            ).hexdigest(),
+            "sha256": hashlib.sha256(texts.encode()).hexdigest(),
             "prompts": len(prompts),
             "categories": dict(Counter(prompt.category for prompt in prompts)),
         },
@@ -417,56 +441,56 @@ def facts_of(
 
 
 def peak_memory(target: Target | None) -> int:
-    """Most bytes that this process has held so far: of the GPU's memory if the target lies there,
-    else of the machine's."""
+    """Return the most bytes that this process has held so far.
+
+    They are of the GPU's memory if the target lies there, else of the machine's.
+    """
     if target is not None and target.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
+    # Linux counts in KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
-    """Rows as Spec-Bench's own evaluation reads them: one file a drafter, one line a question,
-    lists over its turns."""
+    """Write the replies in the form that Spec-Bench's own evaluation reads.
+
+    There is one file for each drafter and one line for each question, with lists over its turns.
+    """
     with whole_directory(folder) as aside:
         aside.mkdir(exist_ok=True)
         for name, turns in results.items():
             rows: dict[str, dict[str, Any]] = {}
             for turn in turns:
-                empty = {
-                    "turns": [],
-                    "decoding_steps": [],
-                    "new_tokens": [],
-                    "wall_time": [],
-                    "accept_lengths": [],
-                }
-                row = {
-                    "question_id": turn.prompt.id,
-                    "category": turn.prompt.category,
-                    "model_id": name,
-                    "choices": [empty],
-                }
-                choice = rows.setdefault(turn.prompt.id, row)["choices"][0]
-                found = turn.generation
-                choice["turns"].append(
-                    target.tokenizer.decode(found.token_ids, skip_special_tokens=True)
-                )
-                choice["decoding_steps"].append(len(found.rounds))
-                choice["new_tokens"].append(len(found.token_ids))
-                choice["wall_time"].append(found.ttft_s + found.decode_s)
-                choice["accept_lengths"] += emitted_per_round(found)
+                prompt, reply = turn.prompt, turn.generation
+                if prompt.id not in rows:
+                    keys = ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+                    rows[prompt.id] = {
+                        "question_id": prompt.id,
+                        "category": prompt.category,
+                        "model_id": name,
+                        "choices": [{key: [] for key in keys}],
+                    }
+                choice = rows[prompt.id]["choices"][0]
+                text = target.tokenizer.decode(reply.token_ids, skip_special_tokens=True)
+                choice["turns"].append(text)
+                choice["decoding_steps"].append(len(reply.rounds))
+                choice["new_tokens"].append(len(reply.token_ids))
+                choice["wall_time"].append(reply.ttft_s + reply.decode_s)
+                # of all turns in one list, as Spec-Bench's own scripts write them
+                choice["accept_lengths"] += emitted_per_round(reply)
             lines = "".join(json_module.dumps(row) + "\n" for row in rows.values())
             (aside / f"{name.replace('/', '-').replace(':', '-')}.jsonl").write_text(lines)
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print what a person looks at: a table for each setting, then tau by category."""
+    """Print a table for each setting with its warnings, then tau by category, then the server."""
     console = console or Console()
     for setting in report["settings"]:
         console.print(_table_of(setting, report))
-        for name, s in setting["drafters"].items():
-            for warning in s["warnings"]:
+        for name, summary in setting["drafters"].items():
+            for warning in summary["warnings"]:
                 console.print(f"warning, {name}: {warning}")
-            gaps = [r["top2_gap"] for r in s["per_request"] if r["top2_gap"] is not None]
+            gaps = [r["top2_gap"] for r in summary["per_request"] if r["top2_gap"] is not None]
             if gaps:
                 console.print(
                     f"{name}: where a reply first differs, the target's two best logits are at "
@@ -484,11 +508,12 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
 
 
 def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
+    """Return the table of one setting, a row for each way to decode."""
     drafters = setting["drafters"]
     requests = drafters["plain"]["requests"]
-    conditions = f"T = {setting['temperature']:g}" + (
-        "" if setting["lossless"] else ", LOSSY typical acceptance"
-    )
+    conditions = f"T = {setting['temperature']:g}"
+    if not setting["lossless"]:
+        conditions += ", LOSSY typical acceptance"
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
     table = Table(
         title=f"{report['target']['name']}\n{prompts}, {conditions}, batch {setting['batch']}, "
@@ -500,29 +525,31 @@ def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
     table.add_column("drafter", overflow="fold", min_width=18)
     for column in ("tau", "95%", f"accepted 1-{SHOWN}", "tok/s", "speed-up", "identical"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, s in drafters.items():
-        low, high = s["tau_ci95"]
+    for name, summary in drafters.items():
+        low, high = summary["tau_ci95"]
+        equal = summary["equal_to_ar"]
+        if equal is None:
+            identical = "-"
+        else:
+            identical = "yes" if equal == requests else f"{equal} of {requests}"
         table.add_row(
             name,
-            f"{s['tau_incl_bonus']:.2f}",
-            f"{low:.2f}-{high:.2f}" if s["mean_n_draft"] else "-",
-            " ".join(f"{x:.2f}".removeprefix("0") for x in s["survival"][:SHOWN]) or "-",
-            f"{s['tokens_s']:.0f}",
-            f"{s['speedup']:.2f}x",
-            "-"
-            if s["equal_to_ar"] is None
-            else "yes"
-            if s["equal_to_ar"] == requests
-            else f"{s['equal_to_ar']} of {requests}",
+            f"{summary['tau_incl_bonus']:.2f}",
+            f"{low:.2f}-{high:.2f}" if summary["mean_n_draft"] else "-",
+            " ".join(f"{x:.2f}".removeprefix("0") for x in summary["survival"][:SHOWN]) or "-",
+            f"{summary['tokens_s']:.0f}",
+            f"{summary['speedup']:.2f}x",
+            identical,
         )
     return table
 
 
 def _categories(setting: dict[str, Any]) -> Table:
-    """Tau of every drafter that drafts, by category of the prompts."""
-    drafting = {
-        name: s["by_category"] for name, s in setting["drafters"].items() if s["mean_n_draft"]
-    }
+    """Return the table of tau by category of the prompts, a column for each drafter that drafts."""
+    drafting = {}
+    for name, summary in setting["drafters"].items():
+        if summary["mean_n_draft"]:
+            drafting[name] = summary["by_category"]
     table = Table(
         title=f"tau by category, {caption(setting)}",
         box=box.SIMPLE_HEAD,
@@ -532,9 +559,10 @@ def _categories(setting: dict[str, Any]) -> Table:
     table.add_column("category")
     for name in drafting:
         table.add_column(name, justify="right", overflow="fold")
-    for category in sorted({c for found in drafting.values() for c in found}):
-        values = (found.get(category) for found in drafting.values())
-        table.add_row(
-            category or "-", *(f"{v['tau_incl_bonus']:.2f}" if v else "-" for v in values)
-        )
+    for category in sorted(set().union(*drafting.values())):
+        cells = []
+        for by_category in drafting.values():
+            known = category in by_category
+            cells.append(f"{by_category[category]['tau_incl_bonus']:.2f}" if known else "-")
+        table.add_row(category or "-", *cells)
     return table

@@ -1,9 +1,9 @@
-"""What a drafter gains, by arithmetic: tokens a round, speed-up, and the time of a pass of the
-target on a named GPU.
+"""Gains of a drafter by arithmetic: tokens per round, speed-up, and time of a target pass on a GPU.
 
-Symbols: a_k, the chance that the draft of position k is accepted given that those before it were;
-K, the length of a chain; c, the time of a draft step over that of a plain step of the target; B
-requests at a time. A round yields the accepted drafts and the target's own token after them.
+Symbols in formulas: a_k is the probability that the draft of position k is accepted, given that
+those before it were; K is the number of drafts in a chain; c is the time of a draft step over that
+of a plain step of the target. A round emits the accepted drafts and the bonus token after them.
+docs/metrics.md#speed defines the figures.
 """
 
 from __future__ import annotations
@@ -21,36 +21,47 @@ from ...heads.errors import UserError
 
 
 def chain_tokens(acceptance: float, length: int) -> float:
-    """E[tokens] of a round of a chain of `length` drafts: (1 - a^(K+1)) / (1 - a) (arXiv
-    2211.17192, eq. 1)."""
+    """Return the expected tokens of a round with a chain of K = `length` drafts of one acceptance.
+
+    This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
+    """
     return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
 def profile_tokens(acceptances: Sequence[float]) -> float:
-    """The same with an acceptance for each position: 1 + sum_k prod_{j <= k} a_j."""
+    """Return the expected tokens of a round with an acceptance for each position of the chain.
+
+    This is 1 + sum_k prod_{j <= k} a_j.
+    """
     return 1 + sum(accumulate(acceptances, mul))
 
 
 def stretched(acceptances: Sequence[float], length: int) -> list[float]:
-    """Acceptances of a chain of `length` positions; those that are not known are taken to be as the
-    last one that is."""
+    """Return the acceptances of a chain of `length` positions.
+
+    Positions past those that are known are taken to be as the last that is.
+    """
     known = list(acceptances[:length])
     return known + [acceptances[-1]] * (length - len(known))
 
 
 def speedup(tokens: float, length: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Tokens of a round over its time in plain steps: K draft steps and one verification (arXiv
-    2211.17192, theorem 3.8)."""
+    """Return the speed-up of rounds that emit `tokens`, over plain decoding.
+
+    It is the tokens over the time of a round in plain steps: `length` draft steps and one
+    verification, whose costs are given in plain steps (arXiv 2211.17192, theorem 3.8).
+    """
     return tokens / (length * draft_cost + verify_cost)
 
 
 @dataclass(frozen=True)
 class Best:
-    """The chain length that pays most."""
+    """Chain length with the highest speed-up."""
 
     length: int
-    """0: no drafting at all does best."""
+    """Number of drafts; 0 if plain decoding is fastest."""
     speedup: float
+    """Speed-up of a chain of that length."""
 
 
 def best_length(
@@ -59,56 +70,61 @@ def best_length(
     longest: int = 32,
     verify_costs: Sequence[float] = (),
 ) -> Best:
-    """The best chain of at most `longest` drafts; `verify_costs[K]`, if given, is a verification of
-    K drafts in plain steps."""
-    gains = [1.0]
+    """Return the chain of at most `longest` drafts with the highest speed-up.
+
+    `verify_costs[K]` is the time of verifying K drafts in plain steps; without it every
+    verification takes one plain step.
+    """
+    gains = [1.0]  # of plain decoding
     for length in range(1, longest + 1):
         cost = verify_costs[length] if verify_costs else 1.0
-        gains.append(
-            speedup(profile_tokens(stretched(acceptances, length)), length, draft_cost, cost)
-        )
+        tokens = profile_tokens(stretched(acceptances, length))
+        gains.append(speedup(tokens, length, draft_cost, cost))
     length = max(range(longest + 1), key=lambda k: gains[k])
     return Best(length, gains[length])
 
 
 def break_even(acceptances: Sequence[float], length: int) -> float:
-    """The draft cost at which a chain of this length gains nothing any more: (E[tokens] - 1) /
-    K."""
+    """Return the draft cost, in plain steps, at which a chain of `length` drafts gains nothing.
+
+    This is (E[tokens] - 1) / K, where `speedup` with a verification of one plain step is 1.
+    """
     return (profile_tokens(stretched(acceptances, length)) - 1) / length
 
 
 def simulated_tokens(
     target: torch.Tensor, drafter: torch.Tensor, length: int, rounds: int, seed: int = 0
 ) -> float:
-    """Mean tokens of `rounds` rounds of accept or reject, one by one: drafts from `drafter` `[V]`,
-    kept with chance min(1, p / q) of `target` `[V]`, up to the first that is not. Both
-    distributions are the same at every position."""
+    """Return the mean tokens of `rounds` simulated rounds with a chain of `length` drafts.
+
+    Drafts are drawn from `drafter` `[V]` and accepted with probability min(1, p / q) of `target`
+    `[V]`, up to the first that is refused. Both distributions are the same at every position.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    drafts = torch.multinomial(
-        drafter, rounds * length, replacement=True, generator=generator
-    ).view(rounds, length)
+    drafts = torch.multinomial(drafter, rounds * length, replacement=True, generator=generator)
+    drafts = drafts.view(rounds, length)
+    # tokens of probability 0 under the drafter make inf or nan here, and are never drawn
     chance = (target / drafter).clamp(max=1)[drafts]
-    kept = (
-        (torch.rand(rounds, length, generator=generator, dtype=chance.dtype) < chance)
-        .long()
-        .cumprod(-1)
-        .sum(-1)
-    )
-    return float(kept.double().mean()) + 1
+    coins = torch.rand(rounds, length, generator=generator, dtype=chance.dtype)
+    # the running product is 0 from the first refusal on, so its sum counts the accepted drafts
+    accepted = (coins < chance).long().cumprod(-1).sum(-1)
+    return float(accepted.double().mean()) + 1
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data-sheet peaks; expect half."""
+    """Peaks of a GPU by its data sheet, of which programs reach about half."""
 
     tflops: float
-    """bf16, dense."""
+    """Dense bf16 TFLOP/s."""
     tb_s: float
-    """Memory bandwidth."""
+    """Memory bandwidth in TB/s."""
 
 
+# A name that is the beginning of another stands after it: `train/pace.py` takes the first name that
+# a device's own name contains.
 GPUS = {
     "B200": Gpu(2250, 8.0), "H200": Gpu(989, 4.8), "H100 PCIe": Gpu(756, 2.0), "H100 NVL": Gpu(835,
     3.9), "H100": Gpu(989, 3.35),
@@ -121,19 +137,20 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Model:
-    """What the roofline needs of a target."""
+    """Sizes of a target that the roofline needs. Raises `UserError` for those that cannot be."""
 
     params: float
-    """Parameters that are read; without the experts, if there are any."""
+    """Parameters that every pass reads: all of them but the experts."""
     weight_bytes: float = 2.0
+    """Bytes of a parameter."""
     kv_bytes: float = 0.0
-    """Keys and values of one position, all layers."""
+    """Bytes of the keys and values of one position, all layers together."""
     expert_params: float = 0.0
-    """Of all experts together."""
+    """Parameters of all experts together."""
     experts: int = 0
-    """In a layer."""
+    """Experts of a layer."""
     active: int = 0
-    """Experts that one token passes through."""
+    """Experts that one token passes through in a layer."""
 
     def __post_init__(self) -> None:
         if self.params <= 0 or self.weight_bytes <= 0 or min(self.kv_bytes, self.expert_params) < 0:
@@ -148,26 +165,36 @@ class Model:
 
 
 def experts_touched(experts: int, active: int, tokens: float) -> float:
-    """Experts of a layer that `tokens` tokens reach under independent routing: E (1 - (1 -
-    k/E)^n)."""
+    """Return the expected number of a layer's experts that `tokens` tokens reach.
+
+    Each token is routed independently to `active` of the experts, so that an expert is missed by
+    all with probability (1 - active / experts)^tokens.
+    """
     return experts * (1 - (1 - active / experts) ** tokens)
 
 
 def pass_seconds(model: Model, gpu: Gpu, batch: int, tokens: int, context: int) -> float:
-    """Roofline of one forward pass of `tokens` tokens for each of `batch` requests that have
-    `context` positions: the longer of reading weights and cache once, and of multiplying."""
-    n = batch * tokens
-    read, used = model.params, model.params
+    """Return the roofline time, in seconds, of one forward pass of the target.
+
+    The pass has `tokens` tokens for each of `batch` requests, and each request has `context`
+    positions behind it. The time is the longer of two: reading weights and cache once, and
+    multiplying (2 FLOP for each parameter and token).
+    """
+    pass_tokens = batch * tokens
+    params_read = params_used = model.params
     if model.experts:
-        read += (
-            model.expert_params * experts_touched(model.experts, model.active, n) / model.experts
-        )
-        used += model.expert_params * model.active / model.experts
-    reading = (read * model.weight_bytes + batch * context * model.kv_bytes) / (gpu.tb_s * 1e12)
-    return max(reading, 2 * used * n / (gpu.tflops * 1e12))
+        touched = experts_touched(model.experts, model.active, pass_tokens)
+        params_read += model.expert_params * touched / model.experts
+        params_used += model.expert_params * model.active / model.experts
+    cache_bytes = batch * context * model.kv_bytes
+    reading = (params_read * model.weight_bytes + cache_bytes) / (gpu.tb_s * 1e12)
+    return max(reading, 2 * params_used * pass_tokens / (gpu.tflops * 1e12))
 
 
 def free_tokens(model: Model, gpu: Gpu) -> float:
-    """Tokens in a pass below which weights, not arithmetic, set its time: F w / (2 BW), of a dense
-    model and short contexts."""
+    """Return the tokens of a pass below which reading weights, not arithmetic, sets its time.
+
+    It is FLOP/s * `weight_bytes` / (2 * bytes/s), for a dense model and contexts so short that the
+    cache does not count.
+    """
     return gpu.tflops * model.weight_bytes / (2 * gpu.tb_s)

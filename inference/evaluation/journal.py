@@ -1,8 +1,8 @@
-"""What a long measurement has done so far, on disk: killed at any time, the same command goes on
-behind it.
+"""Journal of a long measurement on disk, with which the same command goes on after a kill.
 
-A file of lines beside the report: first what is measured (target, prompts, drafters, options,
-machine), then one line for every finished piece of work. It is deleted when the report is whole.
+It is a hidden file of JSON lines beside the report. The first line is what is measured (target,
+prompts, drafters, options, machine); every further line is one finished piece of work. The journal
+is deleted when the report is whole.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Finished pieces of work by their keys; without a path they are remembered for this process
-    only."""
+    """Finished pieces of work by their keys. Without a path nothing is remembered."""
 
     def __init__(self, report: str | None, identity: dict[str, Any], what: str) -> None:
-        """`report`: the file that the measurement will write. A journal beside it whose `identity`
-        is another is replaced. `what` is measured, for the log. Raises `UserError` where the folder
-        cannot be written to."""
+        """Open the journal beside `report`, the file that the measurement will write.
+
+        A journal that stands there with another `identity` is replaced. `what` names the kind of
+        work in the log, such as "an evaluation". Raises `UserError` where the folder cannot be
+        written to.
+        """
         self.path = journal_path(report) if report is not None else None
         self._done: dict[str, Any] = {}
         self._file: TextIO | None = None
@@ -39,6 +41,7 @@ class Journal:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("r+" if end else "w", encoding="utf-8")
+            # new lines follow on the last whole one: what a killed process wrote half goes
             self._file.truncate(end)
             self._file.seek(end)
         except OSError as error:
@@ -51,8 +54,10 @@ class Journal:
             log.info("%s: going on with %s that was interrupted", report, what)
 
     def _read(self, first: str) -> int:
-        """Take over the whole lines of an earlier process; where they end in the file, 0 for
-        nothing that is of use."""
+        """Take over the whole lines of an earlier process whose first line was `first`.
+
+        Returns the byte at which they end in the file, 0 if nothing can be used.
+        """
         assert self.path is not None
         try:
             lines = self.path.read_bytes().splitlines(keepends=True)
@@ -70,8 +75,8 @@ class Journal:
                 entry = json.loads(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError):
                 entry = None
+            # a line that was being written when the process died, or that has changed since
             if not isinstance(entry, dict) or entry != _entry(entry.get("key"), entry.get("value")):
-                # a line that was being written when the process died, or that has changed since
                 break
             self._done[entry["key"]] = entry["value"]
             end += len(line)
@@ -80,12 +85,12 @@ class Journal:
     def _append(self, line: str) -> None:
         if self._file is not None:
             self._file.write(line + "\n")
+            # on disk before the work counts as done: a machine may stop, not only the process
             self._file.flush()
             os.fsync(self._file.fileno())
 
     def get(self, key: str) -> Any:
-        """What was put under `key`, as JSON gives it back; None for work that is still to be
-        done."""
+        """Return the value of `key`, as JSON reads it back; None for work still to be done."""
         return self._done.get(key)
 
     def put(self, key: str, value: Any) -> None:
@@ -96,29 +101,33 @@ class Journal:
 
     @property
     def resumed(self) -> bool:
-        """Whether there is work in it that need not be done again."""
+        """True if there is work in the journal that need not be done again."""
         return bool(self._done)
 
     def finish(self) -> None:
-        """The report is whole: the journal goes."""
+        """Delete the journal; to be called when the report has been written."""
         if self._file is not None and self.path is not None:
             self._file.close()
             self.path.unlink(missing_ok=True)
 
 
 def _entry(key: Any, value: Any) -> dict[str, Any]:
-    """A line: the checksum is of key and value as JSON writes them, which is how they come back."""
+    """Return a line's content: key, value, and a checksum of both as JSON writes them.
+
+    JSON reads numbers and texts back to what it wrote, so the checksum can be made again from what
+    was read.
+    """
     return {"key": key, "value": value, "crc32": zlib.crc32(json.dumps([key, value]).encode())}
 
 
 def journal_path(report: str) -> Path:
-    """Where the journal of a report stands."""
+    """Return the path of a report's journal, a hidden file beside it."""
     path = Path(report)
     return path.parent / f".{path.name}.progress"
 
 
 def as_json(found: dict[str, list[Generation]]) -> dict[str, list[dict[str, Any]]]:
-    """Replies by the way that they were decoded in."""
+    """Return the replies of each way of decoding as JSON can hold them."""
     return {
         name: [asdict(generation) for generation in generations]
         for name, generations in found.items()
@@ -126,8 +135,8 @@ def as_json(found: dict[str, list[Generation]]) -> dict[str, list[dict[str, Any]
 
 
 def from_json(stored: dict[str, list[dict[str, Any]]]) -> dict[str, list[Generation]]:
-    """What `as_json` was given."""
-    return {name: [_generation(one) for one in generations] for name, generations in stored.items()}
+    """Return the replies of each way of decoding that `as_json` was given."""
+    return {name: [_generation(reply) for reply in replies] for name, replies in stored.items()}
 
 
 def _generation(stored: dict[str, Any]) -> Generation:

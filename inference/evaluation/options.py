@@ -1,7 +1,7 @@
 """Options of the commands that decode and measure.
 
-Their modules need torch and transformers, which take seconds to import; a help text or a mistyped
-option needs only these.
+The commands' own modules need torch and transformers, which take seconds to import. A help text or
+a mistyped option needs only this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..settings import BadRows, Sampling, TargetConfig
 from .gains import GPUS
 
 SAMPLES = 24  # rounds behind every median that tune takes
-SWEEPS = 4
+SWEEPS = 4  # turns over which tune spreads the rounds behind a median
 
 
 @dataclass
@@ -32,51 +32,52 @@ class EvaluateOptions:
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     prompts: str | None = None
     """Prompts or conversations: a JSON, JSONL or parquet file, a folder of them, or a data set on
-    the hub; Spec-Bench's and MT-Bench's questions with all their turns."""
+    the hub. Spec-Bench's and MT-Bench's questions are taken with all their turns."""
     split: str = "train"
-    """Split to take of a hub data set."""
+    """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
-    """What a malformed row does: stop, or skip it (it is named)."""
+    """Treatment of a malformed row: stop the command, or skip the row and name it."""
     features: str | None = None
-    """Instead of a target and prompts: a feature store, on whose held-out texts drafters are
-    replayed (greedy)."""
+    """Feature store to use in place of a target and prompts: drafters are replayed on its held-out
+    texts (greedy)."""
     drafter: list[str] = field(default_factory=list)
-    """A drafter's folder, a small model's folder, or ngram, suffix, lookahead, early-exit; settings
-    follow a colon: ngram:length=8. May be given several times. Plain decoding is always there."""
+    """A drafter's folder, a draft model's folder, or ngram, suffix, lookahead, early-exit; settings
+    follow a colon: ngram:length=8. May be given several times. Plain decoding is always measured
+    too."""
     server: str | None = None
-    """Address of a running vLLM or SGLang: its acceptance and speed on the same prompts, and
-    drafters here only if named."""
+    """Address of a running vLLM or SGLang: its acceptance and speed are measured on the same
+    prompts. Drafters are then measured here only if they are named."""
     server_model: str | None = None
-    """Name of the model there, if it serves several."""
+    """Name of the model on the server, if it serves several."""
     concurrency: str | None = None
-    """Requests in flight at the server, a row for each: 1,8,32,64 if not given."""
+    """Numbers of requests in flight at the server, one row each: 1,8,32,64 if not given."""
     profile: str | None = None
-    """What draftsmith tune wrote: drafters that are in it are measured with its settings too."""
+    """Profile that draftsmith tune wrote: drafters in it are measured with its settings as well."""
     like: list[str] = field(default_factory=list)
-    """Decode as an engine would, its shape, drafts and rule: vllm, sglang or llamacpp; settings
+    """Engine to decode like, with its shape, drafts and rule: vllm, sglang or llamacpp; settings
     follow a colon: vllm:drafts=5,draws=probabilistic. May be given several times."""
     baselines: bool = True
     """Measure ngram, lookahead and early-exit too, and transformers' assisted generation where a
-    small model drafts."""
+    draft model is among the drafters."""
     sampling: Sampling = field(default_factory=Sampling)
-    """Greedy if not given."""
+    """Sampling settings; greedy if not given."""
     temperatures: str | None = None
-    """Several, one table each: 0,1. In place of sampling.temperature."""
+    """Several temperatures, one table each, in place of sampling.temperature: 0,1."""
     batch_sizes: str | None = None
-    """Several, one table each: 1,4,16. In place of batch_size."""
+    """Several batch sizes, one table each, in place of batch_size: 1,4,16."""
     limit: int | None = None
-    """Use the first so many prompts."""
+    """Number of prompts to use, from the first on; all if not given."""
     max_new_tokens: int = 128
-    """Longest reply."""
+    """Longest reply, in tokens."""
     batch_size: int = 1
     """Prompts decoded together."""
     repeats: int = 3
-    """Timed runs of every request."""
+    """Timed runs of every request; the one of median time counts."""
     json: str | None = None
-    """Write the numbers to this file."""
+    """File to write the numbers to."""
     spec_bench: str | None = None
-    """Write the replies to this folder, a file for each drafter, in Spec-Bench's form (the first
-    setting's)."""
+    """Folder to write the replies of the first setting to, a file for each drafter, in Spec-Bench's
+    form."""
 
 
 @dataclass
@@ -88,21 +89,23 @@ class CompareOptions:
     )
 
     report: list[str] = field(default_factory=list)
-    """JSON of draftsmith evaluate; the first is what the others are compared with."""
+    """JSON of draftsmith evaluate; the first is the one that the others are compared with."""
     drafter: list[str] = field(default_factory=list)
     """Name of the drafter in each report, in the same order; not needed where a report has one
     besides the baselines."""
     fail_on_regression: str | None = None
-    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, and its
-    interval lies below 0; of five prompts at least."""
+    """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
+    interval lies below 0, and it has at least five prompts."""
     json: str | None = None
-    """Write the numbers to this file."""
+    """File to write the numbers to."""
 
 
 @dataclass
 class ReportOptions:
-    """Acceptance, speed, replies token by token and training curves, as one HTML file that opens
-    anywhere, or as Markdown."""
+    """Evaluations and training runs as one HTML file that opens anywhere, or as Markdown.
+
+    It shows acceptance, speed, replies token by token and training curves.
+    """
 
     example: ClassVar[str] = "draftsmith report out.json runs/medusa --out report.html"
 
@@ -110,15 +113,14 @@ class ReportOptions:
     """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files
     or runs."""
     out: str | None = None
-    """The file to write: report.html if not given; Markdown goes to the terminal if not given."""
+    """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
     format: Literal["html", "md"] = "html"
-    """A page, or its tables alone as Markdown."""
+    """html: a page; md: its tables alone, as Markdown."""
 
 
 @dataclass
 class SimulateOptions:
-    """Tokens a round, speed-up and the best draft length of a drafter whose acceptance is known or
-    assumed."""
+    """Tokens per round, speed-up and best draft length from a measured or assumed acceptance."""
 
     example: ClassVar[str] = (
         "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 "
@@ -126,10 +128,10 @@ class SimulateOptions:
     )
 
     acceptance: str | None = None
-    """Chance that a draft is accepted given those before it: 0.8, or one for each position:
+    """Probability that a draft is accepted if those before it were: 0.8, or one for each position:
     0.85,0.8,0.75."""
     report: str | None = None
-    """Instead: the JSON of draftsmith evaluate, whose drafters' measured acceptances are used."""
+    """JSON of draftsmith evaluate, whose measured acceptances are used in place of --acceptance."""
     draft_length: int = 5
     """Drafts in a chain."""
     draft_cost: float = 0.05
@@ -137,7 +139,7 @@ class SimulateOptions:
     longest: int = 32
     """Longest chain that is tried."""
     gpu: str | None = None
-    """With params: the roofline on this GPU, over batch sizes and contexts."""
+    """GPU whose roofline is computed over batch sizes and contexts; needs --params."""
     params: float | None = None
     """Parameters of the target, such as 8e9; without the experts, if it has any."""
     weight_bytes: float = 2.0
@@ -152,13 +154,13 @@ class SimulateOptions:
     active: int = 0
     """Experts that a token passes through."""
     profile: str | None = None
-    """What draftsmith tune wrote: the same with the verifications that it timed on its machine."""
+    """Profile that draftsmith tune wrote: gains are computed for its verification times, too."""
     batch: str = "1,16,64,256"
     """Batch sizes of the roofline."""
     context: str = "1000,8000,32000"
-    """Positions that each request has behind it, of the roofline."""
+    """Contexts of the roofline: positions that each request has behind it."""
     json: str | None = None
-    """Write the numbers to this file."""
+    """File to write the numbers to."""
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) == (self.report is None):
@@ -167,6 +169,7 @@ class SimulateOptions:
             raise UserError(
                 "--draft-length must be at least 1 and at most --longest, --draft-cost at least 0"
             )
+        # a report has measured costs, which those of a profile or roofline would contradict
         if self.report is not None and any((self.profile, self.gpu, self.params)):
             raise UserError(
                 "--profile, --gpu and --params go with --acceptance; a report has costs of its own"
@@ -179,12 +182,11 @@ class SimulateOptions:
 
 @dataclass
 class TuneOptions:
-    """Find the chain or tree of most tokens a second for each drafter, temperature and batch size,
-    on this machine.
+    """Find the fastest chain or tree for each drafter, temperature and batch size on this machine.
 
-    What every chain, fixed shape and confidence-led tree would accept is counted on the target's
-    own replies; what rounds cost is timed; the best few of the predictions are then decoded, and
-    the fastest goes into the profile.
+    The acceptance of every chain, fixed tree and dynamic tree is counted on the target's own
+    replies, and the cost of rounds is timed. The best few predictions are then decoded, and the
+    fastest goes into the profile.
     """
 
     example: ClassVar[str] = (
@@ -194,31 +196,32 @@ class TuneOptions:
 
     target: TargetConfig
     prompts: str
-    """Calibration prompts, as `draftsmith evaluate` takes them; not those that you evaluate on."""
+    """Calibration prompts, in the forms that `draftsmith evaluate` takes; other prompts than those
+    that you evaluate on."""
     out: str
-    """The profile to write; `evaluate` and `generate` take it as --profile."""
+    """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
-    """A trained drafter's folder, a small model's folder, ngram or suffix. May be given several
+    """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several
     times."""
     split: str = "train"
-    """Split to take of a hub data set."""
+    """Split of a hub data set to read."""
     bad_rows: BadRows = "stop"
-    """What a malformed row does: stop, or skip it (it is named)."""
+    """Treatment of a malformed row: stop the command, or skip the row and name it."""
     limit: int = 24
-    """Use the first so many prompts."""
+    """Number of prompts to use, from the first on."""
     max_new_tokens: int = 96
-    """Longest reply."""
+    """Longest reply, in tokens."""
     temperatures: str | None = None
-    """Tune for each of these: 0,0.7. In place of sampling.temperature."""
+    """Temperatures to tune for, in place of sampling.temperature: 0,0.7."""
     batch_sizes: str = "1"
-    """Tune for each of these: 1,4,16."""
+    """Batch sizes to tune for: 1,4,16."""
     contexts: str = "128,1024,4096"
-    """Contexts at which verification is timed; cut to what the target allows."""
+    """Contexts at which verification is timed; cut to the target's positions."""
     budget: float = 5.0
-    """Minutes that it may take, more or less: what follows is cut to fit. 0 takes as long as it
-    takes."""
+    """Minutes that tuning may take, roughly: prompts, reply lengths, timings and finalists are cut
+    to fit. 0 sets no limit."""
     finalists: int = 3
-    """Predictions that are measured, beside the default; the most promising ones."""
+    """Number of the best predictions that are measured, beside the default tree."""
     repeats: int = 3
     """Timed runs of every request."""
     samples: int = SAMPLES
@@ -238,6 +241,7 @@ class TuneOptions:
             raise UserError(f"--budget is in minutes, 0 for no limit; it cannot be {self.budget:g}")
         if self.samples < SWEEPS:
             raise UserError(f"--samples must be at least {SWEEPS}, not {self.samples}")
+        # acceptance is counted for these two rules; under others, other drafts are accepted
         if self.sampling.rule not in ("auto", "coupled"):
             raise UserError(
                 "tune works with greedy and coupled decoding, not with rule "

@@ -1,8 +1,7 @@
-"""`draftsmith evaluate --features STORE`: tau of drafters by replay on a feature store's held-out
-texts, without the target.
+"""`draftsmith evaluate --features STORE`: tau of drafters by replay on a store's held-out texts.
 
-The texts are the target's own greedy replies, so in fp32 the counts are those of decoding them
-(`replay.rounds_on_text`).
+The target itself is not needed. The texts are its own greedy replies, so in fp32 the counts are
+those of decoding them (`replay.rounds_on_text`).
 """
 
 from __future__ import annotations
@@ -20,17 +19,21 @@ from rich.table import Table
 from ...heads.errors import UserError
 from ...heads.files import whole_file, write_json
 from ..console import Console, Progress
+from ..drafters import load_proposer
 from ..metrics import bootstrap, repeats_itself, survival, tau
-from ..proposer import Proposer, load_proposer
+from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..stored import HeldOutText, StoredTarget, load_stored, load_texts
 from ..target import Hidden
 
-SHOWN = 3
+SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
 
 
 def run(options: Any) -> None:
-    """`options` of `evaluate`; raises `UserError` for those that only decoding can answer."""
+    """Replay the drafters of `evaluate`'s `options`, print a table and write the JSON file.
+
+    Raises `UserError`, for options that only decoding can serve among others.
+    """
     if not options.sampling.greedy:
         raise UserError(
             "--features replays greedy texts; leave out --temperature, or give --target to decode"
@@ -66,31 +69,31 @@ def run(options: Any) -> None:
 def replayed(
     proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]
 ) -> dict[str, Any]:
-    """Tau, its 95% interval over texts, survival by depth, and the rounds themselves: tokens kept
-    in each."""
-    kept = []
+    """Return tau, its 95% interval over texts, survival by depth, and the rounds themselves.
+
+    The key `kept` has the tokens emitted in each round of each text.
+    """
+
+    def loaded(states):
+        return states.to(target.device, target.dtype)
+
+    emitted = []
     for text in Progress(texts, desc=f"replaying {proposer.name}", unit=" texts"):
-
-        def there(states):
-            return states.to(target.device, target.dtype)
-
-        hidden = Hidden(there(text.hidden.last), tuple(there(tap) for tap in text.hidden.taps))
-        kept.append(
-            rounds_on_text(
-                proposer, torch.tensor(text.ids, device=target.device), text.start, hidden
-            )
-        )
-    accepted = [tokens - 1 for rounds in kept for tokens in rounds]
+        ids = torch.tensor(text.ids, device=target.device)
+        hidden = Hidden(loaded(text.hidden.last), tuple(loaded(tap) for tap in text.hidden.taps))
+        emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
+    # a round that the end of its text cuts counts what it emitted, not what it accepted before
+    accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
     return {
-        "tau_incl_bonus": tau(kept),
-        "tau_ci95": bootstrap(kept, tau),
+        "tau_incl_bonus": tau(emitted),
+        "tau_ci95": bootstrap(emitted, tau),
         "survival": survival(accepted, max(accepted, default=0)),
-        "kept": kept,
+        "kept": emitted,
     }
 
 
 def show(report: dict[str, Any], texts: int) -> None:
-    """Print the table a person looks at."""
+    """Print the table of drafters; `texts` is the number of texts that were replayed."""
     title = (
         f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of "
         f"{report['replayed_from']}, {report['dtype']}"
@@ -99,10 +102,10 @@ def show(report: dict[str, Any], texts: int) -> None:
     table.add_column("drafter", overflow="fold", min_width=18)
     for column in ("tau", "95%", f"accepted 1-{SHOWN}"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, found in report["drafters"].items():
-        low, high = found["tau_ci95"]
-        shown = " ".join(f"{x:.2f}".removeprefix("0") for x in found["survival"][:SHOWN]) or "-"
-        table.add_row(name, f"{found['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}", shown)
+    for name, figures in report["drafters"].items():
+        low, high = figures["tau_ci95"]
+        shown = " ".join(f"{x:.2f}".removeprefix("0") for x in figures["survival"][:SHOWN]) or "-"
+        table.add_row(name, f"{figures['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}", shown)
     console = Console()
     console.print(table)
     console.print(

@@ -1,5 +1,7 @@
-"""`draftsmith simulate`: what an acceptance is worth, before anything is built. Arithmetic;
-formulas in `gains.py`."""
+"""`draftsmith simulate`: tokens per round and speed-up of a drafter before anything is built.
+
+It is arithmetic on assumed or measured acceptances; the formulas are in `gains.py`.
+"""
 
 from __future__ import annotations
 
@@ -36,56 +38,55 @@ from .report.tables import factor, number
 from .tuning.costs import between
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
-COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)
-TRIALS = 200_000
+COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps
+TRIALS = 200_000  # simulated rounds that check the closed form
 AGAIN = "write the report again with draftsmith evaluate --json"
 
 
 def run(options: Options) -> None:
+    """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
     console = Console()
     check_output(options.json, "--json")
     if options.report is not None:
-        found: dict[str, Any] = {"measured": from_report(options.report, options.longest)}
-        show_measured(found["measured"], console)
+        results: dict[str, Any] = {"measured": from_report(options.report, options.longest)}
+        show_measured(results["measured"], console)
     else:
-        found = simulation(options)
-        show(found, console)
+        results = simulation(options)
+        show(results, console)
     if options.json is not None:
         with whole_file(options.json) as aside:
-            write_json(aside, {"options": asdict(options), **found})
+            write_json(aside, {"options": asdict(options), **results})
 
 
 def simulation(options: Options) -> dict[str, Any]:
-    """Every number that is shown, from an assumed acceptance."""
+    """Return every number that is shown, from an assumed acceptance. Raises `UserError`."""
     assert options.acceptance is not None
-    profile = numbers(options.acceptance, "--acceptance", float)
-    if not all(0 <= a <= 1 for a in profile):
+    given = numbers(options.acceptance, "--acceptance", float)
+    if not all(0 <= a <= 1 for a in given):
         raise UserError("--acceptance must lie between 0 and 1")
-    own = stretched(profile, options.draft_length)
-    tokens = profile_tokens(own)
-    best = best_length(profile, options.draft_cost, options.longest)
-    found: dict[str, Any] = {
-        "acceptance": own,
-        "draft_length": options.draft_length,
+    length, longest = options.draft_length, options.longest
+    by_position = stretched(given, length)
+    tokens = profile_tokens(by_position)
+    grid = {}
+    for acceptance in GRID_ACCEPTANCE:
+        grid[str(acceptance)] = {str(k): chain_tokens(acceptance, k) for k in GRID_LENGTH}
+    costs = []
+    for cost in COSTS:
+        best = asdict(best_length(given, cost, longest))
+        costs.append({"draft_cost": cost, "speedup": speedup(tokens, length, cost), "best": best})
+    results: dict[str, Any] = {
+        "acceptance": by_position,
+        "draft_length": length,
         "draft_cost": options.draft_cost,
         "tokens": tokens,
-        "speedup": speedup(tokens, options.draft_length, options.draft_cost),
-        "best": asdict(best),
-        "break_even_cost": break_even(profile, options.draft_length),
-        "grid": {
-            str(a): {str(k): chain_tokens(a, k) for k in GRID_LENGTH} for a in GRID_ACCEPTANCE
-        },
-        "costs": [
-            {
-                "draft_cost": cost,
-                "speedup": speedup(tokens, options.draft_length, cost),
-                "best": asdict(best_length(profile, cost, options.longest)),
-            }
-            for cost in COSTS
-        ],
+        "speedup": speedup(tokens, length, options.draft_cost),
+        "best": asdict(best_length(given, options.draft_cost, longest)),
+        "break_even_cost": break_even(given, length),
+        "grid": grid,
+        "costs": costs,
     }
-    if len(set(own)) == 1:
-        found["simulated_tokens"] = simulated_tokens(*_toy(own[0]), options.draft_length, TRIALS)
+    if len(set(by_position)) == 1:  # the trials have one acceptance at all positions
+        results["simulated_tokens"] = simulated_tokens(*_toy(by_position[0]), length, TRIALS)
     if options.gpu is not None and options.params is not None:
         model = Model(
             options.params,
@@ -95,29 +96,32 @@ def simulation(options: Options) -> dict[str, Any]:
             options.experts,
             options.active,
         )
-        found["roofline"] = roofline(model, options, profile)
+        results["roofline"] = roofline(model, options, given)
+        # more tokens read more experts, so that no number of them is free
         if not model.experts:
-            found["free_tokens"] = free_tokens(model, GPUS[options.gpu])
+            results["free_tokens"] = free_tokens(model, GPUS[options.gpu])
     if options.profile is not None:
-        found["measured_verification"] = from_profile(options, profile)
-    return found
+        results["measured_verification"] = from_profile(options, given)
+    return results
 
 
 def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two distributions whose overlap is `acceptance`."""
-    drafter = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
-    return torch.tensor(
-        [acceptance / 2, acceptance / 2, 1 - acceptance], dtype=torch.float64
-    ), drafter
+    """Return two distributions `[3]`, of a target and a drafter, whose overlap is `acceptance`."""
+    shared = acceptance / 2
+    target = torch.tensor([shared, shared, 1 - acceptance], dtype=torch.float64)
+    return target, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
 
 
 def roofline(model: Model, options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
-    """For each batch size and context: a plain step, what verification costs beside it, and the
-    best chain."""
+    """Return a row for each batch size and context, with times from the GPU's data sheet.
+
+    The keys are those of `_gains`. Raises `UserError` for lists that are not numbers.
+    """
     assert options.gpu is not None
     gpu, rows = GPUS[options.gpu], []
     for batch in numbers(options.batch, "--batch", int, 1):
         for context in numbers(options.context, "--context", int, 0):
+            # verifying k drafts runs k + 1 tokens of each request through the target
             seconds = [
                 pass_seconds(model, gpu, batch, k + 1, context) for k in range(options.longest + 1)
             ]
@@ -126,22 +130,21 @@ def roofline(model: Model, options: Options, acceptance: list[float]) -> list[di
 
 
 def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
-    """As `roofline`, for the batch sizes and contexts at which a profile has timed verification.
-    Raises `UserError`."""
+    """Return a row for each batch size and context at which a profile has timed verification.
+
+    The keys are those of `_gains`. Raises `UserError` for a file that is no such profile.
+    """
     assert options.profile is not None
-    _, found = read_document(
+    _, profile = read_document(
         Path(options.profile), ProfileFile, "write the profile again with draftsmith tune"
     )
+    tables = []
     try:
-        tables = [
-            (
-                int(batch),
-                round(float(context)),
-                {int(nodes): float(seconds) for nodes, seconds in sizes.items()},
-            )
-            for batch, contexts in found["verification_s"].items()
-            for context, sizes in contexts.items()
-        ]
+        for batch, contexts in profile["verification_s"].items():
+            for context, sizes in contexts.items():
+                # JSON has made texts of the numbers that were keys
+                seconds = {int(nodes): float(taken) for nodes, taken in sizes.items()}
+                tables.append((int(batch), round(float(context)), seconds))
     except (ValueError, KeyError) as error:
         raise UserError(
             f"{options.profile} is not a profile with verification times ({error}); write one "
@@ -149,64 +152,71 @@ def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, An
         ) from error
     lengths = range(options.longest + 1)
     return [
-        _gains(options, acceptance, b, context, [between(sizes, k) for k in lengths])
-        for b, context, sizes in tables
+        _gains(options, acceptance, batch, context, [between(seconds, k) for k in lengths])
+        for batch, context, seconds in tables
     ]
 
 
 def _gains(
     options: Options, acceptance: list[float], batch: int, context: int, seconds: list[float]
 ) -> dict[str, Any]:
-    """What drafting gains where verifying K drafts takes `seconds[K]`."""
-    costs, length = [each / seconds[0] for each in seconds], options.draft_length
+    """Return the gains of drafting where verifying K drafts takes `seconds[K]`.
+
+    The keys are `batch`, `context`, `plain_s` (seconds of a plain step), `verify_cost` (in plain
+    steps) and `speedup` of a chain of `draft_length`, and `best`, the best chain.
+    """
+    length = options.draft_length
+    costs = [taken / seconds[0] for taken in seconds]  # in plain steps, which verify 0 drafts
+    tokens = profile_tokens(stretched(acceptance, length))
     return {
         "batch": batch,
         "context": context,
         "plain_s": seconds[0],
         "verify_cost": costs[length],
-        "speedup": speedup(
-            profile_tokens(stretched(acceptance, length)), length, options.draft_cost, costs[length]
-        ),
+        "speedup": speedup(tokens, length, options.draft_cost, costs[length]),
         "best": asdict(best_length(acceptance, options.draft_cost, options.longest, costs)),
     }
 
 
 def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
-    """What the model says of each drafter and setting that a report measured, beside what was
-    measured."""
+    """Return the model's figures beside the measured ones for each drafter and setting of a report.
+
+    Raises `UserError` for a report that lacks times or acceptances. The best chain is None where
+    what was drafted is not a chain.
+    """
     settings = convert(load_measured(path), ReportFile).settings
-    found = {}
+    rows = {}
     for setting in settings:
         plain = setting.drafters["plain"]
+        plain_seconds = sum((plain.split_s or {}).values())
         for name, drafter in setting.drafters.items():
             if not drafter.cond_accept:
                 continue
             acceptance = [share for share in drafter.cond_accept if share is not None]
-            levels = len(drafter.cond_accept)
-            whole, parts = sum((plain.split_s or {}).values()), drafter.split_s or {}
-            if not (
-                whole and plain.rounds and drafter.rounds and {"draft", "verify"} <= parts.keys()
-            ):
+            levels, split = len(drafter.cond_accept), drafter.split_s or {}
+            timed = plain_seconds and plain.rounds and drafter.rounds
+            if not (timed and {"draft", "verify"} <= split.keys()):
                 raise UserError(
                     f"{path} does not say how long the rounds of {name} and of plain decoding "
                     f"took; {AGAIN}"
                 )
             if len(acceptance) < levels or drafter.tau_incl_bonus is None:
                 raise UserError(f"{path} does not say what of {name} was accepted; {AGAIN}")
-            step = parts["draft"] / drafter.rounds / (whole / plain.rounds) / levels
-            # Only where what was drafted is a chain, and no longer than what was seen of it.
-            longest_draft = max(
-                (drafted for request in drafter.per_request for drafted, *_ in request.rounds),
-                default=0,
-            )
-            chain = parts["verify"] > 0 and longest_draft == levels
-            best = asdict(best_length(acceptance, step, min(longest, levels))) if chain else None
-            label = (
-                name
-                if len(settings) == 1
-                else f"{name}, T = {setting.temperature:g}, batch {setting.batch}"
-            )
-            found[label] = {
+            # drafting time of a round, in plain steps, shared equally among the levels
+            step = split["draft"] / drafter.rounds / (plain_seconds / plain.rounds) / levels
+            most_drafted = 0
+            for request in drafter.per_request:
+                for drafted, *_ in request.rounds:
+                    most_drafted = max(most_drafted, drafted)
+            best = None
+            # only of a chain, and only up to the depths whose acceptance was seen; loops that do
+            # not report the time of a verification are left out
+            if split["verify"] > 0 and most_drafted == levels:
+                best = asdict(best_length(acceptance, step, min(longest, levels)))
+            label = name
+            if len(settings) > 1:
+                label += f", T = {setting.temperature:g}, batch {setting.batch}"
+            rows[label] = {
                 "tokens": profile_tokens(acceptance),
                 "tau_untruncated": drafter.tau_untruncated,
                 "tau": drafter.tau_incl_bonus,
@@ -216,13 +226,14 @@ def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
                 "draft_step_cost": step,
                 "best_chain": best,
             }
-    return found
+    return rows
 
 
 def show(found: dict[str, Any], console: Console) -> None:
-    """Print what a person looks at."""
-    played = found.get("simulated_tokens")
-    checked = f" (played {TRIALS:,} times: {played:.3f})" if played is not None else ""
+    """Print the results of `simulation` as sentences and tables."""
+    checked = ""
+    if "simulated_tokens" in found:
+        checked = f" (simulated {TRIALS:,} times: {found['simulated_tokens']:.3f})"
     console.print(
         f"{found['tokens']:.3f} tokens a round{checked}, {found['speedup']:.2f}x at draft cost "
         f"{found['draft_cost']:g}."
@@ -247,11 +258,9 @@ def show(found: dict[str, Any], console: Console) -> None:
             f"{row['best']['speedup']:.2f}x",
         )
     console.print(grid, costs)
-    free = (
-        f": a pass is free up to about {found['free_tokens']:.0f} tokens in all"
-        if "free_tokens" in found
-        else ""
-    )
+    free = ""
+    if "free_tokens" in found:
+        free = f": a pass is free up to about {found['free_tokens']:.0f} tokens in all"
     titles = {
         "roofline": f"roofline{free} (data-sheet peaks; expect half)",
         "measured_verification": "with verification as timed by draftsmith tune",
@@ -273,17 +282,9 @@ def show(found: dict[str, Any], console: Console) -> None:
 
 
 def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
-    """Model and measurement side by side."""
-    table = _table(
-        "from measured acceptance",
-        "drafter",
-        "tau",
-        "by products",
-        "round cost",
-        "predicted",
-        "measured",
-        "best chain",
-    )
+    """Print the rows of `from_report`: model and measurement side by side."""
+    columns = ("drafter", "tau", "by products", "round cost", "predicted", "measured", "best chain")
+    table = _table("from measured acceptance", *columns)
     for name, row in found.items():
         best = row["best_chain"]
         table.add_row(
@@ -293,17 +294,18 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "tau: tokens kept. By products: 1 + sum of products of the measured acceptances, before "
-        "cuts. Round cost: in plain "
+        "tau: tokens emitted per round. By products: 1 + sum of products of the measured "
+        "acceptances, before cuts. Round cost: in plain "
         "steps. Predicted: tau over round cost. Best chain: with this draft step, if verification "
         "costs a plain step."
     )
 
 
 def _table(title: str, *columns: str) -> Table:
+    """Return an empty table whose first column is text and whose other columns are numbers."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place > 0)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table

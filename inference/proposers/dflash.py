@@ -1,5 +1,5 @@
-"""A block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree
-of their distributions (DDTree).
+"""Block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree of
+their distributions (DDTree).
 
 The drafter's cache holds keys and values of the target's fused features for the positions before
 the root, and nothing else: a block's own rows are overwritten in the next round, and what was
@@ -11,6 +11,7 @@ Shapes: B batch, S positions, A accepted nodes with the root, D drafts, H hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,52 +23,41 @@ from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ..cache import TreeCache, visible_slots
 from ..device import send
-from ..proposer import Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..replay import rank_accuracy
 from ..sampling import Draws
 from ..target import PREFILL_CHUNK
 from ..tree import NO_NODE, DraftTree, TreeShape
-from .autoregressive import Planned, TreePlan, depth_row
-from .growth import Continue, Ranks, Slots, grow_chain
+from ..tree_settings import TreeSettings, positive
+from .autoregressive import attention_over, depth_row
+from .growth import Continue, Slots, grow_chain
+from .tree_plan import Planned, TreePlan
 
 DEFAULT_NODES = 16
+DEFAULT_TREE = TreeSettings()
 RANKS = 10  # places among the best that `calibrate` counts
 
 
 class DFlashProposer(Planned):
-    """`length`, `width`, `nodes`, `score_temperature`, `threshold` and `shape` as in `TreePlan`.
+    """Block drafter at work.
 
     Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths
     (`growth.best_first`), `width` candidates a slot, and going deeper costs nothing.
 
-    `slots` of a block are run, all if not given. Slots see each other, so fewer of them draft
-    otherwise: as engines do where they are asked for fewer drafts than a block has.
+    `slots` of a block are run, all if None. Slots see each other, so fewer of them draft otherwise:
+    as engines do where they are asked for fewer drafts than a block has.
     """
 
     def __init__(
         self,
         drafter: DFlashDrafter,
-        length: int | None = None,
-        width: int = 1,
-        nodes: int | None = None,
-        name: str = "dflash",
-        score_temperature: float = 1.0,
-        threshold: float = 0.0,
-        shape: Sequence[Ranks] | None = None,
+        settings: TreeSettings = DEFAULT_TREE,
         slots: int | None = None,
+        name: str = "dflash",
     ) -> None:
         self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
         self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
-        self.replan(
-            TreePlan(
-                self.longest if length is None else length,
-                width,
-                nodes,
-                threshold,
-                score_temperature,
-                shape,
-            )
-        )
+        self.replan(TreePlan(settings.or_else(length=self.longest, width=1)))
         if self.plan.length > self.longest:
             raise UserError(
                 f"a block of this drafter has {self.longest} drafts, not {self.plan.length}; give "
@@ -151,22 +141,7 @@ class DFlashProposer(Planned):
             depth_row(tuple(range(size)), self._device) + cache.starts()[:, None]
         )
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-            keys, values = cache.update(keys, values, layer)
-            shared = queries.shape[1] // keys.shape[1]
-            if shared > 1 and see is not None and keys.device.type == "cuda":
-                # Grouped heads with a mask would fall back to a kernel that holds every score.
-                keys, values, shared = (
-                    keys.repeat_interleave(shared, 1),
-                    values.repeat_interleave(shared, 1),
-                    1,
-                )
-            found = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=see, enable_gqa=shared > 1
-            )
-            return found.transpose(1, 2).flatten(2)
-
+        attend = attention_over(cache, see)
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)
@@ -209,33 +184,18 @@ def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
 
 def make_proposer(
     artifact: Artifact,
-    name: str | None = None,
-    length: int | None = None,
-    width: int | None = None,
-    nodes: int | None = None,
-    score_temperature: float = 1.0,
-    threshold: float = 0.0,
-    shape: Sequence[Ranks] | None = None,
+    settings: TreeSettings = DEFAULT_TREE,
     slots: int | None = None,
+    name: str | None = None,
 ) -> DFlashProposer:
-    """The drafter from disk with the `nodes` likeliest paths of at most `length` levels, from
-    `width` candidates a slot (all that could be among them if not given); `width` 1 is a chain.
+    """Return the drafter from disk at work, with the `nodes` likeliest paths of at most `length`
+    levels, from `width` candidates a slot (all that could be among them, if None).
 
-    What is not given is as it was evaluated in training. `score_temperature`, `threshold`, `shape`:
-    see `TreePlan`; `slots`: `DFlashProposer`.
+    Settings that are None are as the drafter was evaluated in training. `slots`: see
+    `DFlashProposer`.
     """
-    length, width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
-    return DFlashProposer(
-        artifact.drafter,
-        length,
-        width,
-        nodes,
-        name or artifact.method,
-        score_temperature,
-        threshold,
-        shape,
-        slots,
-    )
+    settings = tree_of(artifact, settings, slots)
+    return DFlashProposer(artifact.drafter, settings, slots, name or artifact.method)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
@@ -250,30 +210,24 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
     return slots
 
 
-def tree_of(
-    artifact: Artifact,
-    length: int | None,
-    width: int | None,
-    nodes: int | None,
-    threshold: float,
-    slots: int | None,
-) -> tuple[int, int, int | None]:
-    """Length, width and nodes of a block drafter's tree, with what is not given as it was evaluated
-    in training."""
-    known, drafts = (
-        artifact.calibration,
-        slots_of(artifact.drafter, slots) - artifact.drafter.first_slot,
-    )
-    longest: int = min(known.get("length", drafts), drafts) if length is None else length
-    if threshold and (nodes is not None or width not in (None, 1)):
+def tree_of(artifact: Artifact, settings: TreeSettings, slots: int | None) -> TreeSettings:
+    """Return the tree settings of a block drafter; what is None becomes what the drafter was
+    evaluated with in training. Raises `UserError`."""
+    known = artifact.calibration
+    drafts = slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
+    width, nodes = settings.width, settings.nodes
+    if settings.threshold and (nodes is not None or width not in (None, 1)):
         raise UserError("threshold is about chains; leave out nodes and width, or the threshold")
-    if width == 1 or (width is None and threshold):
-        return longest, 1, nodes
-    if length is None and nodes is not None:
-        longest = min(longest, positive("nodes", nodes))
+    length = settings.length
+    if length is None:
+        length = min(known.get("length", drafts), drafts)
+    if width == 1 or (width is None and settings.threshold):
+        return replace(settings, length=length, width=1)
+    if settings.length is None and nodes is not None:
+        length = min(length, positive("nodes", nodes))  # a tree needs a node a level
     if nodes is None:
-        nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", longest)))
-    return longest, nodes if width is None else width, nodes
+        nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length)))
+    return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ chain or a tree by itself."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,12 @@ from ..replay import replay
 from ..sampling import Draws
 from ..target import Target
 from ..tree import DraftTree
-from .autoregressive import (
-    Planned,
-    TreePlan,
-    TreeRunner,
-    commit_accepted,
-    depth_row,
-    fit_vocabulary,
-)
-from .growth import Ranks
+from ..tree_settings import TreeSettings
+from .autoregressive import TreeRunner, commit_accepted, depth_row, fit_vocabulary
+from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH = 4
+DEFAULT_TREE = TreeSettings()
 LONGEST = 12  # drafts a round that `calibrate` looks at
 DRAFT_COST = 0.25  # of a draft, in target passes, if nobody measured it
 THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
@@ -43,20 +39,13 @@ class DraftModelProposer(Planned):
     taps: tuple[int, ...] = ()
 
     def __init__(
-        self,
-        model: Target,
-        vocab_size: int,
-        length: int = DEFAULT_LENGTH,
-        width: int = 1,
-        nodes: int | None = None,
-        threshold: float = 0.0,
-        score_temperature: float = 1.0,
-        shape: Sequence[Ranks] | None = None,
+        self, model: Target, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
     ) -> None:
-        """The last six as in `TreePlan`."""
+        """`vocab_size`: the target's, which the draft model's may differ from. A chain, if `width`
+        is not set."""
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
-        self.replan(TreePlan(length, width, nodes, threshold, score_temperature, shape))
+        self.replan(TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1)))
         self._cache = TreeCache(0, 0)
         self._before: Tensor  # [B], the token before the root
         self._slots: Tensor
@@ -67,9 +56,11 @@ class DraftModelProposer(Planned):
         self._cache = TreeCache(
             batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device
         )
-        # its vocabulary may be smaller
-        self.model.prefill(prompts.ids.clamp(max=self.model.vocab_size - 1), self._cache)
-        self._cache.lengths = [len(tokens) - 1 for tokens in prompts.tokens]
+        # The draft model's vocabulary may be smaller than the target's.
+        known = prompts.ids.clamp(max=self.model.vocab_size - 1)
+        # `tokens` has one token more than the prompt: the first root.
+        lengths = [len(tokens) - 1 for tokens in prompts.tokens]
+        self.model.prefill(known, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
         self._behind = False  # whether some row's cache ends before the token before the root
         self._text_lengths = list(self._cache.lengths)
@@ -119,66 +110,45 @@ class DraftModelProposer(Planned):
 
 
 def make_proposer(
-    artifact: Artifact,
-    length: int | None = None,
-    width: int = 1,
-    nodes: int | None = None,
-    threshold: float | str = 0.0,
-    cost: float = DRAFT_COST,
-    score_temperature: float = 1.0,
-    shape: Sequence[Ranks] | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, cost: float = DRAFT_COST
 ) -> DraftModelProposer:
-    """The trained drafter as proposer. `threshold` "auto": the best of those measured on held-out
-    texts for this `cost`."""
-    if threshold == "auto":
+    """Return the trained draft model at work.
+
+    `threshold` "auto": the best of those measured on held-out texts, if a draft takes `cost` of the
+    time of a target pass. Raises `UserError`.
+    """
+    if settings.threshold == "auto":
         if not artifact.calibration.get("adaptive"):
             raise UserError(
                 "this draft model has no calibrated threshold; give a number, such as threshold=0.3"
             )
         threshold, longest = best_adaptive(artifact.calibration, cost)
-        length = longest if length is None else length
-    length = DEFAULT_LENGTH if length is None else length
-    proposer = on_model(artifact.drafter, length, width, nodes, threshold, score_temperature, shape)
+        settings = replace(settings, threshold=threshold).or_else(length=longest)
+    proposer = on_model(artifact.drafter, settings)
     proposer.name = "distilled-lm"
     return proposer
 
 
 def load_draft_model(
-    folder: str,
-    target: Target,
-    length: int = DEFAULT_LENGTH,
-    width: int = 1,
-    nodes: int | None = None,
-    threshold: float | str = 0.0,
-    score_temperature: float = 1.0,
-    shape: Sequence[Ranks] | None = None,
+    folder: str, target: Target, settings: TreeSettings = DEFAULT_TREE
 ) -> DraftModelProposer:
-    """The model in `folder` as drafter for `target`. Raises `UserError` if it does not share the
-    target's tokenizer."""
-    if threshold == "auto":
+    """Return the model in `folder` as drafter for `target`. Raises `UserError` if it does not share
+    the target's tokenizer."""
+    if settings.threshold == "auto":
         raise UserError(
             f"{folder} was not trained here and has no calibrated threshold; give a number, such "
             "as threshold=0.3"
         )
     drafter = DraftModel.load(Path(folder), target.dtype, target.embedding_and_head)
     drafter.model.to(target.device)
-    return on_model(drafter, length, width, nodes, threshold, score_temperature, shape)
+    return on_model(drafter, settings)
 
 
-def on_model(
-    drafter: DraftModel,
-    length: int,
-    width: int,
-    nodes: int | None,
-    threshold: float | str,
-    score_temperature: float = 1.0,
-    shape: Sequence[Ranks] | None = None,
-) -> DraftModelProposer:
-    """The proposer of a loaded small model."""
+def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
+    """Return the proposer of a loaded draft model. Raises `UserError` where it cannot run trees."""
     runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
-    settings: tuple[Any, ...] = (length, width, nodes, threshold, score_temperature, shape)
-    return DraftModelProposer(runner, drafter.vocab_size, *settings)  # `TreePlan` checks them
+    return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 
 def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:

@@ -11,6 +11,7 @@ Shapes: B batch, D drafts, M nodes of a level, H hidden size, V vocabulary, S te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
+from ..tree_settings import TreeSettings
 from . import dflash
-from .dflash import DFlashProposer, tree_of
-from .growth import Continue, Level, Ranks
+from .dflash import DEFAULT_TREE, DFlashProposer, tree_of
+from .growth import Continue, Level
 
 DEFAULT_WIDTH = 8
 BINS = 15
@@ -28,10 +30,9 @@ TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth 
 
 
 class DSparkProposer(DFlashProposer):
-    """`length`, `width`, `nodes`, `score_temperature` and `shape` as in `TreePlan`; `threshold`
-    cuts chains by confidence, each row by itself.
+    """DSpark drafter at work; `threshold` cuts chains by confidence, each row by itself.
 
-    Trees are EAGLE-2's, over the block's distributions with each node's own bias.
+    Trees are EAGLE-2's, over the block's distributions with each node's own transition bias.
     """
 
     _drafter: DSparkDrafter
@@ -39,13 +40,13 @@ class DSparkProposer(DFlashProposer):
     def __init__(
         self,
         drafter: DSparkDrafter,
-        *settings: Any,
+        settings: TreeSettings = DEFAULT_TREE,
+        slots: int | None = None,
+        name: str = "dspark",
         temperatures: Sequence[float] = (),
-        **more: Any,
     ) -> None:
-        """`temperatures`: what the confidences' logits are divided by, draft by draft
-        (`calibrate`)."""
-        super().__init__(drafter, *settings, **more)
+        """`temperatures`: divisors of the confidences' logits, draft by draft (`calibrate`)."""
+        super().__init__(drafter, settings, slots, name)
         self._temperatures = torch.tensor(
             [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device
         )
@@ -67,38 +68,22 @@ class DSparkProposer(DFlashProposer):
 
 def make_proposer(
     artifact: Artifact,
-    name: str | None = None,
-    length: int | None = None,
-    width: int | None = None,
-    nodes: int | None = None,
-    score_temperature: float = 1.0,
-    threshold: float = 0.0,
-    shape: Sequence[Ranks] | None = None,
+    settings: TreeSettings = DEFAULT_TREE,
     slots: int | None = None,
+    name: str | None = None,
 ) -> DSparkProposer:
-    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
-    children a node; `width` 1 is a chain, which ends early, above `threshold` 0, once
-    the calibrated chance that all its drafts are right is below it.
+    """Return the drafter from disk at work, with a dynamic tree, or with a chain if `width` is 1.
+    Above `threshold` 0 a chain ends once the calibrated chance that all its drafts are right is
+    below it.
 
-    What is not given is as it was evaluated in training. `score_temperature`, `shape`: see
-    `TreePlan`; `slots`: see `DFlashProposer`.
+    Settings that are None are as the drafter was evaluated in training. `slots`: see
+    `DFlashProposer`.
     """
-    length, tree_width, nodes = tree_of(artifact, length, width, nodes, threshold, slots)
-    if width is None:
-        tree_width = min(tree_width, DEFAULT_WIDTH)
+    tree = tree_of(artifact, settings, slots)
+    if settings.width is None and tree.width is not None:
+        tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
-    return DSparkProposer(
-        artifact.drafter,
-        length,
-        tree_width,
-        nodes,
-        name or "dspark",
-        score_temperature,
-        threshold,
-        shape,
-        slots,
-        temperatures=temperatures,
-    )
+    return DSparkProposer(artifact.drafter, tree, slots, name or "dspark", temperatures)
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:

@@ -23,35 +23,33 @@ from ...heads.eagle import EagleDrafter, EagleShape
 from ...heads.vocabulary import to_target
 from ..cache import TreeCache, visible_slots
 from ..device import send
-from ..proposer import Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..replay import rank_accuracy
 from ..sampling import Draws
 from ..target import PREFILL_CHUNK
 from ..tree import DraftTree
-from .autoregressive import Planned, TreePlan, depth_row
-from .growth import Level, Ranks
+from ..tree_settings import TreeSettings, positive
+from .autoregressive import attention_over, depth_row
+from .growth import Level
+from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
+DEFAULT_TREE = TreeSettings()
 RANKS = 10  # places among the best that `calibrate` counts
 
 
 class EagleProposer(Planned):
-    """`length`, `width`, `nodes`, `score_temperature` and `shape` as in `TreePlan`."""
+    """EAGLE layer at work; a dynamic tree if not set otherwise."""
 
     def __init__(
         self,
         drafter: EagleDrafter,
-        length: int = DEFAULT_LENGTH,
-        width: int = DEFAULT_WIDTH,
-        nodes: int | None = None,
+        settings: TreeSettings = DEFAULT_TREE,
         name: str = "eagle",
-        score_temperature: float = 1.0,
-        shape: Sequence[Ranks] | None = None,
     ) -> None:
         self.name, self.taps = name, drafter.taps
-        self.replan(
-            TreePlan(length, width, nodes, score_temperature=score_temperature, shape=shape)
-        )
+        settings = settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH)
+        self.replan(TreePlan(settings))
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._draft_vocab_ids = drafter.draft_vocab_ids
@@ -143,22 +141,7 @@ class EagleProposer(Planned):
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
         positions = depth_row(depths, tokens.device) + cache.starts()[:, None]
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-            keys, values = cache.update(keys, values, layer)
-            shared = queries.shape[1] // keys.shape[1]
-            if shared > 1 and see is not None and keys.device.type == "cuda":
-                # Grouped heads with a mask would fall back to a kernel that holds every score.
-                keys, values, shared = (
-                    keys.repeat_interleave(shared, 1),
-                    values.repeat_interleave(shared, 1),
-                    1,
-                )
-            found = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=see, enable_gqa=shared > 1
-            )
-            return found.transpose(1, 2).flatten(2)
-
+        attend = attention_over(cache, see)
         part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(part, state, drafter.rotary(positions), attend)
 
@@ -189,34 +172,22 @@ class EagleProposer(Planned):
 
 
 def make_proposer(
-    artifact: Artifact,
-    name: str | None = None,
-    length: int | None = None,
-    width: int | None = None,
-    nodes: int | None = None,
-    score_temperature: float = 1.0,
-    shape: Sequence[Ranks] | None = None,
+    artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
 ) -> EagleProposer:
-    """The drafter from disk with a dynamic tree of `nodes` nodes and `length` levels, `width`
-    children a node; `width` 1 is a chain.
+    """Return the drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
 
-    What is not given is as it was evaluated in training. `score_temperature`, `shape`: see
-    `TreePlan`.
+    Settings that are None are as the drafter was evaluated in training.
     """
     known = artifact.calibration
-    width = known.get("width", DEFAULT_WIDTH) if width is None else width
-    length = known.get("length", DEFAULT_LENGTH) if length is None else length
-    assert width is not None and length is not None, "a calibration holds numbers"
-    if nodes is None and width != 1:
-        nodes = max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length))
+    settings = settings.or_else(
+        width=known.get("width", DEFAULT_WIDTH), length=known.get("length", DEFAULT_LENGTH)
+    )
+    if settings.width != 1:
+        # A tree needs a node for each of its levels at least.
+        least = positive("length", settings.length)
+        settings = settings.or_else(nodes=max(known.get("tree_nodes", DEFAULT_NODES), least))
     return EagleProposer(
-        artifact.drafter,
-        length,
-        width,
-        nodes,
-        name or f"eagle{artifact.drafter.shape.version}",
-        score_temperature,
-        shape,
+        artifact.drafter, settings, name or f"eagle{artifact.drafter.shape.version}"
     )
 
 

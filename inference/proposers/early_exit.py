@@ -16,14 +16,17 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ..cache import TreeCache
-from ..proposer import Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..target import Target
 from ..tree import DraftTree
-from .autoregressive import TreePlan, depth_row
+from ..tree_settings import TreeSettings, positive
+from .autoregressive import depth_row
 from .growth import Level
+from .tree_plan import TreePlan
 
 DEFAULT_LENGTH = 4
+DEFAULT_TREE = TreeSettings()
 
 
 class EarlyExit:
@@ -36,15 +39,13 @@ class EarlyExit:
         self,
         target: Target,
         layers: int | None = None,
-        length: int = DEFAULT_LENGTH,
-        width: int = 1,
-        nodes: int | None = None,
+        settings: TreeSettings = DEFAULT_TREE,
     ) -> None:
         layers = positive(
             "layers", layers if layers is not None else max(target.num_layers // 2, 1)
         )
         self._first_layers = first_layers(target, layers)
-        self.plan = TreePlan(length, width, nodes)
+        self.plan = TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1))
         # Walking a wide tree may take more undecided slots of the target's cache than verifying its
         # best nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.expanded)

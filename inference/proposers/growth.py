@@ -1,8 +1,7 @@
-"""Which guesses become nodes: static trees from measured accuracies, and trees that follow what the
-drafter is sure of.
+"""Growth of draft trees: static shapes from measured accuracies, trees by score, chains.
 
-Shapes: B batch, K children a node, M nodes, N nodes of the final tree with the root, D levels, V
-vocabulary.
+Shapes: B batch, K children of a node, M nodes of one level, N nodes of the final tree with the
+root, D levels, U nodes that the drafter has run (undecided slots of its cache), V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from torch import Tensor
 from ...heads.errors import UserError
 from ..sampling import Draws
 from ..tree import NO_NODE, DraftTree, TreeShape
-
-Ranks = tuple[int, ...]
+from ..tree_settings import Ranks
 
 
 def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
-    """The shape of a set of rank tuples, one a node: `(2, 0)` is the best child of the third-best
-    child of the root.
+    """Return the shape of a set of rank tuples, one for each node.
 
-    Node ids follow the order (length, lexicographic). Raises `UserError` if a node's parent is
-    missing.
+    `(2, 0)` is the best child of the third-best child of the root. Node ids follow the order by
+    length, then lexicographic, so that parents stand before their children. Raises `UserError` if a
+    node's parent is missing.
     """
     order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
     index: dict[Ranks, int] = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
@@ -40,76 +38,88 @@ def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
 
 
 def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
-    """The `nodes` rank tuples of greatest expected acceptance, best first (Medusa, arXiv
-    2401.10774, section 2.3.3).
+    """Return the rank tuples of greatest expected acceptance, at most `nodes`, best first.
 
-    `rank_accuracy[d][r]` estimates how often the candidate of rank r at depth d + 1 is right; a
-    node's value is the product along its path. Siblings are offered in order of accuracy, so the
-    set is closed under taking parents. A node that was never right is left out, so fewer than
-    `nodes` may come back.
+    The method is Medusa's (arXiv 2401.10774, section 2.3.3). `rank_accuracy[d][r]` estimates how
+    often the candidate of rank r at depth d + 1 is right, and a node's value is the product along
+    its path. A node's value is at most its parent's, so every chosen node's parent is chosen before
+    it. Nodes of value 0 are left out, so that fewer than `nodes` may be returned.
     """
+    # Ranks of each depth by accuracy, which need not fall with the rank. A node is held as a tuple
+    # of indices into these lists: then its best sibling not offered yet has the next index.
     order = [sorted(range(len(row)), key=lambda r: (-row[r], r)) for row in rank_accuracy]
     chosen: list[Ranks] = []
-    # (-value, depth, places in `order`): ties go to the shallower
+    # (-value, depth, indices into `order`): of equal values the shallower node comes first
     heap: list[tuple[float, int, tuple[int, ...]]] = []
 
-    def offer(value: float, places: tuple[int, ...]) -> None:
-        depth = len(places) - 1
-        if depth < len(order) and places[-1] < len(order[depth]):
-            accuracy = rank_accuracy[depth][order[depth][places[-1]]]
-            if value * accuracy > 0:
-                heapq.heappush(heap, (-value * accuracy, depth, places))
+    def offer(parent_value: float, indices: tuple[int, ...]) -> None:
+        depth = len(indices) - 1
+        if depth < len(order) and indices[-1] < len(order[depth]):
+            accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
+            if parent_value * accuracy > 0:
+                heapq.heappush(heap, (-parent_value * accuracy, depth, indices))
 
-    def value_of(places: tuple[int, ...]) -> float:
+    def value_of(indices: tuple[int, ...]) -> float:
         value = 1.0
-        for depth, place in enumerate(places):
-            value *= rank_accuracy[depth][order[depth][place]]
+        for depth, index in enumerate(indices):
+            value *= rank_accuracy[depth][order[depth][index]]
         return value
 
     offer(1.0, (0,))
     while heap and len(chosen) < nodes:
-        *_, places = heapq.heappop(heap)
-        chosen.append(tuple(order[depth][place] for depth, place in enumerate(places)))
-        offer(value_of(places[:-1]), (*places[:-1], places[-1] + 1))
-        offer(value_of(places), (*places, 0))
+        *_, indices = heapq.heappop(heap)
+        chosen.append(tuple(order[depth][index] for depth, index in enumerate(indices)))
+        # The next sibling and the first child are all that can follow the node: each other node
+        # has a better sibling or a parent that is not chosen yet.
+        offer(value_of(indices[:-1]), (*indices[:-1], indices[-1] + 1))
+        offer(value_of(indices), (*indices, 0))
     return chosen
 
 
 def best_first(
     tokens: Tensor, scores: Tensor, root: Tensor, nodes: int, whole: bool = False
 ) -> DraftTree:
-    """The `nodes` likeliest paths through per-depth candidates that do not depend on their parent
-    (DDTree, arXiv 2604.12989).
+    """Return the tree of the `nodes` likeliest paths through candidates that ignore their parent.
 
-    `tokens`, `scores` `[B, D, K]`: candidates of each depth, best first, and their
-    log-probabilities; a path's value is the sum. Level by level, without a heap and without leaving
-    the device: each of the best `nodes` paths lies within the best `nodes` of its own level, so
-    keeping that many a level is exact. `whole`: give the best `nodes` of every level, of which any
-    smaller or shallower tree is a part.
+    The method is DDTree's (arXiv 2604.12989). `tokens` and `scores` `[B, D, K]` are the candidates
+    of each depth, best first, and their log-probabilities; a path's value is the sum. `root` `[B]`
+    are the roots' tokens.
+
+    The tree is made level by level, without a heap and without leaving the device. That is exact:
+    each of the best `nodes` paths is among the best `nodes` of its own level, so no level needs
+    more. With `whole` the tree has the best `nodes` of every level, and any smaller or shallower
+    tree is a part of it.
     """
     batch, levels, width = scores.shape
-    level = _Pool(root, nodes * levels if whole else nodes)
-    kept = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
+    pool = _Pool(root, nodes * levels if whole else nodes)
+    # of the paths that end in the level before: their values and pool indices, at first the root's
+    values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
     for depth in range(levels):
-        sums = (kept[..., None] + scores[:, None, depth]).flatten(1)
-        kept, places = stable_top(sums, min(nodes, sums.shape[1]))
-        parents = index.gather(1, places // width)
-        index = level.add(tokens[:, depth].gather(1, places % width), kept, parents)
-    return level.tree()
+        # entry m * width + k is candidate k below path m
+        sums = (values[..., None] + scores[:, None, depth]).flatten(1)
+        values, picked = stable_top(sums, min(nodes, sums.shape[1]))
+        parents = index.gather(1, picked // width)
+        index = pool.add(tokens[:, depth].gather(1, picked % width), values, parents)
+    return pool.tree()
 
 
 def stable_top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Best `count` along the last axis; of equals the first, so that no child is taken before its
-    parent."""
-    values, places = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :count], places[..., :count]
+    """Return the best `count` values along the last axis, and their indices.
+
+    Of equal values the first are taken, so that no child is taken before its parent. `topk` does
+    not promise that.
+    """
+    values, indices = scores.sort(dim=-1, descending=True, stable=True)
+    return values[..., :count], indices[..., :count]
 
 
 class _Pool:
-    """Candidate nodes of a batch in level order, and the best closed set of them.
+    """Candidate nodes of a batch in the order of their levels, from which a tree takes the best.
 
-    Scores must not rise along a path. Candidates of score -inf are no nodes.
+    A candidate's pool index counts from the root, which has index 0. Scores must not rise along a
+    path: the best candidates then include their own parents. A candidate of score -inf becomes a
+    missing node.
     """
 
     def __init__(self, root: Tensor, nodes: int) -> None:
@@ -119,9 +129,11 @@ class _Pool:
         self._levels = 0
 
     def add(self, tokens: Tensor, scores: Tensor, parents: Tensor) -> Tensor:
-        """One level more: `[B, M]` each, `parents` as pool indices. Returns the new pool indices
-        `[B, M]`."""
-        start = sum(part.shape[1] for part in self._tokens)
+        """Add a level of candidates, and return their pool indices `[B, M]`.
+
+        All arguments are `[B, M]`; `parents` are pool indices.
+        """
+        start = sum(level.shape[1] for level in self._tokens)
         self._tokens.append(tokens)
         self._parents.append(parents)
         self._scores.append(scores.double())
@@ -129,20 +141,24 @@ class _Pool:
         return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
 
     def select(self) -> tuple[DraftTree, Tensor]:
-        """The tree of the root and the best `nodes` candidates, and the pool index `[B, N]` of each
-        of its nodes."""
+        """Return the tree of the root and the best candidates, and the pool indices of its nodes.
+
+        The pool indices are `[B, N]`.
+        """
         tokens, parents, scores = (
-            torch.cat(part, dim=1) for part in (self._tokens, self._parents, self._scores)
+            torch.cat(levels, dim=1) for levels in (self._tokens, self._parents, self._scores)
         )
-        scores[:, 0] = torch.inf
+        scores[:, 0] = torch.inf  # the root is always a node
         count = min(self._nodes + 1, tokens.shape[1])
-        chosen = stable_top(scores, count)[1].sort(dim=-1).values  # pool order: parents stand first
-        place = torch.zeros_like(tokens).scatter_(
+        # back in the order of the pool, where parents stand before their children
+        chosen = stable_top(scores, count)[1].sort(dim=-1).values
+        # node id of each chosen candidate, by pool index
+        node_id = torch.zeros_like(tokens).scatter_(
             1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen)
         )
         missing = scores.gather(1, chosen) == -torch.inf
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
-        new_parents = torch.where(missing, 0, place.gather(1, parents.gather(1, chosen)))
+        new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
         return DraftTree(
             new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
         ), chosen
@@ -153,29 +169,31 @@ class _Pool:
 
 @dataclass
 class Level:
-    """Nodes `[B, M]` of one depth that an autoregressive drafter is asked to continue."""
+    """Nodes of one depth that an autoregressive drafter is to run."""
 
     tokens: Tensor
+    """[B, M]: their tokens."""
     above: Tensor
     """[B, M]: index of each node's parent among the nodes of the level before; 0 for children of
     the root."""
     visible: Tensor | None
-    """[B, M, T]: which of the T nodes asked about so far, these included, each node sees (itself
-    and its ancestors); None: all."""
+    """[B, M, U] bool: which of the nodes that were run so far, these included, each node sees
+    (itself and its ancestors); None: all."""
     depth: int
+    """Depth of the nodes, from 1."""
 
 
 Continue = Callable[[Level], Tensor]
-"""Logits `[B, M, V]` of what follows each node of a level; the drafter's cache holds the levels
-before in the same order."""
+"""Function of a drafter that runs a level and returns the logits `[B, M, V]` after its nodes. The
+drafter's cache holds the levels before, in the order in which they were run."""
 
 
 @dataclass
 class Slots:
-    """A `Continue` whose answers depend on the level only: drafts that do not know each other,
-    `logits` `[B, D, V]`."""
+    """`Continue` whose logits depend on the depth only: drafts that do not depend on each other."""
 
     logits: Tensor
+    """[B, D, V]: logits of the draft at each depth, from 1; those after the root come first."""
 
     def __call__(self, level: Level) -> Tensor:
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
@@ -189,8 +207,11 @@ class Slots:
         score_temperature: float,
         whole: bool = False,
     ) -> DraftTree:
-        """The `nodes` likeliest paths, with `width` candidates at each depth; `whole` as in
-        `best_first`."""
+        """Return the tree of the `nodes` likeliest paths, with `width` candidates at each depth.
+
+        `root` `[B]` are the roots' tokens; `score_temperature` as in `Draws.rank`, `whole` as in
+        `best_first`.
+        """
         levels = self.logits.shape[1]
         tokens, scores = independent(
             lambda depth: self.logits[:, depth], levels, root, draws, width, score_temperature
@@ -206,17 +227,21 @@ def independent(
     width: int,
     score_temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Best tokens and their log-scores `[B, levels, width]` where drafts do not know each other:
-    `logits(depth)` `[B, V]`."""
-    paths, found = root[:, None, None], []
+    """Return the best tokens of each depth and their log-scores, where drafts are independent.
+
+    Both are `[B, D, K]` with D = `levels` and K = `width`. `logits(depth)` `[B, V]` are those of
+    the draft after a node of depth `depth`, whatever the node.
+    """
+    paths = root[:, None, None]
+    tokens_by_depth, scores_by_depth = [], []
     for depth in range(levels):
         tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, score_temperature)
-        found.append((tokens, scores))
-        # penalties: of all paths, as if the best one were taken
+        tokens_by_depth.append(tokens)
+        scores_by_depth.append(scores)
+        # A repetition penalty differs from path to path, but these scores are for all of them: they
+        # are penalised as if the best path were taken.
         paths = torch.cat([paths, tokens[:, :, :1]], dim=-1)
-    return torch.cat([tokens for tokens, _ in found], dim=1), torch.cat(
-        [scores for _, scores in found], dim=1
-    )
+    return torch.cat(tokens_by_depth, dim=1), torch.cat(scores_by_depth, dim=1)
 
 
 def grow_dynamic(
@@ -229,76 +254,84 @@ def grow_dynamic(
     nodes: int,
     score_temperature: float = 1.0,
 ) -> tuple[DraftTree, Tensor]:
-    """EAGLE-2's tree (arXiv 2406.16858): expand the `width` best nodes of each level, then keep the
-    best `nodes` of all.
+    """Draft EAGLE-2's tree (arXiv 2406.16858): expand the best nodes of each level, keep the best.
 
-    `first` `[B, V]`: logits after the root. A node's value is the sum of log-scores along its path,
-    at score temperature `score_temperature`. Returns the tree and, for each of its nodes `[B, N]`,
-    its place among the nodes that `go_on` has seen (-1: not seen; the root is not among them).
+    `first` `[B, V]` are the logits after the root, `root` `[B]` the roots' tokens. Of each of
+    `levels` levels the `width` best nodes get `width` children; of all candidates the best `nodes`
+    become the tree. A node's value is the sum of log-scores along its path, at the score
+    temperature `score_temperature`.
+
+    Returns the tree and, for each of its nodes `[B, N]`, its index among the nodes that `go_on` has
+    run (-1: it was not run; the root is not among them).
     """
     pool = _Pool(root, nodes)
-    paths = root[:, None, None]  # [B, M, d]
+    paths = root[:, None, None]  # [B, M, depth + 1]
     tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
     tokens, scores = tokens[:, 0], scores[:, 0]
     index = pool.add(tokens, scores, torch.zeros_like(tokens))
-    seen = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
+    # for each level of the pool, the index of its nodes among those that were run
+    run_index = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
     above = torch.zeros_like(tokens)
     paths = torch.cat([paths.expand(-1, tokens.shape[1], -1), tokens[..., None]], dim=-1)
     visible = tokens.new_zeros(*tokens.shape, 0, dtype=torch.bool)
-    asked = 0
+    run_count = 0
     for depth in range(1, levels):
+        # Run the nodes of this level, which see their ancestors and themselves.
         count = tokens.shape[1]
-        own = torch.eye(count, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        visible = torch.cat([visible, own], dim=-1)
-        _mark(seen, index, torch.arange(asked, asked + count, device=tokens.device))
-        asked += count
-        children, gains = draws.rank(
-            go_on(Level(tokens, above, visible, depth)), depth, width, paths, score_temperature
-        )
+        itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
+        visible = torch.cat([visible, itself.expand(len(tokens), -1, -1)], dim=-1)
+        _mark(run_index, index, torch.arange(run_count, run_count + count, device=tokens.device))
+        run_count += count
+        logits = go_on(Level(tokens, above, visible, depth))
+        children, gains = draws.rank(logits, depth, width, paths, score_temperature)
+        # All children become candidates. The best of them are the next level to run.
+        child_count = children.shape[-1]
         sums = (scores[..., None] + gains).flatten(1)
-        all_index = pool.add(
-            children.flatten(1), sums, index.repeat_interleave(children.shape[-1], dim=1)
-        )
-        seen.append(torch.full_like(all_index, NO_NODE))
-        scores, places = stable_top(sums, width)
-        above = places // children.shape[-1]
-        tokens, index = children.flatten(1).gather(1, places), all_index.gather(1, places)
-        paths = torch.cat(
-            [paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1])), tokens[..., None]],
-            dim=-1,
-        )
+        parents = index.repeat_interleave(child_count, dim=1)
+        all_index = pool.add(children.flatten(1), sums, parents)
+        run_index.append(torch.full_like(all_index, NO_NODE))
+        scores, picked = stable_top(sums, width)
+        above = picked // child_count
+        tokens, index = children.flatten(1).gather(1, picked), all_index.gather(1, picked)
+        # Paths and visible nodes of the children are those of their parents; the cache keeps the
+        # columns of nodes that were run and not continued.
+        parent_paths = paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1]))
+        paths = torch.cat([parent_paths, tokens[..., None]], dim=-1)
         visible = visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1]))
     tree, chosen = pool.select()
-    return tree, torch.cat(seen, dim=1).gather(1, chosen)
+    return tree, torch.cat(run_index, dim=1).gather(1, chosen)
 
 
 def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
-    """Note that the nodes of the last level with pool indices `index` `[B, M]` are asked about at
-    `places` `[M]`."""
-    start = sum(part.shape[1] for part in seen[:-1])
+    """Note in `seen` that nodes of the last level are run as the nodes `places` `[M]`.
+
+    `index` `[B, M]` are the pool indices of these nodes; `seen` holds a tensor for each level of
+    the pool.
+    """
+    start = sum(level.shape[1] for level in seen[:-1])
     seen[-1].scatter_(1, index - start, places.expand_as(index))
 
 
 def grow_chain(
     first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0
 ) -> DraftTree:
-    """`length` tokens, each the choice after the ones before it (or a draw, with its distribution,
-    if the rule compares distributions).
+    """Draft a chain of `length` tokens, each chosen after the ones before it.
 
-    Arguments as `grow_dynamic`. Above 0, `threshold` ends the chain once the product of the drafts'
-    own probabilities is below it in every row; asking costs a synchronisation a draft. Whether a
-    chain goes on depends on its own past drafts alone, which is all that the rules that compare
-    distributions need (a test enumerates it).
+    Under a rule that compares distributions each is a draw, and the tree has the distributions.
+    Other arguments as in `grow_dynamic`.
+
+    With a `threshold` above 0 the chain ends after the draft with which the product of the drafts'
+    probabilities falls below it in every row, which costs a synchronisation for each draft. A
+    chain's end depends on its own past drafts alone, as the rules that compare distributions demand
+    (docs/verification.md#non-anticipation).
     """
     logits, tokens, probs = first[:, None], [root[:, None]], []
-    sure = torch.ones_like(root, dtype=torch.float32)
+    path_probs = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
-        paths = (
-            torch.cat(tokens, dim=1)[:, None]
-            if draws.sampling.history_processor is not None
-            else None
-        )
+        paths = None
+        if draws.sampling.history_processor is not None:
+            paths = torch.cat(tokens, dim=1)[:, None]
         if draws.sampling.compares_distributions:
             drawn, drawn_from = draws.sample(logits, depth, 1, paths)
             chosen = drawn[:, :, 0]
@@ -309,108 +342,111 @@ def grow_chain(
         if depth + 1 == length:
             break
         if threshold:
-            sure = sure * logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
-            if bool((sure < threshold).all()):
+            chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
+            path_probs = path_probs * chosen_probs
+            if bool((path_probs < threshold).all()):
                 break
         logits = go_on(Level(chosen, above, None, depth + 1))
-    # the last node has no children
+    # the last node has no children, hence no distribution
     probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
-    return DraftTree(
-        torch.cat(tokens, dim=1), TreeShape.chain(len(tokens) - 1), probs=probs_of_nodes
-    )
+    shape = TreeShape.chain(len(tokens) - 1)
+    return DraftTree(torch.cat(tokens, dim=1), shape, probs=probs_of_nodes)
 
 
 @dataclass(frozen=True)
 class _FixedLevel:
-    """The nodes of one depth of a fixed shape that have children, and what filling those takes; on
-    one device."""
+    """Nodes of one depth of a fixed shape that have children, and the indices that fill those.
+
+    M nodes have n children together. All tensors lie on one device.
+    """
 
     at: Tensor
     """[M]: node ids."""
     depth: int
+    """Depth of the nodes, from 0 (the root)."""
     width: int
-    """Most children of any of them."""
+    """Largest number of children of one node."""
     paths: Tensor
-    """[M, depth + 1]: node ids from the root to each."""
+    """[M, depth + 1]: node ids from the root to each node."""
     children: Tensor
-    """[C]: their children,"""
+    """[n]: node ids of the children."""
     source: Tensor
-    """[C]: where a child's token stands among `width` draws of each node,"""
+    """[n]: index of each child's token among `M * width` draws, `width` for each node."""
     parents: Tensor
-    """[C]: and its parent."""
+    """[n]: node id of each child's parent."""
     above: Tensor
-    """[1, M]: place of each node's parent in the level before."""
+    """[1, M]: index of each node's parent in the level before."""
     visible: Tensor
-    """[1, M, T]: which of the nodes asked about so far each node sees."""
+    """[1, M, U] bool: which of the nodes that were run so far each node sees."""
 
 
 @lru_cache(maxsize=64)
 def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedLevel, ...], Tensor]:
-    """The levels of `shape` below which something hangs, and each node's place `[1, N]` among those
-    asked about (-1: none)."""
+    """Return the levels of `shape` that have children.
+
+    Also returns the index of each node `[1, N]` among the nodes that a drafter runs to fill them
+    (-1: it is not run; the root is not among them).
+    """
     levels: list[_FixedLevel] = []
-    asked: list[int] = []
+    run: list[int] = []
+    # The nodes with children, of the level before and of this one. The root's parent in `shape` is
+    # NO_NODE, so it stands for the level before the first.
     before = (NO_NODE,)
     inner: tuple[int, ...] = (0,)
     ancestors = shape.tables(device).ancestors
+
+    def tensor(values):
+        return torch.tensor(values, dtype=torch.long, device=device)
+
     while any(shape.children[node] for node in inner):
         width = max(len(shape.children[node]) for node in inner)
-        asked += [node for node in inner if node]
-        below = [
-            (m, rank, child)
-            for m, node in enumerate(inner)
-            for rank, child in enumerate(shape.children[node])
-        ]
-
-        def tensor(values):
-            return torch.tensor(values, dtype=torch.long, device=device)
-
+        run += [node for node in inner if node]
+        children, source, parents = [], [], []
+        for m, node in enumerate(inner):
+            for rank, child in enumerate(shape.children[node]):
+                children.append(child)
+                source.append(m * width + rank)
+                parents.append(node)
         levels.append(
             _FixedLevel(
                 at=tensor(inner),
                 depth=shape.depths[inner[0]],
                 width=width,
                 paths=tensor([shape.path_to(node) for node in inner]),
-                children=tensor([child for _, _, child in below]),
-                source=tensor([m * width + rank for m, rank, _ in below]),
-                parents=tensor([inner[m] for m, _, _ in below]),
+                children=tensor(children),
+                source=tensor(source),
+                parents=tensor(parents),
                 above=tensor([[before.index(shape.parents[node]) for node in inner]]),
-                visible=ancestors[:, tensor(inner)][:, :, tensor(asked)],
+                visible=ancestors[:, tensor(inner)][:, :, tensor(run)],
             )
         )
-        before, inner = inner, tuple(child for _, _, child in below if shape.children[child])
-    places = [asked.index(node) if node in asked else NO_NODE for node in range(shape.nodes)]
-    return tuple(levels), torch.tensor([places], device=device)
+        before, inner = inner, tuple(child for child in children if shape.children[child])
+    run_index = [run.index(node) if node in run else NO_NODE for node in range(shape.nodes)]
+    return tuple(levels), torch.tensor([run_index], device=device)
 
 
 def grow_fixed(
     first: Tensor, root: Tensor, draws: Draws, go_on: Continue, shape: TreeShape
 ) -> tuple[DraftTree, Tensor]:
-    """Fill a fixed shape level by level with each node's likeliest tokens; for rules that compare
-    distributions, with draws without replacement, whose distributions are kept.
+    """Fill a fixed shape, level by level, with the likeliest tokens after each node.
 
-    Arguments and result as `grow_dynamic`. That the shape is fixed before anything is drawn is what
-    keeps those rules lossless.
+    Under a rule that compares distributions they are draws without replacement instead, and the
+    tree has the distributions. Those rules stay lossless because the shape is fixed before anything
+    is drawn (docs/verification.md#non-anticipation). Arguments and result as in `grow_dynamic`.
     """
     compares = draws.sampling.compares_distributions
     batch = len(root)
-    levels, places = _fixed_levels(shape, root.device)
+    levels, run_index = _fixed_levels(shape, root.device)
     tokens = torch.full((batch, shape.nodes), NO_NODE, device=root.device)
     tokens[:, 0] = root
     probs = first.new_zeros(batch, shape.nodes, first.shape[-1]) if compares else None
     for level in levels:
-        logits = (
-            go_on(
-                Level(
-                    tokens[:, level.at],
-                    level.above.expand(batch, -1),
-                    level.visible.expand(batch, -1, -1),
-                    level.depth,
-                )
-            )
-            if level.depth
-            else first[:, None]
-        )
+        if level.depth == 0:
+            logits = first[:, None]
+        else:
+            above = level.above.expand(batch, -1)
+            visible = level.visible.expand(batch, -1, -1)
+            logits = go_on(Level(tokens[:, level.at], above, visible, level.depth))
         paths = tokens[:, level.paths]
         if probs is not None:
             drawn, drawn_from = draws.sample(logits, level.at, level.width, paths)
@@ -418,10 +454,10 @@ def grow_fixed(
             probs[:, level.at] = drawn_from
         else:
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
-        padded = torch.nn.functional.pad(
-            drawn, (0, level.width - drawn.shape[-1]), value=NO_NODE
-        ).flatten(1)
-        # nothing hangs on a node that the distribution had no token for
-        there = tokens[:, level.parents] >= 0
-        tokens[:, level.children] = torch.where(there, padded[:, level.source], NO_NODE)
-    return DraftTree(tokens, shape, probs=probs), places.expand(batch, -1)
+        # `level.source` counts `width` tokens for each node; a vocabulary may be smaller
+        padding = (0, level.width - drawn.shape[-1])
+        padded = torch.nn.functional.pad(drawn, padding, value=NO_NODE).flatten(1)
+        # a missing node has no children
+        parent_exists = tokens[:, level.parents] >= 0
+        tokens[:, level.children] = torch.where(parent_exists, padded[:, level.source], NO_NODE)
+    return DraftTree(tokens, shape, probs=probs), run_index.expand(batch, -1)

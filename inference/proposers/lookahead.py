@@ -1,12 +1,15 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): n-grams from the target's own parallel guesses,
-checked in the same forward.
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): drafts of the target's own parallel guesses.
 
-A window of `window` columns runs beside the text as a Jacobi iteration. Column j holds guesses for
-the tokens j + 1, j + 2, .. after the root; the first guesses of all columns form a chain, and each
-column hangs its later ones below its own, so the whole window is a draft tree. The target's answers
-at the ends of the columns complete n-grams for a pool, and become the window's newest row. N-grams
-of the pool that start with the root are drafted along with it. Shapes: B batch, W columns, R =
-ngram - 1 rows.
+A window of W columns and `ngram - 1` levels holds guesses, and is verified in every round together
+with the drafts (a Jacobi iteration). Column j (from 0) holds guesses for the tokens j + 1, j + 2,
+.. after the root. The first guesses of all columns form a chain below the root, and the later ones
+of a column form a chain below its first, so the whole window is a part of the draft tree.
+
+The target's choices at the ends of the columns complete n-grams, which go into a pool, and become
+the window's newest level. N-grams of the pool that begin with the root are drafted, besides the
+window.
+
+Shapes: B batch, N nodes of the tree with the root, W columns of the window.
 """
 
 from __future__ import annotations
@@ -18,19 +21,29 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ..device import send
-from ..proposer import MOST, Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..tree import NO_NODE, DraftTree, TreeShape
+from ..tree_settings import MOST, positive
 
 
 class _Row:
-    """Window and pool of one request."""
+    """Window and pool of one request.
+
+    `rows[l][j]` is the guess of level l in column j; `root` is the text's last token.
+    """
 
     def __init__(self, tokens: list[int], window: int, depth: int, kept: int) -> None:
-        # The paper starts from random tokens; the prompt's own, repeated, are as arbitrary and the
+        """Fill window and pool from a prompt.
+
+        `tokens` are the prompt and the root. The window has `window` columns and `depth` levels; a
+        token has at most `kept` continuations of `depth` tokens in the pool.
+        """
+        # The paper starts from random tokens. The prompt's own, repeated, are as arbitrary, and the
         # same in every run.
         fill = [tokens[i % len(tokens)] for i in range(window * depth)]
         self.rows = [fill[level * window : (level + 1) * window] for level in range(depth)]
+        # by an n-gram's first token: its continuations, in the order in which they came up last
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         self._kept = kept
         self.root = tokens[-1]
@@ -38,19 +51,24 @@ class _Row:
             self.remember(tokens[start : start + depth + 1])
 
     def remember(self, ngram: list[int]) -> None:
-        """Keep the latest few continuations of the n-gram's first token."""
-        known = self._pool.setdefault(ngram[0], OrderedDict())
-        known[tuple(ngram[1:])] = None
-        known.move_to_end(tuple(ngram[1:]))
-        if len(known) > self._kept:
-            known.popitem(last=False)
+        """Add an n-gram to the pool, which keeps the latest few with the same first token."""
+        continuations = self._pool.setdefault(ngram[0], OrderedDict())
+        continuations[tuple(ngram[1:])] = None
+        continuations.move_to_end(tuple(ngram[1:]))
+        if len(continuations) > self._kept:
+            continuations.popitem(last=False)
 
     def candidates(self) -> list[tuple[int, ...]]:
+        """Return the continuations of the root in the pool, the latest first."""
         return list(reversed(self._pool.get(self.root, {})))
 
 
 class Lookahead:
-    """`window` columns, n-grams of `ngram` tokens, at most `candidates` of them drafted a round."""
+    """Proposer of a window of guesses, and of n-grams that earlier guesses have made.
+
+    The window has `window` columns; n-grams have `ngram` tokens, and at most `candidates` of them
+    are drafted in a round. Raises `UserError` if that makes more than `MOST` nodes.
+    """
 
     name = "lookahead"
     taps: tuple[int, ...] = ()
@@ -70,9 +88,10 @@ class Lookahead:
         self._rows: list[_Row] = []
 
     def _make_shape(self) -> TreeShape:
-        """Root; the window row by row; then one chain for each candidate."""
+        """Return the shape: root, window level by level, and a chain for each candidate."""
         parents = [NO_NODE]
-        # the first row is a chain below the root: node j + 1 is column j
+        # The first level is a chain below the root: column j is node j + 1, and its parent node j.
+        # Of the other levels each node hangs below its own column in the level before.
         parents += range(self._window)
         for level in range(1, self._depth):
             parents += [1 + (level - 1) * self._window + column for column in range(self._window)]
@@ -87,26 +106,29 @@ class Lookahead:
         ]
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
-        filled = []
+        """Return the window and the candidates from the pool as a draft tree below `root` `[B]`."""
+        drafts = []
         for row in self._rows:
-            tokens = [token for level in row.rows for token in level]
-            found = [token for continuation in row.candidates() for token in continuation]
-            filled.append(
-                tokens + found + [NO_NODE] * (self._candidates * self._depth - len(found))
-            )
-        return DraftTree(
-            torch.cat([root[:, None], send(filled, root.device)], dim=1), self.shape, informed=True
-        )
+            window = [token for level in row.rows for token in level]
+            candidates = [token for continuation in row.candidates() for token in continuation]
+            missing = self._candidates * self._depth - len(candidates)
+            drafts.append(window + candidates + [NO_NODE] * missing)
+        tokens = torch.cat([root[:, None], send(drafts, root.device)], dim=1)
+        # The window's guesses are earlier choices of the target, with the noise of these positions.
+        return DraftTree(tokens, self.shape, informed=True)
 
     def commit(self, accepted: Accepted) -> None:
+        """Add the n-grams of the target's choices and of the emitted text, and move the window."""
         assert accepted.choices is not None, (
             "lookahead needs the target's choices, which this rule does not have"
         )
+        # the nodes of the window's last level, where the columns end
         ends = 1 + (self._depth - 1) * self._window
         for row, tokens, choices in zip(self._rows, accepted.tokens, accepted.choices, strict=True):
             answers = choices[ends : ends + self._window]
             for column, answer in enumerate(answers):
                 row.remember([level[column] for level in row.rows] + [answer])
+            # the emitted text is as good a source of n-grams
             text = [row.root, *tokens]
             for start in range(len(text) - self._depth):
                 row.remember(text[start : start + self._depth + 1])
@@ -114,14 +136,18 @@ class Lookahead:
             row.root = tokens[-1]
 
     def _advance(self, rows: list[list[int]], steps: int, filler: int) -> list[list[int]]:
-        """Columns of positions that are decided now leave; the last guess of each row fills the far
-        end."""
+        """Return the levels `rows` moved to the positions after the new root.
+
+        The root has moved by `steps` positions. Guesses of decided positions leave, and the last
+        guess of each level is repeated at its far end; `filler` takes its place in an empty level.
+        """
         moved = []
         for level in rows:
+            # The oldest level has been dropped, so every level guesses one position later than its
+            # number says: only `steps - 1` columns have to leave.
             shifted = level[min(steps - 1, len(level)) :]
-            moved.append(
-                (shifted + [level[-1] if level else filler] * self._window)[: self._window]
-            )
+            padding = [level[-1] if level else filler] * self._window
+            moved.append((shifted + padding)[: self._window])
         return moved
 
     def keep(self, rows: list[int]) -> None:

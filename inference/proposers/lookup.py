@@ -1,5 +1,7 @@
-"""What drafters that look the future up in the text so far have in common: host-side text, chains,
-a few fixed lengths."""
+"""Base of the drafters that look up in the text so far how it may go on.
+
+They keep the text on the host and draft chains of a few fixed lengths.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,30 @@ import torch
 from torch import Tensor
 
 from ..device import send
-from ..proposer import Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..tree import NO_NODE, DraftTree, TreeShape
+from ..tree_settings import positive
 
 
 class Index(Protocol):
-    """One request's text, and where it may go on."""
+    """Text of one request, in a form in which its end can be found earlier in it."""
 
-    def extend(self, tokens: list[int]) -> None: ...
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens to the text."""
+        ...
 
     def guess(self, length: int) -> list[int]:
-        """At most `length` tokens that followed the text's own end somewhere before."""
+        """Return at most `length` tokens that followed the text's own end earlier in it."""
         ...
 
 
 def copy_from(text: list[int], place: int, length: int) -> list[int]:
-    """`length` tokens of `text` from `place` on; a copy that reaches the end of the text goes on
-    with what it has copied (as LZ77 does), so that the latest occurrence of a loop predicts as much
-    of it as the first."""
+    """Return `length` tokens of `text` from index `place` on.
+
+    A copy that reaches the end of the text goes on with what it has copied, as LZ77 does, so that
+    the latest occurrence of a loop predicts as much of it as the first.
+    """
     copied: list[int] = []
     for i in range(place, place + length):
         copied.append(text[i] if i < len(text) else copied[i - len(text)])
@@ -36,15 +43,17 @@ def copy_from(text: list[int], place: int, length: int) -> list[int]:
 
 
 class LookupProposer(ABC):
-    """A chain looked up for each row. It costs no forward, and where nothing is found the round is
-    plain decoding."""
+    """Proposer of a chain that is looked up for each row, at most `length` tokens.
+
+    It costs no forward pass. If nothing is found for any row, the round is plain decoding.
+    """
 
     name: str
     taps: tuple[int, ...] = ()
 
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)
-        # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and the longest.
+        # Few lengths, so that few shapes are ever run or compiled: 0, 2, 4, 8, .. and `length`.
         self._sizes = sorted(
             {0, self._length, *(2**i for i in range(1, 12) if 2**i < self._length)}
         )
@@ -52,7 +61,7 @@ class LookupProposer(ABC):
 
     @abstractmethod
     def new_index(self) -> Index:
-        """An empty text of one request."""
+        """Return the index of an empty text."""
 
     def prefill(self, prompts: Prompts) -> None:
         self._rows = [self.new_index() for _ in prompts.tokens]
@@ -60,15 +69,16 @@ class LookupProposer(ABC):
             row.extend(tokens)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        """Return a chain for each row, with missing nodes where a row's guess is shorter."""
         guesses = [row.guess(self._length) for row in self._rows]
         longest = max(map(len, guesses))
-        size = next(size for size in self._sizes if size >= longest)
+        size = min(size for size in self._sizes if size >= longest)
+        # The text is all that these drafts depend on: they are never `informed` of the noise.
         if size == 0:
             return DraftTree(root[:, None], TreeShape.chain(0), informed=False)
         padded = send([guess + [NO_NODE] * (size - len(guess)) for guess in guesses], root.device)
-        return DraftTree(
-            torch.cat([root[:, None], padded], dim=1), TreeShape.chain(size), informed=False
-        )
+        tokens = torch.cat([root[:, None], padded], dim=1)
+        return DraftTree(tokens, TreeShape.chain(size), informed=False)
 
     def commit(self, accepted: Accepted) -> None:
         for row, tokens in zip(self._rows, accepted.tokens, strict=True):

@@ -16,21 +16,23 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
 from ..device import send
-from ..proposer import Accepted, Prompts, positive
+from ..proposer import Accepted, Prompts
 from ..replay import rank_accuracy
 from ..sampling import Draws
 from ..tree import DraftTree, TreeShape
-from .growth import Ranks, best_first, grow, independent, shape_of_ranks
+from ..tree_settings import Ranks, TreeSettings, positive
+from .growth import best_first, grow, independent, shape_of_ranks
 
 MAX_RANK = 10
 DEFAULT_NODES = 16
+DEFAULT_TREE = TreeSettings()
 
 
 class MedusaProposer:
-    """Node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head d - 1, whatever its
-    parent.
+    """Medusa heads at work: node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head
+    d - 1, whatever its parent.
 
-    With `nodes` a number instead of rank tuples, the tree follows each context: the so many
+    With `nodes` a number instead of rank tuples, the tree follows each context: that many of the
     likeliest paths by the heads' own probabilities.
     """
 
@@ -43,24 +45,20 @@ class MedusaProposer:
         name: str = "medusa",
         score_temperature: float = 1.0,
     ) -> None:
-        """`score_temperature`: score temperature of a tree that follows each context
-        (`Draws.rank`)."""
+        """`score_temperature`: of a tree that follows each context (`Draws.rank`)."""
         self.name, self.score_temperature = name, score_temperature
         self._heads = heads
-        self.shape: TreeShape | None = None
-        self.ranks = (
-            None
-            if isinstance(nodes, int)
-            else sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-        )
         self._device = next(heads.parameters()).device
+        self.shape: TreeShape | None = None
+        self.ranks: list[Ranks] | None = None
         if isinstance(nodes, int):
             self.max_drafted, self._levels, self._width = nodes, heads.config.num_heads, MAX_RANK
         else:
+            self.ranks = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
             self.shape = shape_of_ranks(nodes)
             self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
-            assert self.ranks is not None
             self._width = max((ranks[-1] for ranks in self.ranks), default=0) + 1
+            # Place of each node's token among the best `_width` tokens of all heads in a row.
             slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in self.ranks]
             self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
         if self._levels > heads.config.num_heads:
@@ -69,17 +67,17 @@ class MedusaProposer:
                 f"{heads.config.num_heads}"
             )
         self._width = min(self._width, heads.vocab_size)
-        self._state: Tensor
+        self._state: Tensor  # [B, H]: the target's last hidden state, one position before the root
 
     def with_tree(
         self, nodes: Sequence[Ranks] | int, score_temperature: float = 1.0
     ) -> MedusaProposer:
-        """The same heads with another tree."""
+        """Return the same heads with another tree."""
         return MedusaProposer(self._heads, nodes, self.name, score_temperature)
 
     @property
     def heads(self) -> int:
-        """How many tokens ahead there are heads for."""
+        """Number of heads: how many tokens ahead there are drafts for."""
         return self._heads.config.num_heads
 
     def prefill(self, prompts: Prompts) -> None:
@@ -90,7 +88,7 @@ class MedusaProposer:
         if not self.max_drafted:
             return DraftTree(root[:, None], TreeShape.chain(0))
 
-        def logits(head):
+        def logits(head: int) -> Tensor:
             return self._heads.logits(self._state, head)
 
         tokens, scores = independent(
@@ -98,9 +96,8 @@ class MedusaProposer:
         )
         if self.shape is None:
             return best_first(tokens, scores, root, self.max_drafted)
-        return DraftTree(
-            torch.cat([root[:, None], tokens.flatten(1)[:, self._slots]], dim=-1), self.shape
-        )
+        drafted = tokens.flatten(1)[:, self._slots]
+        return DraftTree(torch.cat([root[:, None], drafted], dim=-1), self.shape)
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
@@ -114,22 +111,21 @@ class MedusaProposer:
 
 def make_proposer(
     artifact: Artifact,
-    name: str | None = None,
-    nodes: int | None = None,
+    settings: TreeSettings = DEFAULT_TREE,
     tree: str | None = None,
-    score_temperature: float = 1.0,
-    shape: Sequence[Ranks] | None = None,
+    name: str | None = None,
 ) -> MedusaProposer:
-    """Heads from disk with a tree of `nodes` nodes: grown from their held-out rank accuracies
-    (`tree` calibrated), in each context from the heads' own probabilities (best-first, at score
-    temperature `score_temperature`), or each head's best token in a row (chain). Not given:
-    calibrated; best-first for heads that were imported, of which no accuracies are known. `shape`
-    gives the tree outright, as rank tuples."""
+    """Return heads from disk at work, with a tree of `settings.nodes` nodes.
+
+    `tree` says where it comes from: calibrated (grown from the heads' held-out rank accuracies),
+    best-first (in each context from the heads' own probabilities, at the score temperature), or
+    chain (each head's best token in a row). None: calibrated, or best-first for imported heads, of
+    which no accuracies are known. `settings.shape` gives the tree outright. Raises `UserError`.
+    """
     name = name or artifact.method
-    if not isinstance(score_temperature, int | float) or not 0 < score_temperature < float("inf"):
-        raise UserError(f"score_temperature must be above 0, not {score_temperature!r}")
-    if shape is not None:
-        return MedusaProposer(artifact.drafter, [tuple(map(int, ranks)) for ranks in shape], name)
+    heads = artifact.drafter
+    if settings.shape is not None:
+        return MedusaProposer(heads, [tuple(map(int, ranks)) for ranks in settings.shape], name)
     table = artifact.calibration.get("rank_accuracy")
     tree = tree or ("calibrated" if table else "best-first")
     if tree == "calibrated" and not table:
@@ -137,24 +133,20 @@ def make_proposer(
             f"drafter {name} has no held-out accuracies to grow a tree from; give "
             "tree=best-first, or train it on"
         )
-    count = nodes if nodes is not None else artifact.calibration.get("tree_nodes", DEFAULT_NODES)
-    positive("nodes", count)
-    if tree == "chain" and nodes is None:
-        count = artifact.drafter.config.num_heads
+    nodes = settings.nodes
+    if nodes is None:
+        nodes = artifact.calibration.get("tree_nodes", DEFAULT_NODES)
+        if tree == "chain":
+            nodes = heads.config.num_heads
+    positive("nodes", nodes)
     if tree == "chain":
-        return MedusaProposer(
-            artifact.drafter, [(0,) * depth for depth in range(1, count + 1)], name
-        )
+        return MedusaProposer(heads, [(0,) * depth for depth in range(1, nodes + 1)], name)
     if tree not in ("calibrated", "best-first"):
         raise UserError(
             f"drafter {name}: tree must be calibrated, best-first or chain, not {tree!r}"
         )
-    return MedusaProposer(
-        artifact.drafter,
-        grow(table or [], count) if tree == "calibrated" else count,
-        name,
-        score_temperature,
-    )
+    chosen = grow(table or [], nodes) if tree == "calibrated" else nodes
+    return MedusaProposer(heads, chosen, name, settings.score_temperature)
 
 
 @torch.no_grad()

@@ -1,15 +1,20 @@
-"""Prompt lookup: what followed the last n tokens when they stood in the text before (Saxena,
-prompt-lookup-decoding, 2023)."""
+"""Prompt lookup: drafts of the tokens that followed the text's last n-gram earlier in the text.
+
+Saxena, prompt-lookup-decoding, 2023.
+"""
 
 from __future__ import annotations
 
 from ...heads.errors import UserError
-from ..proposer import positive
+from ..tree_settings import positive
 from .lookup import LookupProposer, copy_from
 
 
 class _Ngrams:
-    """A text with the place after the latest earlier occurrence of each of its n-grams."""
+    """Text with the index after the latest earlier occurrence of each of its n-grams.
+
+    n-grams have `shortest` to `longest` tokens.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -18,8 +23,8 @@ class _Ngrams:
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            # The n-grams that end at the old end become findable only now that something follows
-            # them.
+            # The n-grams that end at the old end are entered only now that a token follows them.
+            # Earlier, the text's end would be found as its own earlier occurrence.
             end = len(self._text)
             for size in self._sizes:
                 if size <= end:
@@ -27,18 +32,22 @@ class _Ngrams:
             self._text.append(token)
 
     def guess(self, length: int) -> list[int]:
+        """Return `length` tokens that followed the longest n-gram at the end; none if none did."""
         for size in self._sizes:
-            if (
-                size <= len(self._text)
-                and (place := self._after.get(tuple(self._text[-size:]))) is not None
-            ):
-                return copy_from(self._text, place, length)
+            if size > len(self._text):
+                continue
+            start = self._after.get(tuple(self._text[-size:]))
+            if start is not None:
+                return copy_from(self._text, start, length)
         return []
 
 
 class NgramLookup(LookupProposer):
-    """Drafts `length` tokens from the latest place where the last `longest` .. `shortest` tokens
-    stood before."""
+    """Proposer of the `length` tokens that followed the text's last tokens when they last occurred.
+
+    The last `longest` tokens are looked up first, then fewer, down to `shortest`. Raises
+    `UserError` for settings out of range.
+    """
 
     name = "ngram"
 

@@ -1,21 +1,26 @@
-"""Suffix lookup: what followed the longest end of the text that stood in it before, of any length.
+"""Suffix lookup: drafts of the tokens that followed the longest end of the text earlier in it.
 
 An online suffix automaton (Blumer et al., 1985) over prompt and reply, as in SAM decoding (arXiv
-2411.10666): amortised constant time a token, no window to choose.
+2411.10666), finds an end of any length in amortised constant time for each token.
 """
 
 from __future__ import annotations
 
-from ..proposer import positive
+from ..tree_settings import positive
 from .lookup import LookupProposer, copy_from
 
 
 class SuffixAutomaton:
-    """The smallest automaton that reads every substring of a growing text.
+    """Smallest automaton that accepts every substring of a growing text.
 
-    State s stands for substrings of lengths `_length[_link[s]] + 1 .. _length[s]` that end at the
-    same places; `_first_end[s]` is the first of these places (index of the token after the
-    substring).
+    State s stands for the substrings of lengths `_length[_link[s]] + 1 .. _length[s]` that end at
+    the same positions of the text; `_first_end[s]` is the first of these, as the index of the token
+    after the substring. `_next[s]` are the transitions from s by token. `_link[s]` is the state of
+    the longest end of these substrings that has further end positions. State 0 is the empty one.
+
+    Beside the text's own state `_last`, the automaton tracks the state of the longest end of the
+    text that occurs earlier in it, and the length of this end; `shortest` is the least length from
+    which `guess` drafts.
     """
 
     def __init__(self, shortest: int = 1) -> None:
@@ -26,16 +31,19 @@ class SuffixAutomaton:
         self._length = [0]
         self._first_end = [0]
         self._last = 0
-        self._state, self._matched = 0, 0  # the longest end of the text that stands earlier in it
+        # state and length of the longest end of the text that occurs earlier in it
+        self._state, self._matched = 0, 0
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
-            # before the token is added, so that a match is an earlier occurrence
+            # Before the token is added: afterwards the automaton accepts the whole text, and the
+            # longest match would be the text itself.
             self._follow(token)
             self._add(token)
             self._text.append(token)
 
     def _follow(self, token: int) -> None:
+        """Extend the longest earlier match by a token, shortening it until the token fits."""
         while self._state and token not in self._next[self._state]:
             self._state = self._link[self._state]
             self._matched = self._length[self._state]
@@ -44,6 +52,7 @@ class SuffixAutomaton:
             self._matched += 1
 
     def _new(self, length: int, first_end: int) -> int:
+        """Add a state without transitions, and return it."""
         self._next.append({})
         self._link.append(0)
         self._length.append(length)
@@ -51,21 +60,28 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _add(self, token: int) -> None:
+        """Add the token that follows the text to the automaton."""
         new = self._new(len(self._text) + 1, len(self._text) + 1)
         state = self._last
         while state != -1 and token not in self._next[state]:
             self._next[state][token] = new
             state = self._link[state]
+        # -1: no end of the text was followed by the token before, and the link stays the root's
         if state != -1:
-            below = self._next[state][token]
-            if self._length[state] + 1 != self._length[below]:
-                below = self._split(state, token, below)
-            self._link[new] = below
+            linked = self._next[state][token]
+            # A state that also stands for longer substrings than the one found cannot be linked to:
+            # only the shorter ones end here too.
+            if self._length[state] + 1 != self._length[linked]:
+                linked = self._split(state, token, linked)
+            self._link[new] = linked
         self._last = new
 
     def _split(self, state: int, token: int, below: int) -> int:
-        """Separate the substrings of `below` that end in `state`'s and `token`: they have gained a
-        place that the rest have not."""
+        """Split the state `below`, which `token` leads to from `state`, and return the new state.
+
+        The new state stands for the substrings of `below` that are ends of those of `state`
+        followed by `token`. They have gained an end position that the longer ones have not.
+        """
         copy = self._new(self._length[state] + 1, self._first_end[below])
         self._next[copy] = dict(self._next[below])
         self._link[copy] = self._link[below]
@@ -73,23 +89,29 @@ class SuffixAutomaton:
         while state != -1 and self._next[state].get(token) == below:
             self._next[state][token] = copy
             state = self._link[state]
+        # the earlier match may be one of the substrings that have moved
         if self._state == below and self._matched <= self._length[copy]:
             self._state = copy
         return copy
 
     def longest_match(self) -> tuple[int, int]:
-        """Length of the longest end of the text that stands earlier in it, and the place after its
-        first occurrence."""
+        """Return the length of the longest end of the text that occurs earlier in it.
+
+        Also returns the index of the token after its first occurrence.
+        """
         return self._matched, self._first_end[self._state]
 
     def guess(self, length: int) -> list[int]:
-        matched, place = self.longest_match()
-        return copy_from(self._text, place, length) if matched >= self._shortest else []
+        """Return `length` tokens that followed the longest match; none if it is too short."""
+        matched, start = self.longest_match()
+        return copy_from(self._text, start, length) if matched >= self._shortest else []
 
 
 class SuffixLookup(LookupProposer):
-    """Drafts `length` tokens from the first place where the longest matching end of the text stood,
-    if it has `shortest` tokens."""
+    """Proposer of the `length` tokens that followed the text's longest repeated end at first.
+
+    The end has to have at least `shortest` tokens. Raises `UserError` for settings out of range.
+    """
 
     name = "suffix"
 

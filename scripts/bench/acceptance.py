@@ -23,9 +23,9 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.early_exit import first_layers
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target

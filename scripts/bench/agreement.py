@@ -22,8 +22,8 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.draft_model import load_draft_model
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import load_target
 from rich.console import Console

@@ -29,10 +29,12 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Generation, Request, generate_one
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.assisted import Assisted
 from draftsmith.inference.metrics import emitted_per_round, split, tau
-from draftsmith.inference.proposer import PlainDecoding, Proposer, load_proposer
+from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
@@ -173,7 +175,7 @@ def verify_cost(target: Target, context: int, repeats: int) -> dict[int, float]:
     the same), taking turns."""
     ids = (torch.arange(context, device=target.device) * 7 % target.vocab_size)[None]
     cache = TreeCache(1, context + max(NODES), target.device, static=target.compiled)
-    target.prefill(ids, cache)
+    target.prefill(ids, [context], cache)
     times: dict[int, list[float]] = {count: [] for count in NODES}
     for turn in range(repeats + 3):
         for count in NODES:

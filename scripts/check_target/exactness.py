@@ -14,8 +14,8 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation, Request, generate
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import divergence
-from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target
 

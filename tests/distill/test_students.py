@@ -23,10 +23,12 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel, tokenizer_difference
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.draft_model import make_proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -413,7 +415,7 @@ def test_auto_threshold_needs_a_calibration() -> None:
     tiny = tiny_target()
     artifact = Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint())
     with pytest.raises(UserError, match="no calibrated threshold"):
-        make_proposer(artifact, threshold="auto")
+        make_proposer(artifact, TreeSettings(threshold="auto"))
     artifact.calibration = {"adaptive": [[0.5, 3, 2.0, 2.0], [0.0, 12, 3.0, 12.0]]}
-    assert make_proposer(artifact, threshold="auto", cost=0.2).plan.threshold == 0.5
-    assert make_proposer(artifact, threshold="auto", cost=0.01).plan.length == 12
+    assert make_proposer(artifact, TreeSettings(threshold="auto"), cost=0.2).plan.threshold == 0.5
+    assert make_proposer(artifact, TreeSettings(threshold="auto"), cost=0.01).plan.length == 12

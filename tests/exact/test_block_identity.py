@@ -220,7 +220,15 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
         first, accepted = steps
         no_cache: Any = None
         prompt = torch.tensor([ids[:first]])
-        proposer.prefill(Prompts([ids[: first + 1]], prompt, length, part(0, first), no_cache))
+        proposer.prefill(
+            Prompts(
+                tokens=[ids[: first + 1]],
+                ids=prompt,
+                lengths=length,
+                hidden=part(0, first),
+                cache=no_cache,
+            )
+        )
         at = first
         for count in accepted:
             proposer.propose(torch.tensor([ids[at]]), draws)
@@ -228,12 +236,12 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
             new = torch.tensor([ids[at : at + count]])
             proposer.commit(
                 Accepted(
-                    [ids[at + 1 : at + count + 1]],
-                    [list(range(count))],
-                    nodes,
-                    new,
-                    counts,
-                    part(at, at + count),
+                    tokens=[ids[at + 1 : at + count + 1]],
+                    nodes=[list(range(count))],
+                    path=nodes,
+                    ids=new,
+                    counts=counts,
+                    hidden=part(at, at + count),
                 )
             )
             at += count

@@ -16,7 +16,8 @@ import pytest
 import torch
 from draftsmith.inference import noise
 from draftsmith.inference.decode import Request, generate
-from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from transformers import (

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.inference.decode import Generation, Request, generate
-from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
@@ -19,6 +20,7 @@ from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree import TreeShape
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.inference.verifiers import token_level
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -101,26 +103,32 @@ def drafters() -> dict[str, tuple[Proposer, str]]:
     # one token of five can never be drafted
     four = random_eagle(target, "eagle3", draft_vocab_size=4)
     return {
-        "rejection chain": (DraftModelProposer(drafter, VOCAB, length=2), "block"),
+        "rejection chain": (DraftModelProposer(drafter, VOCAB, TreeSettings(length=2)), "block"),
         "rejection adaptive chain": (
-            DraftModelProposer(drafter, VOCAB, length=3, threshold=0.4),
+            DraftModelProposer(drafter, VOCAB, TreeSettings(length=3, threshold=0.4)),
             "block",
         ),
-        "rejection tree": (DraftModelProposer(drafter, VOCAB, **tree), "traversal"),
-        "recursive tree": (DraftModelProposer(drafter, VOCAB, **tree), "rrs"),
+        "rejection tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "traversal"),
+        "recursive tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "rrs"),
         "rejection heads": (
             MedusaProposer(random_heads(target, heads=2), [(0,), (1,), (0, 0)]),
             "match",
         ),
         "rejection lookup": (NgramLookup(length=2), "match"),
-        "rejection eagle chain": (EagleProposer(four, 2, 1), "block"),
+        "rejection eagle chain": (EagleProposer(four, TreeSettings(length=2, width=1)), "block"),
         "rejection eagle tree": (
-            EagleProposer(random_eagle(target, "eagle1"), 2, 2, 6),
+            EagleProposer(random_eagle(target, "eagle1"), TreeSettings(length=2, width=2, nodes=6)),
             "traversal",
         ),
-        "recursive eagle tree": (EagleProposer(four, 2, 2, 6), "rrs"),
-        "coupled eagle tree": (EagleProposer(four, 2, 2, 6), "gumbel"),
-        "coupled tree": (DraftModelProposer(drafter, VOCAB, **tree), "gumbel"),
+        "recursive eagle tree": (
+            EagleProposer(four, TreeSettings(length=2, width=2, nodes=6)),
+            "rrs",
+        ),
+        "coupled eagle tree": (
+            EagleProposer(four, TreeSettings(length=2, width=2, nodes=6)),
+            "gumbel",
+        ),
+        "coupled tree": (DraftModelProposer(drafter, VOCAB, TreeSettings(**tree)), "gumbel"),
         "rejection dflash chain": (proposer_of(random_block(target, block_size=3)), "block"),
         "rejection dflash tree": (proposer_of(random_block(target), **tree), "traversal"),
         "rejection dspark chain": (proposer_of(random_block(target, "dspark"), length=2), "block"),
@@ -153,7 +161,7 @@ def test_the_lossy_rule_is_caught_by_the_same_test() -> None:
     """And says what it is."""
     target, drafter = toy()
     sampling = Sampling(temperature=1.0, rule="lossy-typical")
-    found = sample(DraftModelProposer(drafter, VOCAB, length=2), sampling, 3000)
+    found = sample(DraftModelProposer(drafter, VOCAB, TreeSettings(length=2)), sampling, 3000)
     counts: dict[tuple[int, ...], int] = {}
     for generation in found:
         counts[tuple(generation.token_ids)] = counts.get(tuple(generation.token_ids), 0) + 1
@@ -166,7 +174,7 @@ def test_the_lossy_rule_is_caught_by_the_same_test() -> None:
 def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str) -> None:
     target, _ = toy()
     settings: dict[str, Any] = {"width": 2, "nodes": 7} if shape == "tree" else {}
-    same = DraftModelProposer(target, VOCAB, length=3, **settings)
+    same = DraftModelProposer(target, VOCAB, TreeSettings(length=3, **settings))
     found = generate(
         target,
         same,
@@ -236,7 +244,7 @@ def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart:
 def test_coins_and_draws_do_not_depend_on_the_batch() -> None:
     target, drafter = toy()
     sampling = Sampling(temperature=1.0, rule="rejection")
-    proposer = DraftModelProposer(drafter, VOCAB, length=2, width=2)
+    proposer = DraftModelProposer(drafter, VOCAB, TreeSettings(length=2, width=2))
     requests = [Request([1, 2, 3][: 1 + i % 3], i, 0) for i in range(9)]
     together = [g.token_ids for g in generate(target, proposer, requests, 12, sampling)]
     assert together == [

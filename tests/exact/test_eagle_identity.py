@@ -20,6 +20,7 @@ from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.target import Hidden, Target
 from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.methods.unroll import unroll
@@ -42,7 +43,7 @@ class TextRecorder(EagleProposer):
     def __init__(
         self, drafter: EagleDrafter, texts: list[list[int]], steps: int, right: int
     ) -> None:
-        super().__init__(drafter, length=steps, width=1)
+        super().__init__(drafter, TreeSettings(length=steps, width=1))
         self.plan.draft = self.draft  # type: ignore[method-assign]
         self._texts, self._steps, self._right = texts, steps, right
         self.seen: list[dict[int, list[torch.Tensor]]] = [{} for _ in texts]
@@ -118,7 +119,7 @@ def trained(
         features = source.features(batch)
         with torch.no_grad():
             outputs = unroll(drafter, batch, features.taps, features.last, STEPS)
-            recorder = EagleProposer(drafter, length=2, width=1)
+            recorder = EagleProposer(drafter, TreeSettings(length=2, width=1))
             logits = [recorder._logits(x[0]) for x in outputs]
         starts = np.cumsum([0, *(len(ids) for ids, _ in rows)]) if packed else [0]
         lengths = [len(ids) for ids, _ in rows] if packed else [batch.ids.shape[1]]
@@ -161,7 +162,7 @@ def compare(
 
 def own_texts(target: Target, prompts: list[list[int]], limit: int) -> list[tuple[list[int], int]]:
     from draftsmith.inference.decode import generate
-    from draftsmith.inference.proposer import PlainDecoding
+    from draftsmith.inference.proposers.plain import PlainDecoding
 
     replies = generate(target, PlainDecoding(), prompts, limit, eos_ids=frozenset())
     return [
@@ -230,7 +231,7 @@ def test_a_cache_of_many_rounds_equals_one_of_a_fresh_prefill() -> None:
             kept.append((list(self._cache.lengths), self._cache))
             super().commit(accepted)
 
-    proposer = Watched(drafter, length=3, width=3, nodes=8)
+    proposer = Watched(drafter, TreeSettings(length=3, width=3, nodes=8))
     for _ in decode(
         target, proposer, [Request(ids[:start])], len(ids) - start, eos_ids=frozenset()
     ):
@@ -239,11 +240,15 @@ def test_a_cache_of_many_rounds_equals_one_of_a_fresh_prefill() -> None:
     features = LiveTarget(target, drafter.taps).features(
         collate([[(np.array(ids[:length]), np.ones(length, bool))]])
     )
-    fresh = EagleProposer(drafter, length=3, width=1)
+    fresh = EagleProposer(drafter, TreeSettings(length=3, width=1))
     hidden = Hidden(features.last, features.taps)
     fresh.prefill(
         Prompts(
-            [ids[: length + 1]], features.batch.ids, torch.tensor([length]), hidden, TreeCache(0, 0)
+            tokens=[ids[: length + 1]],
+            ids=features.batch.ids,
+            lengths=torch.tensor([length]),
+            hidden=hidden,
+            cache=TreeCache(0, 0),
         )
     )
     fresh._catch_up(torch.tensor([ids[length]]))

@@ -8,11 +8,12 @@ import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.target import Hidden, Target
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.eagle import accepted_by_root, teacher_forced
 
 from tests.conftest import random_heads, tiny_target
@@ -42,10 +43,18 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
         trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
         for width, nodes in ((1, None), (4, 12)):
             expanded = rounds_on_text(
-                EagleProposer(drafter, LENGTH, width, nodes), ids, len(prompt), hidden
+                EagleProposer(drafter, TreeSettings(length=LENGTH, width=width, nodes=nodes)),
+                ids,
+                len(prompt),
+                hidden,
             )
             decoded = emitted_per_round(
-                generate_one(target, EagleProposer(drafter, LENGTH, width, nodes), prompt, limit)
+                generate_one(
+                    target,
+                    EagleProposer(drafter, TreeSettings(length=LENGTH, width=width, nodes=nodes)),
+                    prompt,
+                    limit,
+                )
             )
             assert expanded == decoded
             if width == 1:
@@ -89,8 +98,18 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(quickstart: Target) ->
     prompts = chat_prompts(quickstart, "test", 5)
     for width, nodes in ((1, None), (5, 16)):
         alone = [
-            generate_one(quickstart, EagleProposer(drafter, 4, width, nodes), prompt, 32)
+            generate_one(
+                quickstart,
+                EagleProposer(drafter, TreeSettings(length=4, width=width, nodes=nodes)),
+                prompt,
+                32,
+            )
             for prompt in prompts
         ]
-        together = generate(quickstart, EagleProposer(drafter, 4, width, nodes), prompts, 32)
+        together = generate(
+            quickstart,
+            EagleProposer(drafter, TreeSettings(length=4, width=width, nodes=nodes)),
+            prompts,
+            32,
+        )
         assert [emitted_per_round(g) for g in alone] == [emitted_per_round(g) for g in together]

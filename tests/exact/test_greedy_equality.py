@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import pytest
 import torch
 from draftsmith.inference.decode import Generation, generate, generate_one
-from draftsmith.inference.proposer import Proposer, load_proposer
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.tree_settings import TreeSettings
 
 from tests.architectures import (
     ARCHITECTURES,
@@ -155,8 +157,8 @@ def real_drafters(target: Target) -> dict[str, Proposer]:
         )
     }
     return found | {
-        "medusa": make_proposer(artifact, nodes=10),
-        "medusa best-first": make_proposer(artifact, nodes=10, tree="best-first"),
+        "medusa": make_proposer(artifact, TreeSettings(nodes=10)),
+        "medusa best-first": make_proposer(artifact, TreeSettings(nodes=10), tree="best-first"),
         "medusa wrong": type(make_proposer(artifact))(wrong_heads(target), 6),
     }
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import PlainDecoding
 from draftsmith.inference.proposers.growth import grow
 from draftsmith.inference.proposers.medusa import (
     MedusaProposer,
@@ -16,6 +15,7 @@ from draftsmith.inference.proposers.medusa import (
     make_proposer,
     teacher_forced,
 )
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
 from draftsmith.inference.target import Target
 
@@ -59,7 +59,7 @@ def test_rounds_agree_for_trained_heads(
     )
     busy = check(
         target,
-        make_proposer(artifact, "x"),
+        make_proposer(artifact, name="x"),
         artifact.drafter,
         artifact.calibration,
         prompts,
@@ -88,7 +88,7 @@ def test_rounds_agree_when_an_accepted_run_crosses_the_limit(
     prompts = chat_prompts(quickstart, "valid", 8)
     check(
         quickstart,
-        make_proposer(artifact, "x"),
+        make_proposer(artifact, name="x"),
         artifact.drafter,
         artifact.calibration,
         prompts,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.tuning.candidates import (
     Candidate,
     along,
@@ -21,7 +22,7 @@ from draftsmith.inference.evaluation.tuning.candidates import (
 )
 from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, KnownText, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target

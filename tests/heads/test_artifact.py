@@ -101,9 +101,11 @@ def test_a_broken_or_missing_file_is_a_clear_error(folder: Path, broken: str) ->
         Artifact.load(folder, TARGET.fingerprint())
 
 
-def test_an_unknown_method_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("method", ["../x", "files", "exchange"])
+def test_an_unknown_method_is_refused(folder: Path, method: str) -> None:
+    """A path, and names of modules that are no drafter's."""
     own = json.loads((folder / "draftsmith.json").read_text())
-    (folder / "draftsmith.json").write_text(json.dumps({**own, "method": "../x"}))
+    (folder / "draftsmith.json").write_text(json.dumps({**own, "method": method}))
     with pytest.raises(UserError, match="unknown drafting method"):
         Artifact.load(folder, TARGET.fingerprint())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from draftsmith.inference.accept import Verdict, judge, match
-from draftsmith.inference.decode import decide
+from draftsmith.inference.decision import decide
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
@@ -47,7 +47,8 @@ def decided(tree: DraftTree, choices: list[list[int]]):
     """What the loop gets from a batch in which the target's choices are known."""
     given_ = torch.tensor(choices)
     node = match(tree, given_)
-    return decide(tree, Verdict(node, given_.gather(1, node[:, None])[:, 0], "greedy", given_))
+    last = given_.gather(1, node[:, None])[:, 0]
+    return decide(tree, Verdict(node=node, last=last, rule="greedy", choices=given_))
 
 
 @settings(max_examples=200, deadline=None)
@@ -92,9 +93,14 @@ def test_a_missing_node_never_matches_and_neither_does_padding() -> None:
 def test_floats_travel_with_the_integers_unchanged() -> None:
     tree = DraftTree(torch.tensor([[3, 4], [3, 5]]), TreeShape.chain(1))
     expected, overlap = torch.tensor([1.25, 1e-7]), torch.tensor([[0.1, 0.2], [0.3, -0.0]])
-    found = decide(
-        tree, Verdict(torch.tensor([1, 0]), torch.tensor([7, 8]), "block", None, expected, overlap)
+    verdict = Verdict(
+        node=torch.tensor([1, 0]),
+        last=torch.tensor([7, 8]),
+        rule="block",
+        expected=expected,
+        overlap=overlap,
     )
+    found = decide(tree, verdict)
     assert found.expected == expected.tolist()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"

@@ -44,7 +44,7 @@ def check_equal_to_fresh(target: Target, cache: TreeCache, texts: list[list[int]
     assert cache.lengths == [len(text) for text in texts]
     for row, text in enumerate(texts):
         fresh = TreeCache(1, 64)
-        target.prefill(torch.tensor([text]), fresh)
+        target.prefill(torch.tensor([text]), [len(text)], fresh)
         for ours, other in zip(cache.keys + cache.values, fresh.keys + fresh.values, strict=True):
             torch.testing.assert_close(
                 ours[row, :, : len(text)], other[0, :, : len(text)], atol=1e-5, rtol=1e-5
@@ -78,10 +78,9 @@ def test_values_equal_a_fresh_prefill_after_any_accept_pattern(
     texts = [draw(length).tolist() for length in lengths]
     cache = TreeCache(len(texts), 64 if static else 12, static=static)
     width = max(lengths)
-    target.prefill(
-        torch.tensor([text + [0] * (width - len(text)) for text in texts]), cache, chunk=4
-    )
-    cache.lengths = list(lengths)
+    prompts = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    target.prefill(prompts, lengths, cache, chunk=4)
+    assert cache.lengths == list(lengths)
     for which, leaves in rounds:
         shape = SHAPES[which]
         paths = [shape.path_to(leaves[row] % shape.nodes) for row in range(len(texts))]
@@ -102,8 +101,8 @@ def test_features_of_every_node_equal_those_of_its_own_path() -> None:
     for target in TARGETS.values():
         texts = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [9, 8, 7]]
         cache = TreeCache(2, 32)
-        target.prefill(torch.tensor([text + [0] * (10 - len(text)) for text in texts]), cache)
-        cache.lengths = [10, 3]
+        padded = torch.tensor([text + [0] * (10 - len(text)) for text in texts])
+        target.prefill(padded, [10, 3], cache)
         first = torch.tensor([[20, 21], [22, 23]])  # two siblings below nothing: depth 0
         eye = torch.eye(2, dtype=torch.bool)[None]
         zero = torch.zeros(1, 2, dtype=torch.long)
@@ -130,15 +129,15 @@ def test_capacity_and_limit(room: int) -> None:
     refused."""
     target, text = TARGETS["llama"], [5, 6, 7, 8, 9, 10]
     cache = TreeCache(1, 6 - room)
-    target.prefill(torch.tensor([text]), cache)
+    target.prefill(torch.tensor([text]), [len(text)], cache)
     assert cache.capacity == (10 if room == 1 else 6 - room)
     check_equal_to_fresh(target, cache, [text])
     limited = TreeCache(1, 3, limit=6 - room)
     if room == 1:
         with pytest.raises(UserError, match="a cache for 5 positions was asked to hold 6"):
-            target.prefill(torch.tensor([text]), limited)
+            target.prefill(torch.tensor([text]), [len(text)], limited)
     else:
-        target.prefill(torch.tensor([text]), limited)
+        target.prefill(torch.tensor([text]), [len(text)], limited)
         assert limited.capacity <= 6 - room
 
 
@@ -147,8 +146,8 @@ def test_growing_keeps_what_is_there_and_rows_that_leave_take_nothing_along() ->
     target = TARGETS["llama"]
     texts = [[5, 6, 7], [8, 9, 10, 11, 12], [13]]
     cache = TreeCache(3, 5)
-    target.prefill(torch.tensor([text + [0] * (5 - len(text)) for text in texts]), cache)
-    cache.lengths = [3, 5, 1]
+    padded = torch.tensor([text + [0] * (5 - len(text)) for text in texts])
+    target.prefill(padded, [3, 5, 1], cache)
     cache.keep([0, 2])
     tokens = torch.tensor([[20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]])
     run_tree(target, cache, TreeShape.chain(5), tokens)
@@ -160,7 +159,7 @@ def test_growing_keeps_what_is_there_and_rows_that_leave_take_nothing_along() ->
 @torch.inference_mode()
 def test_a_chain_is_committed_without_copying(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TreeCache(1, 16)
-    TARGETS["llama"].prefill(torch.tensor([[5, 6, 7]]), cache)
+    TARGETS["llama"].prefill(torch.tensor([[5, 6, 7]]), [3], cache)
     run_tree(TARGETS["llama"], cache, TreeShape.chain(3), torch.tensor([[1, 2, 3, 4]]))
     before = [buffer.data_ptr() for buffer in cache.keys]
     monkeypatch.setattr(cache, "_move", lambda *_: pytest.fail("a chain was moved"))
@@ -171,8 +170,8 @@ def test_a_chain_is_committed_without_copying(monkeypatch: pytest.MonkeyPatch) -
 @torch.inference_mode()
 def test_chunked_prefill_gives_the_same_features() -> None:
     for target in TARGETS.values():
-        ids = torch.arange(4, 24)[None].repeat(2, 1)
-        whole = target.prefill(ids, TreeCache(2, 32), taps=(0, 1))
-        parts = target.prefill(ids, TreeCache(2, 32), taps=(0, 1), chunk=7)
+        ids, lengths = torch.arange(4, 24)[None].repeat(2, 1), [20, 20]
+        whole = target.prefill(ids, lengths, TreeCache(2, 32), taps=(0, 1))
+        parts = target.prefill(ids, lengths, TreeCache(2, 32), taps=(0, 1), chunk=7)
         torch.testing.assert_close(whole.last, parts.last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(whole.taps[1], parts.taps[1], atol=1e-5, rtol=1e-5)

@@ -13,11 +13,13 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import split
-from draftsmith.inference.proposer import PlainDecoding, Proposer
+from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 
 from tests.architectures import FromTheFuture, near_copy, proposers
 from tests.conftest import tiny_target
@@ -66,8 +68,8 @@ def test_decoding_stops_where_the_positions_end(left: int) -> None:
         found = generate_one(target, proposer, prompt, 100, eos_ids=NONE)
         assert found.token_ids == expected and found.finish_reason == "context"
     for narrow in (
-        EarlyExit(target, 1, length=4, width=4, nodes=4),
-        DraftModelProposer(target, target.vocab_size, 4, 4, 4),
+        EarlyExit(target, 1, TreeSettings(length=4, width=4, nodes=4)),
+        DraftModelProposer(target, target.vocab_size, TreeSettings(length=4, width=4, nodes=4)),
     ):
         for rule in ("coupled", "rejection"):
             assert (

@@ -22,7 +22,7 @@ from draftsmith.inference.replay import replay
 
 def test_the_worked_example_of_the_definitions() -> None:
     """A chain of 3 that accepted 0, 2 and 3 drafts in three rounds, nothing cut."""
-    rounds = [Round([1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
+    rounds = [Round(tokens=[1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
     summary = summarise([Generation([7], [1] * 9, rounds, decode_s=1.0)])
     assert summary["tau_incl_bonus"] == pytest.approx(8 / 3)
     assert summary["accept_rate"] == pytest.approx(5 / 9)
@@ -62,7 +62,10 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     assert bootstrap(pooled(kept, [0, 0, 1, 1]), tau) == (2.0, 2.0)
     assert bootstrap(pooled(kept, range(4)), tau) == (1.0, 3.0)
     summary = summarise(
-        [Generation([7], [], [Round([1] * n, 3, n - 1) for n in k]) for k in kept],
+        [
+            Generation([7], [], [Round(tokens=[1] * n, drafted=3, accepted=n - 1) for n in k])
+            for k in kept
+        ],
         prompts=[0, 0, 1, 1],
     )
     assert summary["tau_ci95"] == [2.0, 2.0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
-from draftsmith.inference.proposer import PlainDecoding
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.target import Target, load_target
 from peft import LoraConfig, get_peft_model

@@ -25,12 +25,13 @@ from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exports as layouts
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import ExportRequest
+from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import generate_one
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import Engine
-from draftsmith.inference.proposer import PlainDecoding, load_proposer
 from draftsmith.inference.proposers.dflash import DFlashProposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.target import Target
 
 from tests.blocks import changed_block

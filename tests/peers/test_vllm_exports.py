@@ -21,7 +21,8 @@ import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.exchange.exporter import export, load_alone
-from draftsmith.heads.exchange.exports import ExportRequest, kind_of
+from draftsmith.heads.exchange.exports import kind_of
+from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import Target, load_target

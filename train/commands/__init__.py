@@ -1,1 +1,1 @@
-"""The console commands; a command's module is imported when the command runs."""
+"""Console commands. The module of a command is imported when the command runs."""

@@ -1,4 +1,8 @@
-"""The `draftsmith` command: one verb, one module, imported when the verb runs."""
+"""`draftsmith` command line: finds the command that was named, reads its options, and runs its
+module.
+
+The module of a command is imported only when it runs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from importlib import metadata
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
 
-# Nothing heavy up here: torch takes seconds to import, and Ctrl-C must be answered from the first
-# one on.
+# Nothing that imports torch may stand here: that takes seconds, a help text needs none of it, and
+# Ctrl-C must be handled from the first moment on.
 
 VERBS = {  # the module of each command, the class of its options, and what it is for
     "data plan": (
@@ -75,15 +79,18 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     ),
 }
 
+# The module with the options of all commands of a package.
 OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the console script."""
+    """Run the console script `draftsmith`."""
     run_command(_main, sys.argv[1:] if argv is None else argv)
 
 
 def _main(argv: list[str]) -> None:
+    """Run one command, or print a usage text. Exits with status 2 for an unknown command or
+    option."""
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return
@@ -92,41 +99,46 @@ def _main(argv: list[str]) -> None:
         return
     from ..arguments import parse
 
-    words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
-    verb = " ".join(argv[:words])
+    # The commands about data have names of two words.
+    verb_words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
+    verb = " ".join(argv[:verb_words])
     if verb == "data" and (len(argv) == 1 or argv[1] in ("-h", "--help")):
         print(_usage("data "))
         return
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1)
-        fail(
-            f"unknown command {verb!r}; "
-            + (f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}")
-        )
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"
+        fail(f"unknown command {verb!r}; {hint}")
     name, options_name, _ = VERBS[verb]
-    # Options stand in a file that needs no torch: a help text or a mistyped option is answered
+    # Options stand in a file that needs no torch, so a help text or a mistyped option is handled
     # without it.
     options_module = importlib.import_module(OPTIONS[name.partition(".")[0]], __package__)
-    options, _ = parse(getattr(options_module, options_name), argv[words:], f"draftsmith {verb}")
+    options_class = getattr(options_module, options_name)
+    options, _ = parse(options_class, argv[verb_words:], f"draftsmith {verb}")
     module = importlib.import_module(f"...{name}", __package__)
-    of_module = getattr(module, "if_interrupted", lambda options: "nothing was written")
-    resumable = "the same command goes on where it stopped" if words == 2 else of_module(options)
-    guarded(lambda: module.run(options), resumable)
+    if verb_words == 2:
+        if_interrupted = "the same command goes on where it stopped"
+    elif hasattr(module, "if_interrupted"):
+        if_interrupted = module.if_interrupted(options)
+    else:
+        if_interrupted = "nothing was written"
+    guarded(lambda: module.run(options), if_interrupted)
 
 
 def train_main(argv: list[str] | None = None) -> None:
-    """Entry point of `python -m draftsmith.train METHOD` and of `accelerate launch -m
-    draftsmith.train METHOD`."""
+    """Run `python -m draftsmith.train METHOD`, alone or under `accelerate launch`."""
     follow_launcher()
     run_command(_train_main, sys.argv[1:] if argv is None else argv)
     leave()
 
 
 def _train_main(argv: list[str]) -> None:
+    """Train with the method that is named. Exits with status 2 for an unknown method or option."""
     from ..arguments import parse
     from ..method import METHODS, method_module
 
-    if argv[:2] == ["data", "extract"]:  # the one other command that many processes share
+    # The one command besides training that many processes share, so it is launched like training.
+    if argv[:2] == ["data", "extract"]:
         return _main(argv)
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
@@ -140,6 +152,7 @@ def _train_main(argv: list[str]) -> None:
     run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}")
 
     def start() -> None:
+        # Imported under `guarded`, so that an interrupt during the import ends in one line.
         from ..loop import train
 
         best = train(run, method, config_yaml)
@@ -150,7 +163,7 @@ def _train_main(argv: list[str]) -> None:
 
 
 def _usage(of: str = "") -> str:
-    """What there is; `of`: only commands that begin so."""
+    """Return the usage text, with the commands whose names begin with `of`."""
     from ..method import METHODS
 
     width = max(map(len, VERBS))

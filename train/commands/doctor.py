@@ -1,5 +1,7 @@
-"""`draftsmith doctor`: is this machine, target and config fit to run? Every line says what was
-found and, if bad, what to do."""
+"""`draftsmith doctor`: checks of this machine, a target and a training config.
+
+Every line of the report says what was found and, where it would not run, what to do.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from ..options import DoctorOptions as Options
 from ..provenance import versions
 
 GIB = 2**30
-SNUG = 0.6  # share of the free memory that weights may take before the rest is tight
+SNUG = 0.6  # share of the free memory that weights may take without a warning
 
 
 @dataclass
@@ -42,40 +44,45 @@ class Finding:
 
 
 def run(options: Options) -> None:
+    """Check and print the report. Exits with status 2 if one of the findings is an error."""
     findings = [*machine()]
     target = options.target
     if options.run is not None:
-        found, config_target = check_run(options.run, options.method)
-        findings += found
+        run_findings, config_target = check_run(options.run, options.method)
+        findings += run_findings
+        # A target that was named is checked in place of the config's.
         target = target if target.path or config_target is None else config_target
     if target.path:
         findings += check_target(target)
     if options.json:
-        print(json.dumps([asdict(f) for f in findings], indent=2))
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         show(findings)
-    if any(f.status == "error" for f in findings):
+    if any(finding.status == "error" for finding in findings):
         raise SystemExit(2)
 
 
 def show(findings: list[Finding]) -> None:
+    """Print the findings as a table."""
     table = Table("check", "status", "found")
     colors = {"ok": "green", "warning": "yellow", "error": "red"}
-    for f in findings:
-        table.add_row(f.check, f"[{colors[f.status]}]{f.status}[/]", f.found)
+    for finding in findings:
+        status = f"[{colors[finding.status]}]{finding.status}[/]"
+        table.add_row(finding.check, status, finding.found)
     Console().print(table)
 
 
 def machine() -> Iterator[Finding]:
-    """Versions, devices, memory, disk."""
-    found = versions()
-    missing = [name for name, version in found.items() if version is None and name != "deepspeed"]
-    text = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    yield Finding(
-        "versions",
-        "error" if missing else "ok",
-        text + (f"; missing: {', '.join(missing)}" if missing else ""),
-    )
+    """Yield the findings about versions, devices, memory and disk."""
+    installed = versions()
+    # deepspeed is installed on Linux only.
+    missing = [
+        name for name, version in installed.items() if version is None and name != "deepspeed"
+    ]
+    text = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
+    if missing:
+        text += f"; missing: {', '.join(missing)}"
+    yield Finding("versions", "error" if missing else "ok", text)
     yield Finding(
         "processor", "ok", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     )
@@ -104,7 +111,10 @@ def machine() -> Iterator[Finding]:
 
 
 def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetConfig | None]:
-    """Does the config parse, and can its sources be read?"""
+    """Return the findings about the config file `path` and its data sources, and its target.
+
+    Exits with status 2 if the file is not a config of the method.
+    """
     method = method_for(path, given)
     config, _ = parse(method_module(method).Run, ["--config", path], "draftsmith doctor --run")
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
@@ -112,12 +122,10 @@ def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetCon
         check = f"data {source.name or source.path}"
         try:
             if source_files(source.path) is None:
-                findings.append(
-                    Finding(
-                        check, "ok", f"{source.path} is no local file; it will be asked of the hub"
-                    )
-                )
+                text = f"{source.path} is no local file; it will be asked of the hub"
+                findings.append(Finding(check, "ok", text))
                 continue
+            # One row is enough to see that the file can be read and has the form of its name.
             next(rows_of(source.path, source.split))
             findings.append(Finding(check, "ok", f"{source.path} can be read"))
         except StopIteration:
@@ -130,8 +138,11 @@ def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetCon
 
 
 def check_target(config: TargetConfig) -> Iterator[Finding]:
-    """Does the target load, is its head understood, do packed documents stay apart, what does its
-    template mark?"""
+    """Yield the findings about a target: its weights and memory, its head, packed documents, its
+    end token and its chat template.
+
+    Later checks are left out once the target cannot be loaded.
+    """
     try:
         fits = check_memory(config)
         if fits is not None:
@@ -151,6 +162,7 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
         f"{target.hidden_size}, vocabulary {target.vocab_size}, {target.max_positions} positions, "
         f"{target.dtype} on {target.device}",
     )
+    # `load_target` refuses a target where this does not hold.
     yield Finding("head", "ok", "head(last hidden state) gives the target's own logits")
     try:
         LiveTarget(target)
@@ -165,39 +177,42 @@ def check_target(config: TargetConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: TargetConfig) -> Finding | None:
-    """Will the target's weights fit? Known for a folder with safetensors files, before they are
-    loaded."""
-    found = footprint(config.path)
-    if found is None or config.spread != "whole":
+    """Return the finding about the memory that the target's weights take, before they are loaded.
+
+    None where it is not known: for a target that is no folder with safetensors files, and for one
+    that is spread over ranks or devices.
+    """
+    stored = footprint(config.path)
+    if stored is None or config.spread != "whole":
         return None
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
-    needed = found.loaded_bytes(dtype) if isinstance(dtype, torch.dtype) else found.stored_bytes
-    name = (
-        str(dtype).removeprefix("torch.")
-        if isinstance(dtype, torch.dtype)
-        else "the type it is stored in"
-    )
+    # `dtype` is a text, "auto", where each weight keeps the type that it is stored in.
+    if isinstance(dtype, torch.dtype):
+        needed, name = stored.loaded_bytes(dtype), str(dtype).removeprefix("torch.")
+    else:
+        needed, name = stored.stored_bytes, "the type it is stored in"
     if needed > free:
         kind = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         return Finding(
-            "target memory", "error", f"the weights need {too_large(found, kind, needed, free)}"
+            "target memory", "error", f"the weights need {too_large(stored, kind, needed, free)}"
         )
     text = (
-        f"{gigabytes(needed)} of weights in {name} ({gigabytes(found.stored_bytes)} stored), "
+        f"{gigabytes(needed)} of weights in {name} ({gigabytes(stored.stored_bytes)} stored), "
         f"{gigabytes(free)} free"
     )
     if needed > SNUG * free:
         return Finding("target memory", "warning", f"{text}: little is left for training beside it")
-    if not cuda and config.dtype == "auto" and needed > found.stored_bytes:
+    if not cuda and config.dtype == "auto" and needed > stored.stored_bytes:
         text += "; --target.dtype bfloat16 keeps them as stored"
     return Finding("target memory", "ok", text)
 
 
 def check_template(target: Target) -> Finding:
-    """Render a probe and say what would be learned from."""
+    """Return the finding about the chat template: the text of a probe that training would learn
+    from."""
     if not target.tokenizer.chat_template:
         return Finding("chat template", "warning", "none; only plain text can be learned from")
     probe = Conversation(
@@ -209,18 +224,15 @@ def check_template(target: Target) -> Finding:
         ]
     )
     try:
-        parts = encode(probe, target.tokenizer, target.eos_ids, target.name, {})
+        sequences = encode(probe, target.tokenizer, target.eos_ids, target.name, {})
     except RowError as error:
         return Finding("chat template", "error", f"cannot carry a conversation: {error}")
-    learned = [
-        target.tokenizer.decode([i for i, m in zip(part.token_ids, part.mask, strict=True) if m])
-        for part in parts
-    ]
-    marks = (
-        "generation marks"
-        if "generation" in target.tokenizer.chat_template
-        else "no generation marks"
-    )
+    learned = []
+    for sequence in sequences:
+        marked = zip(sequence.token_ids, sequence.mask, strict=True)
+        learned.append(target.tokenizer.decode([token for token, written in marked if written]))
+    has_marks = "generation" in target.tokenizer.chat_template
+    marks = "generation marks" if has_marks else "no generation marks"
     good = all(any(reply in text for text in learned) for reply in ("two", "four"))
     return Finding(
         "chat template",

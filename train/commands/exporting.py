@@ -1,4 +1,7 @@
-"""`draftsmith export`: a drafter as a serving engine loads it, checked before it is written."""
+"""`draftsmith export`: writes a drafter in the layout that a serving engine loads.
+
+The export is checked before it is put in place.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,15 @@ from ...heads.artifact import OWN_FILE, Artifact
 from ...heads.errors import UserError
 from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
-from ...heads.exchange.exports import BLOCKS, DRAFTS, ExportRequest
+from ...heads.exchange.exports import DRAFTS
+from ...heads.exchange.layouts import BLOCKS, ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
+from ...inference.drafters import parse_spec
 from ...inference.evaluation.compare import load_measured
-from ...inference.proposer import parse_spec
 from ...inference.settings import BadRows
 from ...inference.target import Target
 from ..data.templates import encode
@@ -30,6 +34,11 @@ from ..options import ExportOptions as Options
 
 
 def run(options: Options) -> None:
+    """Export the drafter, and print the command that serves it.
+
+    Raises `UserError` for everything that cannot be done. The folder is then left as it was, except
+    where it was written and only the upload failed.
+    """
     check_output_folder(options.out, "--out")
     artifact, head = load_alone(options.drafter), None
     if Path(options.out).resolve() == Path(options.drafter).resolve():
@@ -39,33 +48,37 @@ def run(options: Options) -> None:
         artifact, head = beside_target(artifact, target, options), target.head_weight
     drafts = drafts_for(artifact, options.drafts)
     dtype = stored_dtype(artifact) if options.dtype == "auto" else getattr(torch, options.dtype)
-    order = ExportRequest(
+    request = ExportRequest(
         options.to, options.out, options.serve_as or artifact.fingerprint.name, drafts, dtype
     )
     pruned = options.draft_vocab_size is not None
+    # The figures of a card are those of the very weights that are exported.
     if pruned and options.report:
         raise UserError(
             "the report measured the drafter with more tokens; evaluate the export and give its "
             "report another time"
         )
-    rows = [
-        row for path in options.report for row in figures(path, options.drafter, artifact.method)
-    ]
-    again = Path(options.out, OWN_FILE).is_file()
-    recipe = export(artifact, order, options.license, rows, head)
-    done = "replaced the earlier export in" if again else "wrote"
+    card_figures = []
+    for path in options.report:
+        card_figures += figures(path, options.drafter, artifact.method)
+    replaces_export = Path(options.out, OWN_FILE).is_file()
+    recipe = export(artifact, request, options.license, card_figures, head)
+    done = "replaced the earlier export in" if replaces_export else "wrote"
     print(
         f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n"
     )
     for note in recipe.notes:
         print(f"note: {note}")
-    print(f"\n{recipe.serve(order, artifact.drafter)}")
+    print(f"\n{recipe.serve(request, artifact.drafter)}")
     if options.push is not None:
         push(options.out, options.push)
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:
-    """Drafts a round. Raises `UserError` for more than there are heads, or drafts of a block."""
+    """Return the drafts per round of the serve command: `asked`, or the default of the method.
+
+    Raises `UserError` for more drafts than there are heads, or drafts of a block.
+    """
     drafter = artifact.drafter
     if artifact.method == "medusa":
         most, what = drafter.config.num_heads, "heads that there are"
@@ -79,50 +92,61 @@ def drafts_for(artifact: Artifact, asked: int | None) -> int:
 
 
 def stored_dtype(artifact: Artifact) -> torch.dtype:
+    """Return the type in which the drafter's weights are stored."""
     return next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
 
 
 def beside_target(artifact: Artifact, target: Target, options: Options) -> Artifact:
-    """The artifact held against its target, with the vocabulary that the options ask for."""
-    known = artifact.fingerprint
-    if errors := known.errors_against(target.fingerprint(), artifact.drafter.bound_to):
+    """Return the artifact with the draft vocabulary that the options ask for.
+
+    Raises `UserError` for a drafter of another target, for a vocabulary of a size that it cannot
+    have, and for replies in which the target wrote nothing.
+    """
+    fingerprint = artifact.fingerprint
+    if errors := fingerprint.errors_against(target.fingerprint(), artifact.drafter.bound_to):
         raise UserError(
-            f"{options.drafter} was trained for another target ({known.name}): {'; '.join(errors)}"
+            f"{options.drafter} was trained for another target ({fingerprint.name}): "
+            f"{'; '.join(errors)}"
         )
-    for message in known.warnings_against(target.fingerprint()):
+    for message in fingerprint.warnings_against(target.fingerprint()):
         print(f"warning: {message}")
     if options.draft_vocab_size is None:
         return artifact
     counts, always = token_counts(target, options.vocab_data, options.bad_rows), special_ids(target)
     ranked = counts.double()
-    # it cannot learn tokens that it never had
-    if (kept := getattr(artifact.drafter, "kept", None)) is not None:
-        if options.draft_vocab_size > len(kept):
+    # A drafter with a draft vocabulary has no output row for any other token. Counts are at least
+    # 0, so with -1 those tokens come last.
+    if (current_ids := getattr(artifact.drafter, "kept", None)) is not None:
+        if options.draft_vocab_size > len(current_ids):
             raise UserError(
-                f"the drafter proposes {len(kept)} tokens already; ask for fewer than that"
+                f"the drafter proposes {len(current_ids)} tokens already; ask for fewer than that"
             )
-        ranked = torch.full_like(ranked, -1.0).scatter(0, kept, ranked[kept])
-        always &= set(kept.tolist())
+        ranked = torch.full_like(ranked, -1.0).scatter(0, current_ids, ranked[current_ids])
+        always &= set(current_ids.tolist())
     if not len(always) <= options.draft_vocab_size <= target.vocab_size:
         raise UserError(
             f"--draft-vocab-size {options.draft_vocab_size} must lie between the {len(always)} "
             "special tokens and the target's "
             f"{target.vocab_size}"
         )
-    found = with_vocabulary(
+    pruned = with_vocabulary(
         artifact, most_frequent(ranked, options.draft_vocab_size, always), counts
     )
-    coverage = found.provenance.get("pruned", {}).get("coverage", 1.0)
+    # Not noted where the vocabulary is as large as before: then nothing was cut.
+    coverage = pruned.provenance.get("pruned", {}).get("coverage", 1.0)
     print(
         f"draft vocabulary: {options.draft_vocab_size:,} tokens, which are {coverage:.2%} of "
         "those that the target wrote"
     )
-    return found
+    return pruned
 
 
 def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
-    """How often each token `[V]` was written by the target in these replies. Raises `UserError` if
-    none was."""
+    """Return how often the target wrote each token `[V]` in the replies of `sources`.
+
+    A malformed row is treated as `bad_rows` says. Raises `UserError` if no token was written, or if
+    the tokens are not the target's.
+    """
     counts = Counter[int]()
     for source in sources:
         left_out = LeftOut(source, bad_rows)
@@ -130,16 +154,15 @@ def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch
             try:
                 if isinstance(row, RowError):
                     raise row
-                for text in encode(
+                sequences = encode(
                     conversation_of(row), target.tokenizer, target.eos_ids, target.name, {}
-                ):
-                    counts.update(
-                        token
-                        for token, written in zip(text.token_ids, text.mask, strict=True)
-                        if written
-                    )
+                )
             except RowError as error:
                 left_out.add(name, error)
+                continue
+            for sequence in sequences:
+                marked = zip(sequence.token_ids, sequence.mask, strict=True)
+                counts.update(token for token, written in marked if written)
     if not counts:
         raise UserError(
             f"{', '.join(sources)}: no token that the target wrote; give replies that it wrote"
@@ -149,22 +172,24 @@ def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch
         raise UserError(
             f"{', '.join(sources)} were written with another tokenizer than the target's"
         )
-    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(
-        0, ids, torch.tensor(list(counts.values()))
-    )
+    values = torch.tensor(list(counts.values()))
+    return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, values)
 
 
 def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
-    """What a report says of this very drafter. Raises `UserError` if it is about others."""
+    """Return the figures that the report at `path` has of this very drafter, one for each setting
+    and tree.
+
+    Raises `UserError` if the report is about other drafters.
+    """
     report = load_measured(path)
-    ours = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
+    # A drafter is known by its weights: names and folders change.
+    weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
     known: dict[str, Any] = report.get("drafters", {})
-    names = {name for name, facts in known.items() if facts.get("sha256") == ours}
+    names = {name for name, facts in known.items() if facts.get("sha256") == weights_hash}
     if not names:
-        measured = (
-            ", ".join(name for name, facts in known.items() if facts.get("sha256"))
-            or "none with weights"
-        )
+        with_weights = [name for name, facts in known.items() if facts.get("sha256")]
+        measured = ", ".join(with_weights) or "none with weights"
         raise UserError(
             f"{path} is not about {drafter}: the drafters that it measured ({measured}) have "
             "other weights"
@@ -174,21 +199,21 @@ def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
     source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
     rows = []
     for setting in report["settings"]:
-        for name, found in setting["drafters"].items():
-            if name in names or found.get("spec") in specs:  # as it is, tuned, or as in an engine
-                rows.append(_figure(name, method, found, setting, source))
+        for name, summary in setting["drafters"].items():
+            # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
+            if name in names or summary.get("spec") in specs:
+                rows.append(_figure(name, method, summary, setting, source))
     return rows
 
 
 def _figure(
     name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str
 ) -> CardFigures:
+    """Return the line of the card for one drafter in one setting of a report."""
     low, high = found["tau_ci95"]
-    chosen = (
-        {"width": 1 if method == "draft_model" else None}
-        | parse_spec(name)[1]
-        | found.get("setting", {})
-    )
+    # Later settings win: the method's default, the spec's, and those of a profile.
+    default = {"width": 1 if method == "draft_model" else None}
+    chosen = default | parse_spec(name)[1] | found.get("setting", {})
     return CardFigures(
         drafts=name,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
@@ -203,17 +228,20 @@ def _figure(
 
 
 def push(folder: str, name: str) -> None:
-    """Upload to the hub. Raises `UserError`."""
+    """Upload the folder to the hub as the repository `name`, private if it is new.
+
+    Raises `UserError` where the hub does not take it.
+    """
     try:
         api = HfApi()
         api.create_repo(name, private=True, exist_ok=True)
-        found = api.upload_folder(
+        address = api.upload_folder(
             repo_id=name, folder_path=folder, commit_message="draftsmith export"
         )
-    except Exception as error:  # of whichever HTTP library there is
+    except Exception as error:  # of any HTTP library that huggingface_hub uses
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
             "with hf auth login"
         ) from error
-    print(f"\npushed: {found}")
+    print(f"\npushed: {address}")

@@ -1,5 +1,4 @@
-"""`draftsmith generate`: decode one prompt, stream it, and colour what the drafter guessed
-right."""
+"""`draftsmith generate`: decodes one prompt, streams the reply, and colours the accepted drafts."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from ...heads.errors import UserError
 from ...inference.api import Decoder
 from ...inference.decode import Generation, Request, Round, decode
 from ...inference.detokenize import StreamedText
+from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.metrics import emitted_per_round, tau
-from ...inference.proposer import check_spec, load_proposer
 from ...inference.settings import GREEDY, Sampling
 from ...inference.target import load_target
 from ..options import GenerateOptions as Options
@@ -23,6 +22,10 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 def run(options: Options) -> None:
+    """Decode the prompt, stream the reply, and print a line about tau on stderr.
+
+    Raises `UserError` for an empty prompt, and for one that is not UTF-8 text.
+    """
     check_spec(options.drafter)
     try:
         text = sys.stdin.buffer.read().decode() if options.prompt == "-" else options.prompt
@@ -40,25 +43,21 @@ def run(options: Options) -> None:
         options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), tuned
     )
     decoder = Decoder(target, proposer)
-    color = (
-        options.color
-        if options.color is not None
-        else sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    )
+    color = options.color
+    if color is None:
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     ids = decoder.encode(text, options.raw)
     generation = stream(decoder, ids, options.max_new_tokens, color, options.sampling, options.stop)
     rounds = len(generation.rounds)
-    lossy = (
-        ""
-        if options.sampling.lossless
-        else " (LOSSY: typical acceptance does not keep the target's distribution)"
-    )
+    lossy = ""
+    if not options.sampling.lossless:
+        lossy = " (LOSSY: typical acceptance does not keep the target's distribution)"
     summary = f": tau {tau([emitted_per_round(generation)]):.2f}" if rounds else ""
-    why = {
+    endings = {
         "length": f" (cut at {options.max_new_tokens})",
         "context": " (the target's positions are full)",
     }
-    ended = why.get(generation.finish_reason, "")
+    ended = endings.get(generation.finish_reason, "")
     print(
         f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{lossy}",
         file=sys.stderr,
@@ -74,7 +73,10 @@ def stream(
     stop: Sequence[str] = (),
     stdout: TextIO | None = None,
 ) -> Generation:
-    """Write the reply as it is decoded and return it."""
+    """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it.
+
+    With `color`, accepted drafts are green.
+    """
     generation = Generation(ids)
     text = StreamedText(decoder.target.tokenizer, stop)
     out = stdout or sys.stdout
@@ -83,7 +85,7 @@ def stream(
         decoder.target, decoder.proposer, [Request(ids)], max_new_tokens, sampling, None, stop
     ):
         _, step, reason = steps[0]
-        if step.drafted is not None:
+        if step.drafted is not None:  # None: the step after the prefill, which is no round
             generation.rounds.append(step)
         generation.token_ids.extend(step.tokens)
         generation.finish_reason = reason or ""
@@ -96,10 +98,12 @@ def stream(
 def _write(
     text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO
 ) -> None:
-    for place, token in enumerate(step.tokens):
-        piece = text.add(
-            [] if token in eos else [token], last=last and place == len(step.tokens) - 1
-        )
+    """Write the tokens of a step, as far as they are whole characters; `last`: nothing follows."""
+    for index, token in enumerate(step.tokens):
+        # End tokens are not text. The last token lets go of characters that `text` held back.
+        ends = last and index == len(step.tokens) - 1
+        piece = text.add([] if token in eos else [token], last=ends)
         if piece:
-            out.write(f"{GREEN}{piece}{RESET}" if color and place < step.accepted else piece)
+            # The accepted drafts come first; the token after them is the target's own.
+            out.write(f"{GREEN}{piece}{RESET}" if color and index < step.accepted else piece)
     out.flush()

@@ -1,5 +1,6 @@
-"""`draftsmith import`: a public Medusa, EAGLE, DFlash or DSpark checkpoint, or an export of ours,
-becomes a drafter of ours."""
+"""`draftsmith import`: reads a public Medusa, EAGLE, DFlash or DSpark checkpoint, or an export that
+draftsmith wrote, and writes a drafter.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +29,16 @@ from ..inputs import embedding_and_head_in
 from ..options import ImportOptions as Options
 from ..provenance import provenance
 
+# Files of a repository on the hub that are loaded.
 READ = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
 
 
 def run(options: Options) -> None:
+    """Import the checkpoint, and print what was assumed where it leaves something open.
+
+    Raises `UserError` for a folder that is not a checkpoint of this target, or that needs no
+    import.
+    """
     check_output_folder(options.out, "--out")
     folder = folder_of(options.from_)
     if Path(options.out).exists():
@@ -42,24 +49,24 @@ def run(options: Options) -> None:
         options.norm_before_residual,
         options.target_embedding,
     )
-    there = (folder / OWN_FILE).is_file()
-    own = (
-        read_document(folder / OWN_FILE, OwnFile, "copy or export the drafter again")[0]
-        if there
-        else None
-    )
+    # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
+    own = None
+    if (folder / OWN_FILE).is_file():
+        remedy = "copy or export the drafter again"
+        own, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
     if own is not None and own.export is None:
-        raise UserError(f"{folder} is a drafter of ours already; use it as it is")
+        raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
     if own is not None and own.method == "draft_model":
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
-    found, artifact = (
-        foreign(folder, target, answers) if own is None else exported(folder, target, answers, own)
-    )
-    artifact.save(options.out, found.dtype)
-    for note in found.notes:
+    if own is None:
+        public, artifact = foreign(folder, target, answers)
+    else:
+        public, artifact = exported(folder, target, answers, own)
+    artifact.save(options.out, public.dtype)
+    for note in public.notes:
         print(f"taken for granted: {note}")
-    print(f"read {folder} as {found.layout}; drafter: {options.out}")
+    print(f"read {folder} as {public.layout}; drafter: {options.out}")
     print(
         f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts "
         "HELD_OUT.jsonl"
@@ -67,7 +74,10 @@ def run(options: Options) -> None:
 
 
 def folder_of(name: str) -> Path:
-    """The folder of that name, or what the hub has under it. Raises `UserError`."""
+    """Return the folder `name`, or a folder with the files of the repository `name` on the hub.
+
+    Raises `UserError` where there is neither.
+    """
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -76,7 +86,7 @@ def folder_of(name: str) -> Path:
         )
     try:
         return Path(snapshot_download(name, allow_patterns=READ, ignore_patterns=["*/*"]))
-    except Exception as error:  # of whichever HTTP library there is
+    except Exception as error:  # of any HTTP library that huggingface_hub uses
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
@@ -84,39 +94,54 @@ def folder_of(name: str) -> Path:
 
 
 def taps_of(text: str | None) -> list[int] | None:
+    """Return the taps that the option names as a JSON list; None where none are given.
+
+    Raises `UserError` for anything but a list of whole numbers that is not empty.
+    """
+    taps: Any = None
     try:
         taps = json_module.loads(text) if text is not None else None
     except ValueError:
         taps = text
-    if taps is not None and not (
-        isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)
-    ):
+    # `type`, not `isinstance`: true and false are integers to Python.
+    are_taps = isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)
+    if taps is not None and not are_taps:
         raise UserError(f"--taps is a list of numbers such as [2,16,29], not {text}")
     return taps
 
 
 def foreign(folder: Path, target: StoredTarget, answers: Answers) -> tuple[Public, Artifact]:
-    """A checkpoint that says nothing of its target: it is taken for the one that was named."""
-    found = read_public(folder, side_of(target), answers)
+    """Return the contents of another project's checkpoint, and a drafter made of them.
+
+    Such a checkpoint does not say which target it is for; it is taken to be `target`, and its
+    provenance notes all that was taken for granted. Raises `UserError`.
+    """
+    public = read_public(folder, side_of(target), answers)
     files = StoredTensors(folder).files
     facts = {
         **provenance(),
         "imported_from": str(folder),
-        "layout": found.layout,
+        "layout": public.layout,
         "sha256": {path.name: checksum(path) for path in files},
-        "taken_for_granted": found.notes,
+        "taken_for_granted": public.notes,
     }
-    return found, Artifact(found.drafter, target.fingerprint(), {}, facts)
+    return public, Artifact(public.drafter, target.fingerprint(), {}, facts)
 
 
 def exported(
     folder: Path, target: StoredTarget, answers: Answers, own: OwnFile
 ) -> tuple[Public, Artifact]:
-    """An export of ours: everything in it has to be as it was written."""
+    """Return the contents of an export that draftsmith wrote, and the drafter that was exported.
+
+    Everything in it has to be as it was written: its files' checksums, and the method, shape and
+    type that `draftsmith.json` notes. Raises `UserError` where something was changed, and for a
+    target other than the drafter's.
+    """
     assert own.export is not None
     if answers != Answers():
         raise UserError(
-            f"{folder} is an export of ours and leaves nothing open; leave out --taps and its like"
+            f"{folder} is an export of draftsmith and leaves nothing open; leave out --taps and "
+            "its like"
         )
     drafter_type = drafter_class(own.method)
     check_target(
@@ -126,6 +151,7 @@ def exported(
         folder,
         lambda message: print(f"warning: {message}"),
     )
+    # Every file of weights in the folder would be read, so each has to be one that was written.
     if surplus := sorted(
         {path.name for path in folder.glob("*.safetensors")} - own.export.sha256.keys()
     ):
@@ -133,25 +159,28 @@ def exported(
             f"{folder / surplus[0]} is not part of the export; remove it, or copy the export again"
         )
     check_files(folder, own, lambda message: print(f"warning: {message}"))
-    found = read_public(folder, side_of(target), Answers(ours=True))
-    if found.drafter.method != own.method:
+    public = read_public(folder, side_of(target), Answers(ours=True))
+    if public.drafter.method != own.method:
         raise UserError(
-            f"{folder} holds {found.drafter.method}, {OWN_FILE} says {own.method}; one of them "
+            f"{folder} holds {public.drafter.method}, {OWN_FILE} says {own.method}; one of them "
             "was changed"
         )
-    check_shape(found.drafter, own.taps, own.shape, folder / "config.json")
-    if found.notes:
+    check_shape(public.drafter, own.taps, own.shape, folder / "config.json")
+    # A note is an assumption about something that a file leaves open.
+    if public.notes:
         raise UserError(
-            f"{folder}: {found.notes[0]}; an export of ours leaves nothing open, so it was changed"
+            f"{folder}: {public.notes[0]}; an export of draftsmith leaves nothing open, so it was "
+            "changed"
         )
-    if (said := getattr(torch, own.dtype)) != found.dtype:
+    if (noted_dtype := getattr(torch, own.dtype)) != public.dtype:
         raise UserError(
-            f"{folder} holds {found.dtype}, {OWN_FILE} says {said}; one of them was changed"
+            f"{folder} holds {public.dtype}, {OWN_FILE} says {noted_dtype}; one of them was changed"
         )
-    return found, Artifact(found.drafter, own.target, own.calibration, own.provenance)
+    return public, Artifact(public.drafter, own.target, own.calibration, own.provenance)
 
 
 def side_of(target: StoredTarget) -> TargetSide:
+    """Return the sizes and matrices of `target` that a checkpoint is read with."""
     return TargetSide(
         target.num_layers,
         target.hidden_size,

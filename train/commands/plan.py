@@ -1,8 +1,7 @@
-"""`draftsmith data plan`: bytes, GPU-hours and GPU memory of a training run, from the configs
-alone, before anything runs.
+"""`draftsmith data plan`: prints the bytes, GPU-hours and GPU memory that a training run will take.
 
-Everything is arithmetic on shapes: the target and the drafter are built without numbers. What is
-assumed is printed beside it.
+They follow from the configs alone, by arithmetic on shapes: target and drafter are built without
+weights, and nothing is run. Assumptions are printed beside the figures.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
 def run(options: Options) -> None:
+    """Print the plan, and write it to a file if one is named."""
     check_output(options.json, "--json")
     _, shape, plan = planned(options)
     if options.json is not None:
@@ -32,7 +32,11 @@ def run(options: Options) -> None:
 
 
 def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
-    """The run, the shape of its target and drafter, and what `plan_for` makes of them."""
+    """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
+
+    Raises `UserError` for a target without a config, and exits with status 2 for a config file that
+    is not one.
+    """
     method = method_module(method_for(options.run, options.method))
     changes = [f"--{change}" for change in options.set]
     config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run")
@@ -41,48 +45,35 @@ def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
 
 
 def show(shape: RunSizes, plan: dict[str, float], options: Options) -> None:
-    """Print the plan, and what to do where it asks for too much."""
+    """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
-    target, drafter = (
-        plan["target_bytes"],
-        f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position",
-    )
-    table = Table("what", "how much", "of it")
+    once = f"forward at {options.mfu:.0%} of peak"
     times = plan["extractions"]
-    once = f"forward at {options.mfu:.0%} of peak" + (
-        f", live: in each of {times:g} epochs" if times != 1 else ""
+    if times != 1:
+        once += f", live: in each of {times:g} epochs"
+    extracting, training = plan["extract_gpu_hours"] * times, plan["train_gpu_hours"]
+    drafter = f"{count(shape.drafter_params)}, {shape.passes:.3g} passes a position"
+    per_token = f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"
+    decoding = f"decoding at {DECODE_SHARE:.0%} of peak"
+    sharded = f"bf16; sharded {size(plan['target_bytes'] / options.gpus)} a GPU"
+    bound = "a rough upper bound for one forward pass of a rank"
+    table = Table("what", "how much", "of it")
+    table.add_row("stored features", size(plan["feature_bytes"]), per_token)
+    table.add_row("stored in fp8", size(plan["feature_bytes_fp8"]), "")
+    table.add_row("regenerate replies", hours(plan["regenerate_gpu_hours"]), decoding)
+    table.add_row("extract features", hours(extracting), once)
+    table.add_row("train the drafter", hours(training), drafter)
+    table.add_row(
+        "GPU memory: target",
+        size(plan["target_bytes"]),
+        f"{count(shape.target_params)}, {sharded}",
     )
-    for what, amount, remark in (
-        (
-            "stored features",
-            size(plan["feature_bytes"]),
-            f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token",
-        ),
-        ("stored in fp8", size(plan["feature_bytes_fp8"]), ""),
-        (
-            "regenerate replies",
-            hours(plan["regenerate_gpu_hours"]),
-            f"decoding at {DECODE_SHARE:.0%} of peak",
-        ),
-        ("extract features", hours(plan["extract_gpu_hours"] * times), once),
-        ("train the drafter", hours(plan["train_gpu_hours"]), drafter),
-        (
-            "GPU memory: target",
-            size(target),
-            f"{count(shape.target_params)}, bf16; sharded {size(target / options.gpus)} a GPU",
-        ),
-        (
-            "GPU memory: drafter",
-            size(plan["drafter_bytes"]),
-            "fp32 weights, gradients, AdamW's moments",
-        ),
-        (
-            "GPU memory: activations",
-            size(plan["activation_bytes"]),
-            "a rough upper bound for one forward pass of a rank",
-        ),
-    ):
-        table.add_row(what, amount, remark)
+    table.add_row(
+        "GPU memory: drafter",
+        size(plan["drafter_bytes"]),
+        "fp32 weights, gradients, AdamW's moments",
+    )
+    table.add_row("GPU memory: activations", size(plan["activation_bytes"]), bound)
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
@@ -104,8 +95,6 @@ def hours(gpu_hours: float) -> str:
 
 
 def count(parameters: int) -> str:
-    return (
-        f"{parameters / 1e9:.2f}B parameters"
-        if parameters >= 1e9
-        else f"{parameters / 1e6:.1f}M parameters"
-    )
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.2f}B parameters"
+    return f"{parameters / 1e6:.1f}M parameters"

@@ -1,2 +1,1 @@
-"""Training data: sources, chat templates, packed batches, feature stores, extraction, regeneration,
-rollouts."""
+"""Training data: tables of tokens, packed batches, feature stores, and texts the target writes."""

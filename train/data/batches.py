@@ -1,7 +1,9 @@
-"""Packed rows and their order: a pure function of seed and step, so that a resumed run sees what it
-would have seen.
+"""Packed rows and their order.
 
-Shapes: B packed rows, S positions.
+Which rows a step sees is a pure function of seed and step, so a resumed run sees what it would have
+seen.
+
+Shapes: B packed rows, S positions, D draft depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,38 +20,42 @@ from torch import Tensor
 from .tables import TokenTable
 
 PADDING = -1  # document number of padding
-GOLDEN = (5**0.5 - 1) / 2
-ANY = -(1 << 20)  # in `rounds`: an ordinary position, at which any draft may begin
+GOLDEN = (5**0.5 - 1) / 2  # inverse of the golden ratio, see `Turns`
+ANY = -(1 << 20)  # in `rounds`: an ordinary position, which may be a root; below any real count
 
 
 @dataclass
 class Batch:
-    """Packed rows on the CPU: masks are data, and what is derived from them needs no device
-    synchronisation."""
+    """Packed rows, on the CPU.
+
+    Masks are data here, so that what is derived from them needs no device synchronisation.
+    """
 
     ids: Tensor
-    """[B, S]."""
+    """Token ids `[B, S]`."""
     positions: Tensor
-    """[B, S]; restart at 0 with every document, and with the padding."""
+    """Positions `[B, S]`; they restart at 0 with every document, and with the padding."""
     documents: Tensor
-    """[B, S]; number of the document within the row, PADDING at the end."""
+    """Number of each token's document within its row `[B, S]`; PADDING at the end of the row."""
     mask: Tensor
-    """[B, S] bool; true where the target wrote."""
+    """Loss mask `[B, S]`, bool: true where the target wrote the token."""
     numbers: tuple[int, ...] = ()
-    """Place of each row in the endless stream of rows, whatever the rank: what is random about a
-    row is drawn from it."""
+    """Number of each row in the endless stream of rows, the same on any number of ranks. What is
+    random about a row is drawn from it."""
     rounds: Tensor | None = None
-    """[B, S]; in texts decoded with the drafter (train/data/rollouts.py), at the root of each
-    round: how many of its drafts were looked at, m > 0 if the last of them was rejected, -m if all
-    were accepted; 0 elsewhere. ANY, or no tensor: ordinary text."""
+    """In texts decoded with the drafter (train/data/rollouts.py), `[B, S]`: at the root of each
+    round, how many of its drafts were looked at. It is m > 0 if the last of these m was rejected,
+    -m if all m were accepted, and 0 at other positions. ANY, or no tensor: ordinary text."""
 
     def __post_init__(self) -> None:
         self.numbers = self.numbers or tuple(range(len(self.ids)))
 
     def draft_weights(self, steps: int, accepted: float) -> Tensor:
-        """`[B, S, steps]`: weight of the draft of each depth from a root at each position: 1, but
-        in decoded texts only for those that were looked at, `accepted` for those that were
-        right."""
+        """Return the weight of the draft of each depth from a root at each position `[B, S, D]`.
+
+        D is `steps`. The weight is 1 in ordinary texts. In decoded texts it is 1 for the draft that
+        was rejected, `accepted` for those that were accepted, and 0 for what was not looked at.
+        """
         if self.rounds is None:
             return torch.ones(*self.ids.shape, steps)
         rounds, depth = self.rounds[..., None], torch.arange(1, steps + 1)
@@ -59,70 +65,86 @@ class Batch:
         return torch.where(rounds == ANY, 1.0, looked_at)
 
     def row_weights(self, accepted: float) -> Tensor:
-        """`[B, S]`: the same for drafters whose row t drafts x[t+1] whatever the root: the weight
-        of the draft that it made."""
+        """Return the weight of each row `[B, S]` for a draft model.
+
+        Its row t drafts x[t+1] whatever the root. These are the `draft_weights` by root and depth,
+        moved to the rows: the draft of depth d of root n is made at row n + d - 1. Rounds do not
+        overlap, so a row gets the weight of one draft at most.
+        """
         if self.rounds is None:
             return torch.ones(self.ids.shape)
         decoded = torch.where(self.rounds == ANY, 0, self.rounds)
-        steps = int(decoded.abs().max())
+        depths = int(decoded.abs().max())
         total = (self.rounds == ANY).float()
-        table = self.draft_weights(max(steps, 1), accepted) * (decoded != 0)[..., None]
-        for depth in range(steps):
-            here, root = slice(depth, None), slice(None, table.shape[1] - depth)
-            # a text may have been cut within its last round
-            same = self.documents[:, here] == self.documents[:, root]
-            total[:, here] += table[:, root, depth] * same
+        table = self.draft_weights(max(depths, 1), accepted) * (decoded != 0)[..., None]
+        for d in range(depths):  # depth d + 1
+            row, root = slice(d, None), slice(None, table.shape[1] - d)
+            # A text may have been cut within its last round, and the row then belongs to the next
+            # document.
+            same = self.documents[:, row] == self.documents[:, root]
+            total[:, row] += table[:, root, d] * same
         return total
 
     def document_lengths(self) -> Tensor:
-        """`[B, S]`: length of the document that each position belongs to."""
-        places = self.documents + 1
-        counts = torch.zeros(len(places), places.shape[1] + 1, dtype=torch.long).scatter_add_(
-            1, places, torch.ones_like(places)
+        """Return the length of the document that each position belongs to `[B, S]`."""
+        columns = self.documents + 1  # PADDING, which is -1, becomes column 0
+        counts = torch.zeros(len(columns), columns.shape[1] + 1, dtype=torch.long).scatter_add_(
+            1, columns, torch.ones_like(columns)
         )
-        return counts.gather(1, places)
+        return counts.gather(1, columns)
 
     def reply_run(self, first: int, last: int) -> Tensor:
-        """`[B, S]` bool: position t is true iff t + first .. t + last are all reply tokens of t's
-        own document.
+        """Return R(t + first .. t + last) for every position t `[B, S]`, bool.
 
-        This is R(root .. label) of drafter-recipes 0.2: a draft is reachable only through tokens
-        that the target wrote.
+        It is true where these are all reply tokens of t's own document: a draft can be reached only
+        through tokens that the target wrote (docs/objectives.md#reachable-roots).
         """
         run = torch.ones_like(self.mask)
         for offset in range(first, last + 1):
-            inside = torch.zeros_like(run)
+            # Positions whose token at t + offset lies beyond the row stay false.
+            in_reply = torch.zeros_like(run)
             if offset < run.shape[1]:
                 ahead = slice(offset, None)
-                here = slice(None, run.shape[1] - offset)
-                inside[:, here] = self.mask[:, ahead] & (
-                    self.documents[:, ahead] == self.documents[:, here]
+                base = slice(None, run.shape[1] - offset)
+                in_reply[:, base] = self.mask[:, ahead] & (
+                    self.documents[:, ahead] == self.documents[:, base]
                 )
-            run &= inside
+            run &= in_reply
         return run
 
 
 def pack(lengths: list[int], capacity: int) -> list[list[int]]:
-    """Groups of items whose lengths sum to at most `capacity`: best fit, longest first.
-    Deterministic."""
+    """Group items into rows whose lengths sum to at most `capacity`; return the items of each row.
+
+    Best fit, longest item first. Deterministic: equal lengths are taken in order.
+    """
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (room left, row), sorted
+    open_rows: list[tuple[int, int]] = []  # (free positions, row), sorted
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(open_rows, (lengths[item], -1))
-        if place < len(open_rows):
-            room, row = open_rows.pop(place)
+        # Rows are numbered from 0, so -1 finds the first row with at least this many positions.
+        fit = bisect.bisect_left(open_rows, (lengths[item], -1))
+        if fit < len(open_rows):
+            free, row = open_rows.pop(fit)
         else:
-            room, row = capacity, len(rows)
+            free, row = capacity, len(rows)
             rows.append([])
         rows[row].append(item)
-        if room > lengths[item]:
-            bisect.insort(open_rows, (room - lengths[item], row))
+        if free > lengths[item]:
+            bisect.insort(open_rows, (free - lengths[item], row))
     return rows
 
 
 class Turns:
-    """Which rows of an endless stream each of several parts takes: a share of them from a first row
-    on, evenly spread, no row twice; what is left goes to the part after the last."""
+    """Division of an endless stream of rows among several parts.
+
+    Each part takes a share of the rows, from a first row on, evenly spread; no row goes to two
+    parts. All other rows go to one more part after the last.
+
+    Row n goes to the part in whose interval of [0, 1) the fraction of (n + 1/2) * GOLDEN lies. Any
+    stretch of these fractions is spread evenly over [0, 1), so a part gets its share in any stretch
+    of rows. Rows are counted in blocks, to find how many of them a part had before a given row
+    without a pass over the whole stream.
+    """
 
     BLOCK = 1 << 12
 
@@ -132,8 +154,9 @@ class Turns:
         self._before = [np.zeros(len(parts) + 1, np.int64)]  # rows of each part before every block
 
     def of(self, number: int) -> tuple[int, int]:
-        """The part that takes row `number`, and how many rows it has taken before."""
+        """Return the part that takes row `number`, and how many rows it has taken before."""
         block, inside = divmod(number, self.BLOCK)
+        # Counts of the blocks before this one, each made once, in order.
         while len(self._before) <= block:
             owners = self._owners(len(self._before) - 1)
             self._before.append(
@@ -144,8 +167,9 @@ class Turns:
         return owner, int(self._before[block][owner] + (owners[:inside] == owner).sum())
 
     def _owners(self, block: int) -> np.ndarray:
+        """Return the part of each row of a block, `[BLOCK]`."""
         numbers = np.arange(block * self.BLOCK, (block + 1) * self.BLOCK)
-        points = (numbers + 0.5) * GOLDEN % 1.0  # any stretch of these is spread evenly over [0, 1)
+        points = (numbers + 0.5) * GOLDEN % 1.0
         owners, low = np.full(self.BLOCK, len(self._parts)), 0.0
         for i, (share, first) in enumerate(self._parts):
             owners[(points >= low) & (points < low + share) & (numbers >= first)] = i
@@ -154,10 +178,10 @@ class Turns:
 
 
 class Batches:
-    """The endless stream of packed rows, dealt out by step, accumulation and rank.
+    """The endless stream of packed rows, divided by step, accumulation and rank.
 
-    Rows are shuffled anew each epoch; W ranks with A accumulations take the same rows in a step as
-    one rank with W * A.
+    Rows are shuffled anew each epoch. n ranks with m accumulations take the same rows in a step as
+    one rank with n * m.
     """
 
     def __init__(
@@ -169,26 +193,30 @@ class Batches:
         ranks: int,
         seed: int,
     ) -> None:
+        """Pack the documents of `table` into rows of at most `max_length` tokens.
+
+        `rows` are the packed rows of one forward pass of a rank.
+        """
         self.table = table
-        self._documents = [
-            d for d, copies in enumerate(table.copies.tolist()) for _ in range(copies)
-        ]
+        self._documents: list[int] = []  # of an epoch: a document may be in it several times
+        for document, copies in enumerate(table.copies.tolist()):
+            self._documents += [document] * copies
         self._packs = pack([table.length(d) for d in self._documents], max_length)
         self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
         self.max_length = max_length
         self.rollouts: list[Any] = []
-        """Parts of the stream that are written while training goes on, see `written.Written`."""
+        """Parts of the stream that are written during training, see `rollouts.Written`."""
         self._turns: Turns | None = None
         self._epoch, self._order = -1, np.arange(0)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a rank in a step."""
+        """Number of micro-batches of a rank in a step."""
         return self._accumulation
 
     @property
     def packs(self) -> int:
-        """Packed rows in an epoch."""
+        """Number of packed rows in an epoch, without those written during training."""
         return len(self._packs)
 
     @property
@@ -197,78 +225,88 @@ class Batches:
 
     @property
     def fill(self) -> float:
-        """Share of positions that are not padding when every row is as long as the longest."""
-        lengths = [
-            sum(self.table.length(self._documents[i]) for i in pack_) for pack_ in self._packs
-        ]
+        """Share of positions that are not padding if every row is as long as the longest."""
+        lengths = []
+        for items in self._packs:
+            lengths.append(sum(self.table.length(self._documents[i]) for i in items))
         return sum(lengths) / (max(lengths) * len(lengths))
 
     def micro_batch(self, step: int, accumulation: int, rank: int) -> Batch:
-        """What `rank` sees in the given accumulation of `step` (all 0-based)."""
+        """Return what `rank` sees in the given accumulation of `step` (all from 0)."""
+        # The rows of a step are numbered by accumulation, then by rank.
         first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
         numbers = range(first, first + self._rows)
         return collate([self._row(number) for number in numbers], tuple(numbers))
 
     def before_step(self, step: int) -> None:
-        """Bring up to date what is written while training goes on; all ranks call this."""
-        for part in self.rollouts:
-            part.before_step(step)
+        """Write the texts that are due before `step`; all ranks call this."""
+        for written in self.rollouts:
+            written.before_step(step)
 
     def sample(self, count: int) -> list[Tensor]:
-        """Token ids `[S]` of `count` documents, or of all, evenly spread."""
-        places = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
+        """Return token ids `[S]` of `count` documents evenly spread over the data, or of all."""
+        chosen = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [
             torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64))
-            for i in places
+            for i in chosen
         ]
 
     def sample_ids(self, longest: int, texts: int = 8, piece: int = 32) -> list[int]:
-        """Pieces of texts from all over the data, from where their replies begin, in a row of at
-        most `longest` tokens."""
-        places = np.unique(np.linspace(0, len(self._documents) - 1, texts).astype(int))
-        found: list[int] = []
-        for place in places:
-            ids, written, *_ = self.table.document(self._documents[place])
+        """Return pieces of `texts` documents evenly spread over the data, joined, as token ids.
+
+        A piece has `piece` tokens around the place where the first reply begins; the whole has at
+        most `longest`.
+        """
+        chosen = np.unique(np.linspace(0, len(self._documents) - 1, texts).astype(int))
+        pieces: list[int] = []
+        for i in chosen:
+            ids, written, *_ = self.table.document(self._documents[i])
             start = max(int(written.argmax()) - piece // 2, 0)
-            found += ids[start : start + piece].tolist()
-        return found[:longest]
+            pieces += ids[start : start + piece].tolist()
+        return pieces[:longest]
 
     def token_counts(self, vocab_size: int, prompts: bool = False) -> Tensor:
-        """How often each token `[V]` is written by the target in an epoch; with `prompts`, how
-        often it stands anywhere."""
+        """Return how often the target writes each token in an epoch `[V]`, V = `vocab_size`.
+
+        With `prompts`, how often the token occurs anywhere.
+        """
         counts, waiting, size = np.zeros(vocab_size, np.int64), [], 0
-        for place, document in enumerate(self._documents, 1):
+        for number, document in enumerate(self._documents, 1):
             ids, written = self.table.document(document)
             waiting.append(ids if prompts else ids[written])
             size += len(waiting[-1])
-            # a count is as long as the vocabulary, a document is short
-            if size > 1 << 20 or place == len(self._documents):
+            # A table of counts is as long as the vocabulary and a document is short, so many
+            # documents are counted at once.
+            if size > 1 << 20 or number == len(self._documents):
                 counts += np.bincount(np.concatenate(waiting), minlength=vocab_size)
                 waiting, size = [], 0
         return torch.from_numpy(counts)
 
     def _row(self, number: int) -> list[tuple[np.ndarray, ...]]:
+        """Return the documents of row `number` of the endless stream.
+
+        Each is (ids, mask), or (ids, mask, rounds) if it was written during training.
+        """
         if not self.rollouts:
             return self._pack_at(number)
         if self._turns is None:
-            self._turns = Turns([(part.config.share, part.first_row) for part in self.rollouts])
-        owner, place = self._turns.of(number)
-        return (
-            self.rollouts[owner].row(place) if owner < len(self.rollouts) else self._pack_at(place)
-        )
+            shares = [(written.config.share, written.first_row) for written in self.rollouts]
+            self._turns = Turns(shares)
+        owner, index = self._turns.of(number)
+        if owner < len(self.rollouts):
+            return self.rollouts[owner].row(index)
+        return self._pack_at(index)
 
     def pack_of(self, number: int) -> int:
-        """Which pack is row `number` of the endless stream."""
-        epoch, place = divmod(number, self.packs)
+        """Return which pack is row `number` of the endless stream of the data's own rows."""
+        epoch, index = divmod(number, self.packs)
         if epoch != self._epoch:
-            self._epoch, self._order = (
-                epoch,
-                np.random.default_rng([self.seed, epoch]).permutation(self.packs),
-            )
-        return int(self._order[place])
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.packs)
+        return int(self._order[index])
 
     def pack(self, index: int) -> list[tuple[np.ndarray, ...]]:
-        """The documents of a pack."""
+        """Return the documents of a pack, (ids, mask) each."""
         return [self.table.document(self._documents[i]) for i in self._packs[index]]
 
     def _pack_at(self, number: int) -> list[tuple[np.ndarray, ...]]:
@@ -278,17 +316,17 @@ class Batches:
 def collate(
     rows: Sequence[Sequence[tuple[np.ndarray, ...]]], numbers: tuple[int, ...] = ()
 ) -> Batch:
-    """Lay the documents (ids, mask, and rounds of decoded ones) of each row end to end and pad to
-    the longest row."""
+    """Lay the documents of each row end to end and pad to the longest row.
+
+    A document is (ids, mask), with its `rounds` if it was decoded with the drafter; see `Batch`.
+    """
     width = max(sum(len(ids) for ids, *_ in row) for row in rows)
     shape = (len(rows), width)
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
-    rounds = (
-        np.full(shape, ANY, np.int64)
-        if any(len(parts) > 2 for row in rows for parts in row)
-        else None
-    )
+    rounds = None
+    if any(len(document) > 2 for row in rows for document in row):
+        rounds = np.full(shape, ANY, np.int64)
     for r, row in enumerate(rows):
         at = 0
         for number, (document, written, *decoded) in enumerate(row):
@@ -298,14 +336,14 @@ def collate(
             if rounds is not None and decoded:
                 rounds[r, span] = decoded[0]
             at += len(document)
+        # Padding restarts at 0 as a document does, so that it sees none of them.
         positions[r, at:] = np.arange(width - at)
     as_tensor = torch.from_numpy
-    decoded_rounds = as_tensor(rounds) if rounds is not None else None
     return Batch(
         as_tensor(ids),
         as_tensor(positions),
         as_tensor(documents),
         as_tensor(mask),
         numbers,
-        decoded_rounds,
+        as_tensor(rounds) if rounds is not None else None,
     )

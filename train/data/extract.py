@@ -1,9 +1,8 @@
-"""`draftsmith data extract`: run the target once over the data of a training run and keep its
-features on disk.
+"""`draftsmith data extract`: run the target over the data of a training run and store its features.
 
-Any number of workers: each writes its own shards, and a second call with the same arguments writes
-those that are missing. With `--ring N` there are never more than N shards: this command then runs
-beside the training, which reads them as they come.
+There may be any number of workers: each writes its own shards, and a second call with the same
+arguments writes those that are missing. With `--ring N` there are never more than N shards: this
+command then runs beside the training, which reads them as they come.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -65,34 +65,28 @@ log = logging.getLogger(__name__)
 
 SCHEMA = 1
 Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
+"""Held-out texts, sizes of the taps, and the tensors of `sample.safetensors`."""
 
 
 def run(options: Options) -> None:
+    """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     check_output_folder(options.out, "--out")
     options = replace(options, method=method_for(options.run, options.method))
     method = method_module(str(options.method))
     config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run")
-    # to have one is what this is for; features.server is where they come from, if it says so
+    # A run that trains from this store names it in its config, and it is only written here.
+    # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config)
     # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     load_models_whole(accelerator)
-    served = config.features.server is not None
-    target = (
-        served_target(config, accelerator)
-        if served
-        else load_target(on_rank(config.target, accelerator))
-    )
-    if target.together and options.ring is not None:
-        raise UserError(
-            f"a ring's workers go their own ways, target.spread={target.spread} needs them "
-            "together; use devices"
-        )
+    target = target_for(config, options, accelerator)
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
+    # `and None`: every rank reads the tables from the files, so they need not be sent.
     on_main(
         accelerator,
         lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None,
@@ -103,23 +97,24 @@ def run(options: Options) -> None:
         judge_texts, config, target, layout, tables, batches.sample_ids(target.max_positions - 1)
     )
     if target.together and not on_main(accelerator, (store / MANIFEST).is_file):
-        found = held_out()  # by all ranks, which then are the first one's to write down
+        # All ranks have to take part in the target's forward passes, so its replies are written
+        # here and not within `begin`, which only the main process runs.
+        judged = held_out()
 
         def held_out():
-            return found
+            return judged
 
     on_main(
         accelerator,
         lambda: begin(store, options, config, target, layout, batches, tables, held_out),
     )
     if layout.ring is not None:
-        # a former run came to its end
+        # The note that a former training run is done would end this extractor at once.
         on_main(accelerator, lambda: tell(store, 0) if wanted(store)[1] else None)
-    source = (
-        ServedFeatures(target, taps)
-        if isinstance(target, ServedTarget)
-        else LiveTarget(target, taps)
-    )
+    if isinstance(target, ServedTarget):
+        source: FeatureSource = ServedFeatures(target, taps)
+    else:
+        source = LiveTarget(target, taps)
     write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -128,11 +123,30 @@ def run(options: Options) -> None:
     accelerator.end_training()
 
 
+def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> Target:
+    """Load the run's target, or the part of it that a server needs beside it.
+
+    Raises `UserError` for a ring of a target that all ranks run together.
+    """
+    if config.features.server is not None:
+        return served_target(config, accelerator)
+    target = load_target(on_rank(config.target, accelerator))
+    if target.together and options.ring is not None:
+        raise UserError(
+            f"a ring's workers go their own ways, target.spread={target.spread} needs them "
+            "together; use devices"
+        )
+    return target
+
+
 def judge_texts(
     config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables, ids: list[int]
 ) -> Judged:
-    """The held-out texts with their features, the sizes of the taps, and what
-    `StoredTarget.tap_sample` gives back for `ids`."""
+    """Return the held-out texts with their features, the sizes of the taps, and a sample of taps.
+
+    The sample has the taps of the text `ids`, by their numbers, and the text itself as "ids"; it is
+    what `StoredTarget.tap_sample` gives back.
+    """
     prompts = held_out_prompts(tables.held_out, config.evaluation.prompts, target.max_positions - 2)
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
@@ -142,14 +156,11 @@ def judge_texts(
             write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens)
             for prompt in progress
         ]
-    sample = (
-        dict(zip(map(str, layout.taps), target.tap_sample(ids, layout.taps), strict=True))
-        if layout.taps
-        else {}
-    )
-    sample = {"ids": torch.tensor(ids)} | {
-        tap: states.cpu().contiguous() for tap, states in sample.items()
-    }
+    sample = {"ids": torch.tensor(ids)}
+    if layout.taps:
+        tap_states = target.tap_sample(ids, layout.taps)
+        for tap, states in zip(layout.taps, tap_states, strict=True):
+            sample[str(tap)] = states.cpu().contiguous()
     return texts, dict(zip(layout.taps, target.tap_sizes(layout.taps), strict=True)), sample
 
 
@@ -163,24 +174,16 @@ def begin(
     tables: data_module.Tables,
     held_out: Callable[[], Judged],
 ) -> None:
-    """Everything but the shards, or the check that what stands there is for the same run."""
-    facts = {
-        "schema": SCHEMA,
-        "method": options.method,
-        "target": target.fingerprint().as_dict(),
-        "layout": {**asdict(layout), "taps": list(layout.taps)},
-        "taps": list(layout.taps),
-        "max_length": config.data.max_length,
-        "seed": config.seed,
-        "packs": batches.packs,
-        "tables": data_module.noted(store / "data").key,
-        "held_out": {
-            "prompts": config.evaluation.prompts,
-            "max_new_tokens": config.evaluation.max_new_tokens,
-        },
-    }
-    for place in (store, store / "shards"):
-        remove_partials(place, WANTED)  # of workers that were killed; its trainer may be running
+    """Write everything of a store but its shards, the manifest last; the main process calls this.
+
+    For a store that has been begun, check instead that it is of the same run, and write what is
+    missing or damaged beside the shards. `held_out` makes the texts, if they are needed. Raises
+    `UserError` for a store of another run.
+    """
+    facts = facts_of_run(store, options, config, target, layout, batches)
+    # Left by workers that were killed; but the trainer of a ring may be writing `wanted.json`.
+    for folder in (store, store / "shards"):
+        remove_partials(folder, WANTED)
     if (store / MANIFEST).is_file():
         _, before = read_manifest(store)
         for name, value in facts.items():
@@ -213,9 +216,37 @@ def begin(
         write_json(aside, facts | more)
 
 
+def facts_of_run(
+    store: Path,
+    options: Options,
+    config: RunConfig,
+    target: Target,
+    layout: Layout,
+    batches: Batches,
+) -> dict[str, Any]:
+    """Return what the manifest holds about the run, by which another run's store is recognised."""
+    return {
+        "schema": SCHEMA,
+        "method": options.method,
+        "target": target.fingerprint().as_dict(),
+        "layout": {**asdict(layout), "taps": list(layout.taps)},
+        "taps": list(layout.taps),
+        "max_length": config.data.max_length,
+        "seed": config.seed,
+        "packs": batches.packs,
+        "tables": data_module.noted(store / "data").key,
+        "held_out": {
+            "prompts": config.evaluation.prompts,
+            "max_new_tokens": config.evaluation.max_new_tokens,
+        },
+    }
+
+
 def ends_and_texts(store: Path) -> list[Path]:
-    """The files that the manifest notes: `shards/` and `data/` have notes of their own, and
-    `wanted.json` changes."""
+    """Return the files of a store whose size and checksum the manifest holds.
+
+    `shards/` and `data/` have checksums of their own, and `wanted.json` changes.
+    """
     return [
         *sorted(path for path in (store / "target").rglob("*") if path.is_file()),
         store / TEXTS_FILE,
@@ -224,8 +255,10 @@ def ends_and_texts(store: Path) -> list[Path]:
 
 
 def whole_beside_shards(store: Path) -> bool:
-    """Are all files that the manifest names as they were written? The first one that is not is
-    logged."""
+    """Return whether all files that the manifest names are as they were written.
+
+    The first one that is not is logged.
+    """
     manifest = manifest_of(store)
     try:
         for name in manifest.files:
@@ -245,34 +278,35 @@ def write_shards(
     accelerator: Accelerator,
     together: bool,
 ) -> None:
-    """This worker's shards. Workers that make every forward `together` go through as many, and drop
-    what is not theirs."""
+    """Write the shards of this worker that are missing, with `rows` packed rows in a forward pass.
+
+    Workers that make every forward pass `together` go through equally many shards in step, and some
+    of them drop the last.
+    """
     whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes
     shards = -(-batches.packs // layout.rows_per_shard)
     if together:
-        mine = in_step(
-            on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1))),
-            rank,
-            ranks,
-        )
+        # One list for all, since another look at the disk might give another one.
+        missing = on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1)))
+        assigned = in_step(missing, rank, ranks)
     else:
-        mine = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
+        assigned = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
     progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
-    for index, ours in mine:
+    for index, to_write in assigned:
         first = index * layout.rows_per_shard
-        last = (
-            min(first + layout.rows_per_shard, batches.packs)
-            if whole
-            else first + layout.rows_per_shard
-        )
+        end = first + layout.rows_per_shard
+        # The last shard of a whole store may have fewer rows; the stream of a ring has no end.
+        last = min(end, batches.packs) if whole else end
         writer = ShardWriter(layout)
-        for start in range(first, first + layout.rows_per_shard if together else last, rows):
+        # Together, every shard takes as many forward passes as a full one. Those past its end run
+        # its last row once more, and their features are not stored.
+        for start in range(first, end if together else last, rows):
             numbers = tuple(range(start, min(start + rows, last))) or (last - 1,)
             packs = numbers if whole else [batches.pack_of(number) for number in numbers]
             features = source.features(collate([batches.pack(pack) for pack in packs], numbers))
             if start < last:
                 writer.add(features)
-        if ours:
+        if to_write:
             writer.write(shard_path(store, index))
         progress.update(ranks if whole else 1)
         if not whole:
@@ -281,8 +315,11 @@ def write_shards(
 
 
 def in_step(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
-    """A shard for each rank at a time, and whether it is to be written: one that has none left goes
-    through another's."""
+    """Yield shards for a rank that works in step with the others, and whether it writes each.
+
+    The ranks take the `missing` shards in groups. In the last group a rank for which none is left
+    goes through another's without writing it.
+    """
     for start in range(0, len(missing), ranks):
         group = missing[start : start + ranks]
         yield group[min(rank, len(group) - 1)], rank < len(group)

@@ -1,9 +1,10 @@
 """`draftsmith data regenerate`: keep the prompts of a data set, let the target write the replies.
 
-Training on the target's own words is the largest single lever there is (drafter-recipes 11). The
-token ids that the target was given and those that it wrote are kept as they were, so nothing is
-tokenised twice. Each finished conversation is one appended line; a second call with the same output
-goes on behind the last whole one.
+Nothing else raises tau as much as training on replies that the target wrote
+(docs/data.md#target-written-replies). The token ids that the target was given and those that it
+wrote are stored as they were, so nothing is tokenised twice. Each finished conversation is appended
+as one line, or one for each of its sequences; a second call with the same output goes on behind the
+last complete one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def run(options: Options) -> None:
+    """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     check_output(options.out, "--out")
     out = Path(options.out)
     if out.exists() and out.resolve() == Path(options.data).resolve():
@@ -45,22 +47,7 @@ def run(options: Options) -> None:
     facts = provenance_of(options)
     finished, written = mend(out)
     refuse_other(out, written, facts)
-    tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
-    for name, row in rows:
-        try:
-            task = Task.of(name, row, options.chat_template_kwargs)
-        except RowError as error:
-            left_out.add(name, error)
-            continue
-        ids[task.id] += 1
-        if ids[task.id] > 1:
-            task.id += f"#{ids[task.id]}"
-        if task.id not in finished:
-            tasks.append(task)
-    if left_out.count == len(rows):
-        raise UserError(
-            f"{options.data}: no row can be used; the first is {left_out.first}; mend it"
-        )
+    tasks = tasks_of(rows, options, finished)
     if finished:
         log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
     if not tasks:
@@ -84,7 +71,33 @@ def run(options: Options) -> None:
     )
 
 
+def tasks_of(rows: list[tuple[str, Any]], options: Options, finished: set[str]) -> list[Task]:
+    """Return the tasks of `rows` whose ids are not in `finished`.
+
+    Raises `UserError` if no row can be used, or at the first malformed one if `bad_rows` is stop.
+    """
+    tasks, left_out, ids = [], LeftOut(options.data, options.bad_rows), Counter[str]()
+    for name, row in rows:
+        try:
+            task = Task.of(name, row, options.chat_template_kwargs)
+        except RowError as error:
+            left_out.add(name, error)
+            continue
+        # Rows may have the same id. They get a number, the same in every call with the same rows.
+        ids[task.id] += 1
+        if ids[task.id] > 1:
+            task.id += f"#{ids[task.id]}"
+        if task.id not in finished:
+            tasks.append(task)
+    if left_out.count == len(rows):
+        raise UserError(
+            f"{options.data}: no row can be used; the first is {left_out.first}; mend it"
+        )
+    return tasks
+
+
 def provenance_of(options: Options) -> dict[str, Any]:
+    """Return what every row records of how it was written."""
     facts: dict[str, Any] = {"target": options.target.path, "sampling": asdict(options.sampling)}
     if options.chat_template_kwargs:
         facts["chat_template_kwargs"] = options.chat_template_kwargs
@@ -94,7 +107,11 @@ def provenance_of(options: Options) -> dict[str, Any]:
 
 
 def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None:
-    """Batched sampling with the target in this process. Batches hold prompts of similar length."""
+    """Write the replies of all tasks with the target in this process, in batches of prompts.
+
+    A conversation of several turns comes back into the queue after each reply. Prompts that are too
+    long are left out with a warning.
+    """
     target = load_target(options.target)
     fingerprint = target.fingerprint()
     sink.add_provenance(
@@ -102,8 +119,8 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     )
     plain = sum(task.conversation.messages is None for task in tasks)
     warn_of_plain_text(plain, target.tokenizer, options.data)
-    room = target.max_positions - 1
-    longest = min(options.max_prompt_tokens or room, room)
+    fitting = target.max_positions - 1  # one position is left for the reply
+    longest = min(options.max_prompt_tokens or fitting, fitting)
     waiting: list[tuple[list[int], Task]] = []
     unreadable, overlong = LeftOut(options.data, options.bad_rows), []
     for task in tasks:
@@ -122,18 +139,15 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
         batch = take_batch(
             waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions
         )
-        replies = sample(
-            target,
-            [prompt for prompt, _ in batch],
-            options.sampling,
-            seed_of(options.sampling.seed, batch[0]),
-        )
+        prompts = [prompt for prompt, _ in batch]
+        seed = seed_of(options.sampling.seed, batch[0])
+        replies = sample(target, prompts, options.sampling, seed)
         for (prompt, task), reply in zip(batch, replies, strict=True):
             ended = bool(reply) and reply[-1] in target.eos_ids
             text = target.tokenizer.decode(reply[:-1] if ended else reply)
-            task.add_reply(
-                prompt, reply, {"role": "assistant", "content": text}, "stop" if ended else "length"
-            )
+            message = {"role": "assistant", "content": text}
+            task.add_reply(prompt, reply, message, "stop" if ended else "length")
+            # A reply that was cut short is not what the next message answers.
             if not task.done and ended:
                 task.advance()
                 following = task.prompt(target)
@@ -146,15 +160,19 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
 def take_batch(
     waiting: list[tuple[list[int], Task]], size: int, max_new_tokens: int, positions: int
 ) -> list[tuple[list[int], Task]]:
-    """The shortest prompts, off the list; none takes room for its reply from another by being
-    longer."""
+    """Remove from `waiting` the `size` shortest prompts or fewer, and return them.
 
-    def room(prompt: list[int]) -> int:
+    All prompts of a batch can have equally long replies within the target's `positions`. A batch is
+    padded to its longest prompt, which would otherwise cut the others' replies short.
+    """
+
+    def reply_limit(prompt: list[int]) -> int:
         return min(max_new_tokens, positions - len(prompt))
 
     waiting.sort(key=lambda item: len(item[0]))
+    limit = reply_limit(waiting[0][0])
     count = 1
-    while count < min(size, len(waiting)) and room(waiting[count][0]) == room(waiting[0][0]):
+    while count < min(size, len(waiting)) and reply_limit(waiting[count][0]) == limit:
         count += 1
     batch = waiting[:count]
     del waiting[:count]
@@ -162,7 +180,10 @@ def take_batch(
 
 
 def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
-    """Seed of a batch, from what is in it: a resumed run does not repeat the noise of the first."""
+    """Return the seed of a batch, made from its first prompt.
+
+    So a second call, which goes on with other batches, does not repeat the noise of the first.
+    """
     return zlib.crc32(f"{seed} {first[1].id} {len(first[0])}".encode())
 
 
@@ -170,13 +191,19 @@ def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
 def sample(
     target: Target, prompts: list[list[int]], sampling: ReplySampling, seed: int
 ) -> list[list[int]]:
-    """One reply for each prompt, cut behind its end token; `generate` with left padding."""
+    """Return one reply for each prompt, cut behind its end token.
+
+    Runs `generate` of transformers on the prompts, padded on the left.
+    """
     width = max(map(len, prompts))
-    pad = next(iter(target.eos_ids), 0)
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=target.device)
-    mask = torch.tensor(
-        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device
-    )
+    pad = next(iter(target.eos_ids), 0)  # any token will do: the mask hides it
+    padded, masks = [], []
+    for prompt in prompts:
+        missing = width - len(prompt)
+        padded.append([pad] * missing + prompt)
+        masks.append([0] * missing + [1] * len(prompt))
+    ids = torch.tensor(padded, device=target.device)
+    mask = torch.tensor(masks, device=target.device)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"do_sample": False}
     if sampling.temperature > 0:
@@ -187,14 +214,19 @@ def sample(
             "top_k": sampling.top_k,
         }
     # The target's own config may carry penalties that are neither recorded nor applied when drafts
-    # are verified.
+    # are verified. The last value of each is the neutral one.
     options |= {name: PROCESSORS[name][-1] for name in target.processors}
     options |= {"pad_token_id": pad, "eos_token_id": sorted(target.eos_ids) or None}
-    room = min(sampling.max_new_tokens, target.max_positions - width)
-    config = GenerationConfig(max_new_tokens=room, **options)
+    limit = min(sampling.max_new_tokens, target.max_positions - width)
+    config = GenerationConfig(max_new_tokens=limit, **options)
     out = target.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-    replies = []
-    for row in out[:, width:].tolist():
-        end = next((i for i, token in enumerate(row) if token in target.eos_ids), len(row) - 1)
-        replies.append(row[: end + 1])
-    return replies
+    # Rows that end early are padded on the right.
+    return [until_end(row, target.eos_ids) for row in out[:, width:].tolist()]
+
+
+def until_end(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
+    """Return the tokens up to the first end token, that one included; all if there is none."""
+    for i, token in enumerate(tokens):
+        if token in eos_ids:
+            return tokens[: i + 1]
+    return tokens

@@ -1,5 +1,8 @@
-"""Replies from an OpenAI-compatible server: concurrent, retried, token-exact where the server
-returns token ids."""
+"""Replies from an OpenAI-compatible server.
+
+Requests run concurrently and are tried again when they fail. Replies are token-exact if the server
+returns token ids.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> None:
-    """Run every conversation through the server, `concurrency` at a time."""
+    """Run every conversation through the server, `concurrency` of them at a time.
+
+    Raises `UserError` for plain text prompts and for a server that does not answer.
+    """
     if any(task.conversation.messages is None for task in tasks):
         raise UserError(
             "a server answers messages; for plain text prompts run the target in this process"
@@ -28,19 +34,24 @@ def regenerate_on_server(tasks: list[Task], options: Options, sink: Sink) -> Non
     try:
         asyncio.run(_all(tasks, options, sink))
     except ExceptionGroup as group:
-        mistakes = group.subgroup(UserError)
-        if mistakes is None:
+        user_errors = group.subgroup(UserError)
+        if user_errors is None:
             raise
-        # Every request under way fails for the same reason: say it once.
-        raise UserError(str(mistakes.exceptions[0])) from None
+        # Every request under way fails for the same reason, which is reported once.
+        raise UserError(str(user_errors.exceptions[0])) from None
 
 
 async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
+    """Run every conversation, and append each to `sink` when it is finished.
+
+    A conversation that the server refuses is left out with a warning.
+    """
     limits = asyncio.Semaphore(options.server.concurrency)
     warned = False
     async with httpx.AsyncClient(timeout=options.server.timeout_s) as client:
 
         async def work(task: Task) -> None:
+            """Run one conversation when it is its turn, and append it to `sink`."""
             nonlocal warned
             async with limits:
                 try:
@@ -50,14 +61,14 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
                     return
             if exact:
                 sink.put(task)
-            else:
-                if not warned:
-                    log.warning(
-                        "the server returns no token ids (vLLM does, with return_token_ids); "
-                        "replies are kept as text"
-                    )
-                    warned = True
-                sink.put_text(task)
+                return
+            if not warned:
+                log.warning(
+                    "the server returns no token ids (vLLM does, with return_token_ids); "
+                    "replies are kept as text"
+                )
+                warned = True
+            sink.put_text(task)
 
         async with asyncio.TaskGroup() as group:
             for task in tasks:
@@ -65,14 +76,17 @@ async def _all(tasks: list[Task], options: Options, sink: Sink) -> None:
 
 
 async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> bool:
-    """All replies of one conversation; whether every one came with its token ids."""
+    """Get all replies of one conversation; return true if every one came with its token ids.
+
+    Raises `RowError` if the server refuses one of the prompts.
+    """
     exact = True
     while True:
         answer = await _post(client, _request(task, options), options)
         choice = answer.choices[0]
-        message = {key: value for key, value in choice.message.items() if value is not None} | {
-            "content": choice.content
-        }
+        # Chat templates test `is defined`, which a null key is; the content has to be there.
+        message = {key: value for key, value in choice.message.items() if value is not None}
+        message["content"] = choice.content
         exact = exact and answer.prompt_token_ids is not None and choice.token_ids is not None
         task.add_reply(
             answer.prompt_token_ids or [],
@@ -86,6 +100,7 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
 
 
 def _request(task: Task, options: Options) -> dict[str, Any]:
+    """Return the body of a request for the next reply of a conversation."""
     sampling = options.sampling
     request: dict[str, Any] = {
         "model": options.server.model or options.target.path,
@@ -107,7 +122,7 @@ def _request(task: Task, options: Options) -> dict[str, Any]:
 
 
 class Choice(msgspec.Struct):
-    """A reply as OpenAI's protocol has it, and its token ids as vLLM adds them."""
+    """Reply in the form of OpenAI's protocol, with its token ids as vLLM adds them."""
 
     message: dict[str, Any]
     finish_reason: str | None = None
@@ -129,22 +144,26 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """A whole answer of a server."""
+    """Answer of a server to one request."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
     prompt_token_ids: list[Token] | None = None
 
 
 async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Options) -> Answer:
-    """The answer to a request. A server that fails, or answers in another form, is asked again
-    `retries` times; the time limit is one for the whole exchange, or one that sends a byte a second
-    would never meet it."""
+    """Return the answer to a request.
+
+    A server that fails, or answers in another form, is asked again `retries` times, with growing
+    pauses. Raises `RowError` if it refuses this request, `UserError` if it does not answer.
+    """
     url = f"{(options.server.url or '').rstrip('/')}/chat/completions"
     problem = ""
     for attempt in range(options.server.retries + 1):
         if attempt:
             await asyncio.sleep(min(0.5 * 2**attempt, 30))
         try:
+            # The client's own limit is for each read: a server that sends a byte a second would
+            # never meet it.
             async with asyncio.timeout(options.server.timeout_s):
                 response = await client.post(url, json=request)
         except TimeoutError:
@@ -162,7 +181,7 @@ async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Opt
                 problem = "it answers with something that is not JSON"
             continue
         problem = f"status {response.status_code}: {response.text[:200]}"
-        # about this request, such as a prompt too long; others may go through
+        # These are about this request, such as a prompt too long; others may go through.
         if response.status_code in (400, 413, 422):
             raise RowError(problem)
         if response.status_code != 429 and response.status_code < 500:

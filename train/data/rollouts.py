@@ -1,9 +1,8 @@
-"""Texts that are written while training goes on: by the student itself (on-policy), or by decoding
-with the drafter as it is now.
+"""Texts written during training: by the draft model itself, or decoded with the current drafter.
 
-A share of the packed rows comes from them. Which rows, and which prompts, is a function of seed and
-place in the stream; the texts themselves are saved with every checkpoint, since the weights that
-wrote them are gone.
+A share of the packed rows comes from them. Which rows and which prompts these are is a function of
+the seed and of the row's number in the stream. The texts themselves are saved with every
+checkpoint, since the weights that wrote them no longer exist at a resume.
 """
 
 from __future__ import annotations
@@ -24,40 +23,43 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...inference.console import Progress
 from ...inference.decode import Generation, Request, generate
-from ...inference.proposer import PlainDecoding, Proposer, method_module
+from ...inference.drafters import proposer_of
+from ...inference.proposer import Proposer
+from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import Sampling
 from ...inference.target import Target
 from .batches import ANY, Batches, pack
 from .tables import TokenTable
 
 Document = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Token ids, mask, rounds: see `Batch`."""
+"""Token ids, loss mask and rounds of a text, `[S]` each; see `Batch`."""
 Writer = Callable[[Sequence[Request], int], list[Document]]
-"""Prompts and a seed -> one document each."""
+"""Function from prompts and a seed to one document for each prompt."""
 
 
 @dataclass
 class Rollouts:
-    """Texts of the student's own, on which the target is asked what it would have said (on-policy
-    distillation)."""
+    """Texts that the draft model writes itself and the target judges (on-policy distillation)."""
 
     share: float = 0.0
-    """Share of the packed rows that hold such texts; 0 writes none, 1 nothing else. Epochs count
-    all rows, these too."""
+    """Share of the packed rows that hold such texts; 0 writes none, 1 uses nothing else. Epochs
+    count all rows, these too."""
     begin: float = 0.0
-    """Share of the run before the first of them."""
+    """Share of the run that is over when the first of them are written."""
     every: int = 200
-    """Steps between two writings."""
+    """Steps after which they are written anew."""
     prompts: int = 128
     """Training prompts that are answered each time."""
     max_new_tokens: int = 128
-    """Longest text."""
+    """Most tokens that are written after a prompt."""
     batch_size: int = 32
     """Texts written together."""
     temperature: float = 1.0
-    """As deployed, like the next two."""
+    """Sampling temperature; best as in serving, like the next two."""
     top_k: int = 0
+    """Sample from this many likeliest tokens; 0 from all."""
     top_p: float = 1.0
+    """Sample from the likeliest tokens up to this mass."""
 
     def __post_init__(self) -> None:
         section = type(self).__name__.lower()
@@ -75,14 +77,16 @@ class Rollouts:
 
 @dataclass
 class Errors(Rollouts):
-    """Acceptance errors: texts that the target writes with the drafter as it is now. Only rows that
-    a round drafted from are trained, up to the first rejected draft: what stands behind that one is
-    never looked at."""
+    """Texts that the target decodes with the current drafter, learned where drafting went wrong.
+
+    Only the drafts that a round looked at are learned, up to the first rejected one: verification
+    never looks at what comes after it.
+    """
 
     length: int = 4
-    """Drafts a round."""
+    """Drafts in a round."""
     accepted_weight: float = 0.5
-    """Weight of accepted drafts beside 1 for the rejected ones."""
+    """Weight of accepted drafts; rejected ones have 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +97,7 @@ class Errors(Rollouts):
 
 
 class Written:
-    """One kind of such texts as a part of the stream of packed rows."""
+    """One kind of texts written during training, as a part of the stream of packed rows."""
 
     def __init__(
         self,
@@ -105,8 +109,11 @@ class Written:
         total: int,
         together: bool = False,
     ) -> None:
-        """`total`: steps of the run. `together`: every rank writes all the texts, since none can
-        call the target alone."""
+        """`write` makes the texts of `config`; `total` are the steps of the run.
+
+        `together`: every rank writes all the texts, since none can call the target alone. Raises
+        `UserError` if no prompt of the data leaves room for a reply.
+        """
         self._together = together
         self.name, self.config, self._write, self._accelerator = name, config, write, accelerator
         self._prompts = prompts_of(batches.table, batches.max_length)
@@ -122,12 +129,15 @@ class Written:
         self._packs: list[list[int]] = []
 
     def before_step(self, step: int) -> None:
-        """Write anew if it is time to: every rank its share of the prompts, and all of them all
-        texts."""
+        """Write new texts if they are due before `step`; all ranks call this.
+
+        The ranks share the prompts, and afterwards each has all texts.
+        """
         since = step - self._first_step
         if since < 0 or since % self.config.every:
             return
         number = since // self.config.every
+        # Seeded by the run, the kind of text and the writing's number: the same on every rank.
         random = np.random.default_rng([*self._seed, number])
         chosen = self._prompts[random.permutation(len(self._prompts))[: self.config.prompts]]
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
@@ -135,52 +145,57 @@ class Written:
             Request(self._batches.table.document(document)[0][:start].tolist(), i)
             for i, (document, start) in enumerate(chosen.tolist())
         ]
-        mine = requests if self._together else requests[rank::ranks]
-        documents = self._write(mine, int(random.integers(1 << 31)))
-        found: list[Any] = [
-            (request.id, document) for request, document in zip(mine, documents, strict=True)
+        share = requests if self._together else requests[rank::ranks]
+        documents = self._write(share, int(random.integers(1 << 31)))
+        texts: list[Any] = [
+            (request.id, document) for request, document in zip(share, documents, strict=True)
         ]
-        found = found if self._together else gather_object(found)
+        if not self._together:
+            texts = gather_object(texts)
+        # In the order of the prompts, so that the rows are the same on any number of ranks.
+        texts.sort(key=lambda pair: pair[0])
         longest = self._batches.max_length
-        self._take(
-            [
-                tuple(part[:longest] for part in document)
-                for _, document in sorted(found, key=lambda pair: pair[0])
-            ]
-        )
+        self._take([tuple(array[:longest] for array in document) for _, document in texts])
 
     def _take(self, documents: list[Document]) -> None:
         self._documents = documents
         self._packs = pack([len(ids) for ids, *_ in documents], self._batches.max_length)
 
     def row(self, place: int) -> list[Document]:
-        """The documents of a row, `place` rows of this kind after the first one."""
+        """Return the documents of row `place` of this kind, counted from its first row.
+
+        After the last row the first one comes again, until texts are written anew.
+        """
         return [self._documents[i] for i in self._packs[place % len(self._packs)]]
 
     def save(self, folder: Path) -> None:
-        """What a resume needs."""
+        """Write the texts into a checkpoint's folder, end to end with their lengths."""
         if self._documents:
             lengths = np.array([len(ids) for ids, *_ in self._documents])
-            parts = {
-                name: np.concatenate(column)
-                for name, column in zip(PARTS, zip(*self._documents, strict=True), strict=True)
-            }
-            save_file({"lengths": lengths, **parts}, folder / f"{self.name}.safetensors")
+            tensors = {"lengths": lengths}
+            for name, arrays in zip(PARTS, zip(*self._documents, strict=True), strict=True):
+                tensors[name] = np.concatenate(arrays)
+            save_file(tensors, folder / f"{self.name}.safetensors")
 
     def load(self, folder: Path) -> None:
+        """Take the texts of a checkpoint, if there were any yet."""
         if (path := folder / f"{self.name}.safetensors").is_file():
             stored = load_file(path)
             borders = np.cumsum(stored["lengths"])[:-1]
-            self._take(list(zip(*(np.split(stored[name], borders) for name in PARTS), strict=True)))
+            arrays = [np.split(stored[name], borders) for name in PARTS]
+            self._take(list(zip(*arrays, strict=True)))
 
 
-PARTS = ("ids", "mask", "rounds")
+PARTS = ("ids", "mask", "rounds")  # tensors of a document in a checkpoint
 
 
 def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
-    """`[P, 2]`: documents, and where their first reply begins, where that leaves room for a reply
-    as long as the prompt."""
+    """Return (document, start of its first reply) for each usable prompt, `[n, 2]` for n of them.
+
+    Usable are prompts of at most half of `longest`, which leave space for as long a reply.
+    """
     starts = np.array([int(table.document(i)[1].argmax()) for i in range(len(table))])
+    # A start of 0 is a plain text, which has no prompt.
     fit = np.flatnonzero((starts > 0) & (starts <= longest // 2))
     return np.stack([fit, starts[fit]], axis=1)
 
@@ -192,32 +207,34 @@ def student_texts(
     prompts: Sequence[Request],
     seed: int,
 ) -> list[Document]:
-    """The student's own replies, all of whose tokens are marked; nothing of the sampling carries a
-    gradient.
+    """Return the draft model's own replies to prompts, with all of their tokens in the loss mask.
 
-    Prompt tokens that a trimmed student does not have are read as its last one, as everywhere.
+    No gradient passes through the sampling. Prompt tokens that a draft model of a smaller
+    vocabulary lacks are given to it as its last token, as in decoding; the documents have the
+    prompts as they were.
     """
-    known = [
+    readable = [
         Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id)
         for r in prompts
     ]
-    texts = _in_batches(config, student, PlainDecoding(), known, seed, eos_ids)
+    texts = _in_batches(config, student, PlainDecoding(), readable, seed, eos_ids)
     documents = []
     for text, request in zip(texts, prompts, strict=True):
         text.prompt_ids = list(request.prompt_ids)
-        documents.append(
-            _document(text, np.full(len(text.prompt_ids) + len(text.token_ids), ANY, np.int64))
-        )
+        length = len(text.prompt_ids) + len(text.token_ids)
+        documents.append(_document(text, np.full(length, ANY, np.int64)))
     return documents
 
 
 def decoded_rounds(
     config: Errors, target: Target, drafter: Any, prompts: Sequence[Request], seed: int
 ) -> list[Document]:
-    """The target's replies, decoded with chains of the drafter as it is now; `rounds` says from
-    where and how far they were right."""
+    """Return the target's replies to prompts, decoded with chains of the current drafter.
+
+    Their `rounds` hold where each round began and how far its drafts were right.
+    """
     artifact = Artifact(drafter, target.fingerprint())
-    proposer = method_module(drafter.method).make_proposer(artifact, length=config.length, width=1)
+    proposer = proposer_of(artifact, length=config.length, width=1)
     return [
         _document(text, rounds_of(text))
         for text in _in_batches(config, target, proposer, prompts, seed, None)
@@ -225,18 +242,23 @@ def decoded_rounds(
 
 
 def rounds_of(text: Generation) -> np.ndarray:
-    """`[S]`: at each root of a round, how many of its drafts were looked at: m > 0 if the last of
-    them was rejected, -m if all were accepted; 0 elsewhere."""
+    """Return how many drafts were looked at, at the root of each round of a text `[S]`.
+
+    It is m > 0 if the last of these m was rejected, -m if all m were accepted, and 0 at positions
+    that are no roots.
+    """
     start = len(text.prompt_ids)
     rounds = np.zeros(start + len(text.token_ids), np.int64)
     root = start  # chosen by the prefill
     for step in text.rounds:
-        kept = len(step.tokens)
-        if kept > step.accepted and step.accepted < (step.drafted or 0):
+        emitted = len(step.tokens)
+        # The draft after the accepted ones was rejected if there was one and the target's own token
+        # took its place. Without that token the reply has ended within the accepted drafts.
+        if emitted > step.accepted and step.accepted < (step.drafted or 0):
             rounds[root] = step.accepted + 1
         else:
-            rounds[root] = -min(step.accepted, kept)
-        root += kept
+            rounds[root] = -min(step.accepted, emitted)
+        root += emitted
     return rounds
 
 
@@ -248,25 +270,27 @@ def _in_batches(
     seed: int,
     eos_ids: frozenset[int] | None,
 ) -> list[Generation]:
-    done: list[Generation] = []
+    """Decode all prompts, `config.batch_size` at a time; see `generate`."""
+    texts: list[Generation] = []
     with (
         torch.no_grad(),
         Progress(total=len(prompts), desc="writing texts", unit=" texts") as progress,
     ):
         for at in range(0, len(prompts), config.batch_size):
-            part = prompts[at : at + config.batch_size]
-            done += generate(
+            batch = prompts[at : at + config.batch_size]
+            texts += generate(
                 target,
                 proposer,
-                part,
+                batch,
                 config.max_new_tokens,
                 config.sampling(seed),
                 eos_ids,
             )
-            progress.update(len(part))
-    return done
+            progress.update(len(batch))
+    return texts
 
 
 def _document(text: Generation, rounds: np.ndarray) -> Document:
+    """Return a generated text as a document, with the reply in the loss mask."""
     ids = np.array([*text.prompt_ids, *text.token_ids], np.int64)
     return ids, np.arange(len(ids)) >= len(text.prompt_ids), rounds

@@ -1,16 +1,19 @@
-"""Features on disk: shards of packed rows, read without the target in memory.
+"""Feature store: the target's features on disk, read without the target in memory.
 
-A shard holds the features of `rows_per_shard` packed rows end to end, without padding. In a whole
-store shard s has the packs s * n .. of the data, each once; training shuffles over all of them. A
-ring has the rows of the training stream in its order, and only those between the trainer and some
-shards ahead of it: the extractor waits for the trainer, and the other way round.
+A shard holds the features of n = `rows_per_shard` packed rows end to end, without padding. In a
+whole store shard i has the packs i * n .. i * n + n - 1 of the data, each once; training shuffles
+over all of them. A ring has the rows of the training stream in its order, and only the shards from
+the one that the trainer reads to some ahead of it: the extractor waits for the trainer, and the
+trainer for the extractor.
 
-    shards/shard-000017.safetensors   starts [rows + 1]; last [T, H]; tapN [T, H]; with fp8 a scale
-                                      for each position
-    shards/shard-000017.json          its checksum: a shard counts once this is there
+    shards/shard-000017.safetensors   last, tapN [S, Ht]: states of all rows; last_starts,
+                                      tap_starts [rows + 1]: where each row begins in them; with
+                                      fp8 also last_scale, tapN_scale [S]
+    shards/shard-000017.json          its checksum, written last: a shard counts once this is there
     wanted.json                       ring: the first row that the trainer still needs
 
-Shapes: T positions of a shard, H hidden size.
+Shapes: S positions of a shard (of `last` fewer, unless the layout says `all_last`), Ht hidden size
+of the target, B packed rows of a batch.
 """
 
 from __future__ import annotations
@@ -40,23 +43,25 @@ from .batches import PADDING, Batch, Batches
 
 log = logging.getLogger(__name__)
 
-FP8_LARGEST = 448.0  # of float8_e4m3fn
+FP8_LARGEST = 448.0  # largest finite value of float8_e4m3fn
 WANTED = "wanted.json"
 AGAIN = "run the same draftsmith data extract again"
-PATIENCE_S = 30.0  # before somebody who waits says so
+PATIENCE_S = 30.0  # seconds of waiting for the extractor between two warnings
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How features lie in the shards of a store."""
+    """Layout of the features in the shards of a store."""
 
     taps: tuple[int, ...]
     all_last: bool
-    """Whether the last state is there at every position, or only where a reply token comes next."""
+    """True if the last state is stored at every position, false if only where a reply token comes
+    next."""
     dtype: StoreType
     rows_per_shard: int
+    """Packed rows in a shard."""
     ring: int | None = None
-    """Shards that may be there at a time; None: all of them."""
+    """Most shards that a ring has at a time; None for a whole store."""
 
 
 def shard_path(store: Path, index: int) -> Path:
@@ -64,23 +69,26 @@ def shard_path(store: Path, index: int) -> Path:
 
 
 def shard_done(path: Path) -> bool:
-    """Whether a shard is whole: the note of its checksum is written last."""
+    """Return whether a shard is complete: the file with its checksum is written last."""
     return path.with_suffix(".json").is_file()
 
 
 def remove_shard(path: Path) -> None:
+    # First the file by which it counts as complete.
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
 def taught(batch: Batch) -> Tensor:
-    """`[B, S]` bool: positions whose next token is a reply token of the same document. No other's
-    distribution is ever learned."""
+    """Return the positions whose next token is a reply token of the same document `[B, S]`, bool.
+
+    Only there does a drafter learn the target's distribution of the next token.
+    """
     return batch.reply_run(1, 1)
 
 
 def verify_shard(path: Path) -> None:
-    """Demand that a shard is what was written. Raises `UserError`."""
+    """Raise `UserError` unless a shard is what was written, by its size and checksum."""
     note, _ = read_document(path.with_suffix(".json"), ShardNote, f"delete it and {AGAIN}")
     if (
         reason := differs(path.parent, path.name, f"{path.stem}.json", note.bytes, note.sha256)
@@ -91,7 +99,7 @@ def verify_shard(path: Path) -> None:
 
 
 class ShardWriter:
-    """Collects rows for one shard and writes it whole."""
+    """Writer of one shard, which collects its rows and writes them at once."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -103,19 +111,21 @@ class ShardWriter:
 
     def add(self, features: Features) -> None:
         """Append every row of a batch."""
-        batch, every = features.batch, features.batch.documents != PADDING
-        kept = every if self._layout.all_last else taught(batch)
+        batch = features.batch
+        real = batch.documents != PADDING
+        has_last = real if self._layout.all_last else taught(batch)
         for r in range(len(batch.ids)):
-            parts = {"last": features.last[r][kept[r].to(features.last.device)]}
+            states_of = {"last": features.last[r][has_last[r].to(features.last.device)]}
+            # Padding stands at the end of a row, so a slice leaves it out.
             for tap, states in zip(self._layout.taps, features.taps, strict=True):
-                parts[f"tap{tap}"] = states[r, : int(every[r].sum())]
-            for name, states in parts.items():
+                states_of[f"tap{tap}"] = states[r, : int(real[r].sum())]
+            for name, states in states_of.items():
                 self._rows[name].append(states.cpu())
-            self._lengths["last"].append(int(kept[r].sum()))
-            self._lengths["tap"].append(int(every[r].sum()))
+            self._lengths["last"].append(int(has_last[r].sum()))
+            self._lengths["tap"].append(int(real[r].sum()))
 
     def write(self, path: Path) -> None:
-        """The shard, then the note that it is whole."""
+        """Write the shard to `path`, then the file with its checksum by which it is complete."""
         tensors: dict[str, Tensor] = {}
         for name, rows in self._rows.items():
             tensors |= encoded(name, torch.cat(rows), self._layout.dtype)
@@ -133,10 +143,13 @@ class ShardWriter:
 
 
 def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
-    """`[T, H]` as it is stored; fp8 has one scale a position, which makes its largest element
-    448."""
+    """Return the tensors that `states` `[S, Ht]` are stored as, by name.
+
+    With fp8 each position has a scale `[S]`, by which its largest element becomes 448.
+    """
     if dtype != "fp8":
         return {name: states.to(getattr(torch, dtype)).contiguous()}
+    # The least scale keeps a position of zeros from a division by zero.
     scale = states.float().abs().amax(-1).clamp(min=1e-12) / FP8_LARGEST
     return {
         name: (states.float() / scale[:, None]).to(torch.float8_e4m3fn).contiguous(),
@@ -145,9 +158,10 @@ def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
 
 
 class Shard:
-    """One shard, memory-mapped."""
+    """A shard on disk, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `UserError` for a file that is not a shard."""
         try:
             self._file: Any = safe_open(path, framework="pt")
             names = set(self._file.keys())
@@ -161,21 +175,22 @@ class Shard:
         self._scaled = any(name.endswith("_scale") for name in names)
 
     def row(self, name: str, place: int) -> Tensor:
-        """`[N, H]`: what is stored of tensor `name` for the row at `place` of this shard."""
+        """Return the part of tensor `name` that row `place` of this shard has `[S, Ht]`.
+
+        S are the positions of this row.
+        """
         starts = self._starts["last" if name == "last" else "tap"]
-        part = slice(starts[place], starts[place + 1])
-        states = self._file.get_slice(name)[part]
-        return (
-            states.float() * self._file.get_slice(f"{name}_scale")[part][:, None]
-            if self._scaled
-            else states
-        )
+        span = slice(starts[place], starts[place + 1])
+        states = self._file.get_slice(name)[span]
+        if not self._scaled:
+            return states
+        return states.float() * self._file.get_slice(f"{name}_scale")[span][:, None]
 
 
 class StoredFeatures:
-    """Features from a store, whole or a ring."""
+    """Source of features that reads a store, whole or a ring."""
 
-    OPEN = 64
+    OPEN = 64  # shards that are mapped at a time
 
     def __init__(
         self,
@@ -187,8 +202,12 @@ class StoredFeatures:
         main: bool,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`main`: this rank tells a ring's extractor how far training has come. `asked`: whether
-        the run was asked to stop."""
+        """Open the store for a run that reads `taps`, and the last state everywhere if `all_last`.
+
+        `main`: this rank notes for a ring's extractor how far training has come. `asked` returns
+        true once the run was asked to stop. Raises `UserError` if the store lacks what the run
+        reads, or is a ring too small for one step.
+        """
         self._store, manifest = Path(store), manifest_of(store)
         self._layout = layout_of(manifest)
         if missing := sorted(set(taps) - set(self._layout.taps)):
@@ -203,41 +222,48 @@ class StoredFeatures:
             )
         self._batches, self._target, self._taps, self._main = batches, target, taps, main
         self._asked = asked
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[int, Shard] = {}  # the least recently used first
         self._verified: set[int] = set()
         self._told = -1
+        """Shard from which on the extractor knows that shards are needed."""
+        # A step may begin at the last row of a shard, and all its rows have to exist at once.
         if (ring := self._layout.ring) is not None and ring * self._layout.rows_per_shard < (
             needed := batches.rows_per_step + self._layout.rows_per_shard - 1
         ):
             raise UserError(
                 f"a step of {batches.rows_per_step} rows may need {needed} rows of {store} at a "
-                "time, its ring holds "
-                f"{ring * self._layout.rows_per_shard}; extract with a larger --ring or "
-                "--rows-per-shard"
+                f"time, its ring holds {ring * self._layout.rows_per_shard}; extract with a larger "
+                "--ring or --rows-per-shard"
             )
 
     def features(self, batch: Batch) -> Features:
+        """Return a batch with its stored features, waiting for the extractor of a ring.
+
+        Raises `UserError` for a shard that is missing or damaged.
+        """
         device, dtype = self._target.device, self._target.dtype
         shape = (*batch.ids.shape, self._target.hidden_size)
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
-        kept = batch.documents != PADDING if self._layout.all_last else taught(batch)
+        has_last = batch.documents != PADDING if self._layout.all_last else taught(batch)
         if self._layout.ring is not None:
             self._let_go(min(batch.numbers))
         for r, number in enumerate(batch.numbers):
+            # A ring is numbered by rows of the stream, a whole store by packs of the data.
             unit = number if self._layout.ring is not None else self._batches.pack_of(number)
-            index, place = divmod(unit, self._layout.rows_per_shard)
+            index, row_in_shard = divmod(unit, self._layout.rows_per_shard)
             shard = self._shard(index)
             for name in names:
-                row = shard.row(name, place).to(dtype)
+                row = shard.row(name, row_in_shard).to(dtype)
                 if name == "last":
-                    states[name][r, kept[r]] = row
+                    states[name][r, has_last[r]] = row
                 else:
                     states[name][r, : len(row)] = row
-        last, *found = (states[name].to(device, non_blocking=True) for name in names)
-        return Features(batch, last, tuple(found))
+        last, *taps = (states[name].to(device, non_blocking=True) for name in names)
+        return Features(batch, last, tuple(taps))
 
     def _shard(self, index: int) -> Shard:
+        """Return shard `index`, verified and open. Raises `UserError`."""
         if index not in self._shards:
             path = shard_path(self._store, index)
             if self._layout.ring is not None:
@@ -246,17 +272,24 @@ class StoredFeatures:
                 raise UserError(
                     f"{path} is missing from the feature store; {AGAIN}, which fills it in"
                 )
-            # a ring's shard may have been written anew
+            # A shard of a whole store is verified once. One of a ring may have been deleted and
+            # written anew since it was.
             if self._layout.ring is not None or index not in self._verified:
                 verify_shard(path)
                 self._verified.add(index)
             if len(self._shards) >= self.OPEN:
                 self._shards.pop(next(iter(self._shards)))
             self._shards[index] = Shard(path)
-        self._shards[index] = self._shards.pop(index)  # the last to be closed
+        # Move it to the end, which is closed last.
+        self._shards[index] = self._shards.pop(index)
         return self._shards[index]
 
     def _await(self, path: Path) -> None:
+        """Wait until a ring's shard is complete, with a warning now and then.
+
+        Raises `UserError` if the run is asked to stop meanwhile: the extractor may never come, and
+        a step cannot be left half done.
+        """
         since = time.monotonic()
         while not shard_done(path):
             time.sleep(0.01)
@@ -272,19 +305,22 @@ class StoredFeatures:
                 since = time.monotonic()
 
     def _let_go(self, number: int) -> None:
-        """Rows before the step's first are done with on every rank, since a step ends with a sum
-        over ranks; its own are not."""
+        """Note that the rows before the step of row `number` are no longer needed.
+
+        Every rank is done with them, since a step ends with a sum over ranks. Rows of the same step
+        may still be read by another rank.
+        """
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
         if index != self._told:
-            # a mapped file keeps its place on disk
+            # While a file is mapped its disk space is not freed.
             self._shards = {i: shard for i, shard in self._shards.items() if i >= index}
             if self._main:
                 tell(self._store, first)
             self._told = index
 
     def finish(self) -> None:
-        """Let a ring's extractor go."""
+        """End a ring's extractor."""
         if self._layout.ring is not None and self._main:
             tell(self._store, 0, done=True)
 
@@ -295,13 +331,16 @@ def layout_of(manifest: Manifest) -> Layout:
 
 
 def tell(store: Path, first: int, done: bool = False) -> None:
-    """Say in `wanted.json` which row is the first that is still needed, or that none is."""
+    """Write to `wanted.json` which row is the first that is still needed, or that none is."""
     with whole_file(store / WANTED) as aside:
         write_json(aside, {"first": first, "done": done})
 
 
 def wanted(store: Path) -> tuple[int, bool]:
-    """What `tell` said last."""
+    """Return the first row that is still needed and whether training is done, from `wanted.json`.
+
+    Without a file training is at its beginning. Raises `UserError` for a broken one.
+    """
     if not (store / WANTED).is_file():
         return 0, False
     facts = read_document(store / WANTED, Wanted, "delete it; its trainer writes it again")[0]
@@ -311,14 +350,16 @@ def wanted(store: Path) -> tuple[int, bool]:
 def shards_to_write(
     store: Path, layout: Layout, shards: int, rank: int, ranks: int
 ) -> Iterator[int]:
-    """Numbers of the shards that this worker has to write, one after another; of a ring as room
-    comes free, until the trainer is done."""
+    """Yield the numbers of the shards that worker `rank` of `ranks` has to write, in order.
+
+    For a whole store of `shards` shards these are the missing ones. For a ring it is the next
+    missing one as soon as the trainer no longer needs an older one, until the trainer is done. The
+    first worker also deletes what the trainer no longer needs.
+    """
     if layout.ring is None:
-        yield from (
-            index
-            for index in range(rank, shards, ranks)
-            if not shard_done(shard_path(store, index))
-        )
+        for index in range(rank, shards, ranks):
+            if not shard_done(shard_path(store, index)):
+                yield index
         return
     while True:
         first, done = wanted(store)
@@ -327,10 +368,15 @@ def shards_to_write(
         lowest = first // layout.rows_per_shard
         if rank == 0:
             for note in (store / "shards").glob("shard-*.json"):
-                if not lowest <= int(note.stem.removeprefix("shard-")) < lowest + layout.ring:
+                index = int(note.stem.removeprefix("shard-"))
+                # Shards ahead of the ring are from before the trainer was set back by a resume.
+                if not lowest <= index < lowest + layout.ring:
                     remove_shard(note.with_suffix(".safetensors"))
-        window = (i for i in range(lowest, lowest + layout.ring) if i % ranks == rank)
-        missing = next((i for i in window if not shard_done(shard_path(store, i))), None)
+        missing = None
+        for index in range(lowest, lowest + layout.ring):
+            if index % ranks == rank and not shard_done(shard_path(store, index)):
+                missing = index
+                break
         if missing is None:
             time.sleep(0.02)
         else:

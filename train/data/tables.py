@@ -1,8 +1,8 @@
-"""From sources of conversations to two tables of tokens, training and held out, with a count of
-everything that was lost.
+"""Tables of tokens, for training and held out, made from sources of conversations.
 
-The tables are written once into the run's folder by the main process and memory-mapped by every
-rank; a key over the sources, the settings and the tokenizer says when they are stale.
+Every row that is lost on the way is counted. The main process writes the tables once into the run's
+folder and every rank reads them from there. A key, a hash of the sources, the settings and the
+tokenizer, shows when they are out of date.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ log = logging.getLogger(__name__)
 
 COUNTS_FILE = "counts.json"
 NGRAM_WORDS = 13
-WORD = re.compile(r"\w+|[^\w\s]")
-LOST = ("malformed", "overlong", "nothing to learn")
+WORD = re.compile(r"\w+|[^\w\s]")  # a word, or one sign
+LOST = ("malformed", "overlong", "nothing to learn")  # counts that data.max_lost_share limits
 
 
 @dataclass
 class TokenTable:
-    """Documents end to end: `ids` int32 and `mask` bool, both `[tokens]`; document i is `starts[i]
-    : starts[i + 1]`."""
+    """Documents end to end, of which document i is `starts[i] : starts[i + 1]`."""
 
     ids: np.ndarray
+    """Token ids, int32 `[tokens]`."""
     mask: np.ndarray
+    """Loss mask, bool `[tokens]`: true where the target wrote."""
     starts: np.ndarray
+    """Beginnings of the documents, and the end of the last, int64 `[documents + 1]`."""
     copies: np.ndarray
-    """How often an epoch takes each document, `[documents]`."""
+    """Number of times that an epoch takes each document, int32 `[documents]`."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -61,20 +63,17 @@ class TokenTable:
         return int(self.starts[document + 1] - self.starts[document])
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids and loss mask of a document."""
         span = slice(int(self.starts[index]), int(self.starts[index + 1]))
         return self.ids[span], self.mask[span]
 
     def check(self) -> None:
-        """Raise `ValueError` unless the parts fit together."""
-        shapes = [part.ndim == 1 for part in (self.ids, self.mask, self.starts, self.copies)]
-        kinds = self.mask.dtype == np.bool_ and all(
-            p.dtype.kind == "i" for p in (self.ids, self.starts, self.copies)
-        )
+        """Raise `ValueError` unless the arrays fit together."""
+        flat = all(array.ndim == 1 for array in (self.ids, self.mask, self.starts, self.copies))
+        integers = all(array.dtype.kind == "i" for array in (self.ids, self.starts, self.copies))
+        typed = self.mask.dtype == np.bool_ and integers
         if not (
-            all(shapes)
-            and kinds
-            and len(self.mask) == len(self.ids)
-            and len(self.copies) == len(self) > 0
+            flat and typed and len(self.mask) == len(self.ids) and len(self.copies) == len(self) > 0
         ):
             raise ValueError("its parts do not fit together")
         if (
@@ -85,10 +84,10 @@ class TokenTable:
             raise ValueError("its documents overlap")
 
     def facts(self) -> dict[str, Any]:
-        """How much it holds, and a hash of every token and of who wrote it."""
+        """Return numbers of documents and tokens, and a hash of every token and who wrote it."""
         digest = hashlib.sha256()
-        for part in (self.ids, self.mask, self.starts):
-            digest.update(np.ascontiguousarray(part).data)
+        for array in (self.ids, self.mask, self.starts):
+            digest.update(np.ascontiguousarray(array).data)
         written = int(self.mask.sum())
         return {
             "documents": len(self),
@@ -99,6 +98,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
+        """Return the table of `documents`, of which an epoch takes document i `copies[i]` times."""
         lengths = np.array([len(d.token_ids) for d in documents], dtype=np.int64)
         return cls(
             np.array([i for d in documents for i in d.token_ids], dtype=np.int32),
@@ -110,19 +110,20 @@ class TokenTable:
 
 @dataclass
 class Tables:
-    """What a run learns from and is judged on, and the counts of how they came about."""
+    """Tables of a run, one to learn from and one to be judged on."""
 
     train: TokenTable
     held_out: TokenTable
     counts: dict[str, dict[str, int]]
+    """Number of rows by source and by what became of them."""
 
 
 def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
-    """Build the tables in `folder`, or take those that stand there if nothing they depend on has
-    changed.
+    """Return the tables in `folder`, built anew if something that they depend on has changed.
 
-    Raises `UserError` for a source that cannot be read, that loses more rows than
-    `data.max_lost_share` (naming the first), and when nothing is left to learn from or to hold out.
+    Damaged tables are built anew too, with a warning. Raises `UserError` for a source that cannot
+    be read or that loses more rows than `data.max_lost_share` (naming the first), and if nothing is
+    left to learn from or to hold out.
     """
     key = tables_key(data, target, seed)
     if folder.exists():
@@ -148,15 +149,17 @@ def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
 
 
 def noted(folder: Path) -> Counts:
-    """What `counts.json` says of the tables in `folder`. Raises `UserError`."""
+    """Return what `counts.json` holds about the tables in `folder`. Raises `UserError`."""
     return read_document(folder / COUNTS_FILE, Counts, again_for(folder))[0]
 
 
 def load(folder: Path) -> Tables:
-    """The tables that `prepare` wrote. Raises `UserError` for a file that is not as it was
-    written."""
-    found = noted(folder)
-    for name, facts in found.files.items():
+    """Return the tables that `prepare` wrote into `folder`.
+
+    Raises `UserError` for a file that is not as it was written.
+    """
+    note = noted(folder)
+    for name, facts in note.files.items():
         if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
     try:
@@ -170,16 +173,16 @@ def load(folder: Path) -> Tables:
         raise UserError(
             f"{folder} holds no tables of tokens ({error}); {again_for(folder)}"
         ) from error
-    return Tables(train, held_out, found.counts)
+    return Tables(train, held_out, note.counts)
 
 
 def again_for(folder: Path) -> str:
-    """What to do about tables that cannot be read."""
+    """Return the end of a message about tables that cannot be read: what to do."""
     return f"delete {folder} and run the command that wrote it again"
 
 
 def tables_key(data: Data, target: Target, seed: int) -> str:
-    """Hash of all that the tables depend on: settings, files, tokenizer and template."""
+    """Return a hash of all that the tables depend on: settings, files, tokenizer and template."""
     facts = [
         asdict(data),
         seed,
@@ -187,15 +190,17 @@ def tables_key(data: Data, target: Target, seed: int) -> str:
         str(getattr(target.tokenizer, "chat_template", None)),
     ]
     for source in data.sources:
-        facts += [
-            [str(f), f.stat().st_size, f.stat().st_mtime_ns]
-            for f in source_files(source.path) or []
-        ]
+        # A data set on the hub has no files here; its name stands in the settings.
+        for file in source_files(source.path) or []:
+            facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def build(data: Data, target: Target, seed: int) -> Tables:
-    """Read, encode, split, deduplicate and decontaminate; see `prepare`."""
+    """Read, encode, split, deduplicate and decontaminate the sources.
+
+    Returns the tables. Errors are those of `prepare`.
+    """
     train: list[_Row] = []
     held_out: list[_Row] = []
     counts: dict[str, Counter[str]] = {}
@@ -207,6 +212,7 @@ def build(data: Data, target: Target, seed: int) -> Tables:
             (held_out if row.held_out else train).append(row)
         _refuse_losses(name, count, lost, data.max_lost_share)
     if data.deduplicate:
+        # Held-out rows first: of two equal rows the one in training is dropped.
         seen: set[bytes] = set()
         held_out = _distinct(held_out, seen, counts)
         train = _distinct(train, seen, counts)
@@ -229,22 +235,37 @@ def build(data: Data, target: Target, seed: int) -> Tables:
 
 @dataclass
 class _Row:
+    """A row of a source that can be learned from."""
+
     source: str
+    """Name of the source."""
     encoded: list[Encoded]
+    """The conversation as one or more sequences of tokens."""
     words: str
+    """Text that is compared for contamination."""
     held_out: bool
     copies: int
+    """Number of times that an epoch takes the row."""
 
 
 def _table(rows: list[_Row]) -> TokenTable:
-    return TokenTable.of(
-        [e for row in rows for e in row.encoded], [row.copies for row in rows for _ in row.encoded]
-    )
+    """Return the table of all sequences of `rows`."""
+    documents: list[Encoded] = []
+    copies: list[int] = []
+    for row in rows:
+        documents += row.encoded
+        copies += [row.copies] * len(row.encoded)
+    return TokenTable.of(documents, copies)
 
 
 def _read(
     source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]
 ) -> Iterator[_Row]:
+    """Yield the usable rows of a source.
+
+    What becomes of the others is added to `count`; `lost` gets the name and the reason of each row
+    that is malformed, too long, or has nothing to learn from.
+    """
     name = source.name or source.path
     left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
     for row_name, raw in Progress(
@@ -252,6 +273,7 @@ def _read(
     ):
         count["read"] += 1
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
+        # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
         if not held_out and copies == 0:
             count["not taken (weight)"] += 1
@@ -278,20 +300,23 @@ def _read(
         if useful and len(fits) < len(encoded):
             count["overlong turns"] += len(encoded) - len(fits)
         if not useful:
-            count["overlong" if not fits else "nothing to learn"] += 1
             longest = max((len(e.token_ids) for e in encoded), default=0)
-            reason = (
-                f"{longest} tokens, data.max_length is {data.max_length}"
-                if not fits
-                else "no token of the assistant's"
-            )
+            if fits:
+                count["nothing to learn"] += 1
+                reason = "no token of the assistant's"
+            else:
+                count["overlong"] += 1
+                reason = f"{longest} tokens, data.max_length is {data.max_length}"
             lost.append(f"{row_name} ({reason})")
             continue
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
 
 
 def _check_tokens(conversation: Conversation, target: Target) -> None:
-    """Exact tokens must be this target's: ids of another tokenizer would train without a word."""
+    """Raise `RowError` for exact token ids that are not this target's.
+
+    Ids of another tokenizer would otherwise be learned without any sign that they are wrong.
+    """
     if conversation.token_ids is None:
         return
     if conversation.tokenizer_hash not in (None, tokenizer_hash(target.tokenizer)):
@@ -303,17 +328,25 @@ def _check_tokens(conversation: Conversation, target: Target) -> None:
 
 
 def _has_label(encoded: Encoded) -> bool:
-    """Whether some drafted token can be learned: a root written by the target, followed by another
-    such token."""
+    """Return whether a draft can be learned: the target wrote a root and the token after it.
+
+    A root at position 0 does not count: no feature stands before it.
+    """
     mask = encoded.mask
     return any(mask[i] and mask[i - 1] for i in range(2, len(mask)))
 
 
 def _is_held_out(held_out: HeldOutConfig, source: str, raw: Any, row_name: str, seed: int) -> bool:
+    """Return whether a row is kept away from training.
+
+    It depends on seed, source and row, not on the order of the sources. Raises `UserError` for a
+    row without the field to split by, or whose field is not a time.
+    """
     if held_out.by == "source":
         return source in held_out.sources
     if held_out.by == "row":
         return _chance("held out", seed, source, row_name) < held_out.share
+    # A malformed row has no field; it is counted as malformed later.
     if not isinstance(raw, dict):
         return False
     if held_out.time_field not in raw:
@@ -321,17 +354,20 @@ def _is_held_out(held_out: HeldOutConfig, source: str, raw: Any, row_name: str, 
             f"row {row_name} has no field {held_out.time_field!r} to split by time; set "
             "data.held_out.time_field"
         )
-    return _moment(raw[held_out.time_field], row_name) >= _moment(
-        held_out.since, "data.held_out.since"
-    )
+    moment = _moment(raw[held_out.time_field], row_name)
+    return moment >= _moment(held_out.since, "data.held_out.since")
 
 
 def _chance(*what: object) -> float:
-    """A number in [0, 1) that depends on nothing but its arguments."""
+    """Return a number in [0, 1), evenly spread, that depends on nothing but its arguments."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
 
 
 def _moment(value: Any, where: str) -> float:
+    """Return a time, given as a number or an ISO date, as a number.
+
+    Raises `UserError`, which names `where` it stands.
+    """
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -343,6 +379,10 @@ def _moment(value: Any, where: str) -> float:
 
 
 def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: float) -> None:
+    """Raise `UserError` for a source that is empty or loses more than the share `allowed` of rows.
+
+    Otherwise the first rows that are lost are named in the log.
+    """
     if not count["read"]:
         raise UserError(f"data source {name} is empty; give it at least one row")
     number = sum(count[reason] for reason in LOST)
@@ -353,47 +393,56 @@ def _refuse_losses(name: str, count: Counter[str], lost: list[str], allowed: flo
             f"{lost[0]}"
         )
     if number > allowed * count["read"]:
+        # The share to accept is rounded up to two digits, so that it is enough.
         raise UserError(
             f"data source {name} would lose {number} of {count['read']} rows ({reasons}); the "
-            f"first is {lost[0]}; mend them, or "
-            f"accept it with data.max_lost_share={min(1.0, number / count['read'] + 0.005):.2f}"
+            f"first is {lost[0]}; mend them, or accept it with "
+            f"data.max_lost_share={min(1.0, number / count['read'] + 0.005):.2f}"
         )
     for row in lost[:20]:
         log.warning("data source %s: lost row %s", name, row)
 
 
 def _distinct(rows: list[_Row], seen: set[bytes], counts: dict[str, Counter[str]]) -> list[_Row]:
-    kept = []
+    """Return the rows whose tokens are not in `seen` yet, by their hashes, and add them there.
+
+    The others are counted in `counts`.
+    """
+    distinct = []
     for row in rows:
         key = hashlib.sha256(repr([e.token_ids for e in row.encoded]).encode()).digest()
         if key in seen:
             counts[row.source]["duplicates"] += 1
         else:
             seen.add(key)
-            kept.append(row)
-    return kept
+            distinct.append(row)
+    return distinct
 
 
 def ngrams(text: str) -> set[int]:
-    """Hashes of the 13-grams of words and signs in `text`, lower-cased: the usual unit of
-    contamination."""
+    """Return hashes of the 13-grams of words and signs in `text`, lower-cased.
+
+    These are the usual unit of contamination. The hashes are valid within this process only.
+    """
     words = WORD.findall(text.lower())
     return {hash(tuple(words[i : i + NGRAM_WORDS])) for i in range(len(words) - NGRAM_WORDS + 1)}
 
 
 def _clean(train: list[_Row], held_out: list[_Row], counts: dict[str, Counter[str]]) -> list[_Row]:
+    """Return the training rows that share no 13-gram with a held-out row, counting the others."""
     forbidden: set[int] = set().union(*(ngrams(row.words) for row in held_out))
-    kept = []
+    clean = []
     for row in train:
         if forbidden.isdisjoint(ngrams(row.words)):
-            kept.append(row)
+            clean.append(row)
         else:
             counts[row.source]["shares a 13-gram with held-out rows"] += 1
-    return kept
+    return clean
 
 
 def _describe(counts: dict[str, Counter[str]]) -> str:
-    return "; ".join(
-        f"{name}: " + ", ".join(f"{n} {what}" for what, n in count.items())
-        for name, count in counts.items()
-    )
+    """Return the counts of all sources in one line."""
+    described = []
+    for name, count in counts.items():
+        described.append(f"{name}: " + ", ".join(f"{n} {outcome}" for outcome, n in count.items()))
+    return "; ".join(described)

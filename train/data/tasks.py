@@ -1,4 +1,4 @@
-"""Conversations whose replies are being written anew, and the file that they are appended to."""
+"""Conversations whose replies the target writes anew, and the file that they are appended to."""
 
 from __future__ import annotations
 
@@ -20,21 +20,29 @@ from ..documents import WrittenRow
 
 @dataclass
 class Task:
-    """One conversation under way: what is said so far, and the user's words still to come."""
+    """A conversation whose replies are being written."""
 
     id: str
     said: list[dict[str, Any]]
+    """Messages so far, with the target's own replies."""
     ahead: deque[list[dict[str, Any]]]
-    """What is said between two replies, for each reply still to come."""
+    """For each reply after the next one, the messages that stand before it."""
     conversation: Conversation
+    """The conversation as it was read."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Token-exact sequences so far: token_ids and response_spans."""
+    """Token-exact sequences so far: token_ids, response_spans and finish_reasons."""
 
     @classmethod
     def of(cls, name: str, row: Any, template_kwargs: dict[str, Any]) -> Task:
+        """Return the task of a row, ready for its first reply.
+
+        Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
+        without anything to answer.
+        """
         if isinstance(row, RowError):
             raise row
         conversation = conversation_of(row)
+        # Arguments of the row win over those for all rows.
         conversation.template_kwargs = {**template_kwargs, **conversation.template_kwargs}
         if conversation.messages is None and conversation.text is None:
             raise RowError("it has token ids only; regenerate from messages or text")
@@ -52,15 +60,17 @@ class Task:
         return task
 
     def advance(self) -> None:
-        """Say everything up to where the next reply is wanted."""
+        """Append the messages up to where the next reply belongs."""
         if self.ahead:
             self.said += self.ahead.popleft()
 
     @property
     def done(self) -> bool:
+        """True if no messages are left to append."""
         return not self.ahead
 
     def prompt(self, target: Target) -> list[int]:
+        """Return the token ids that the target is given for the next reply. Raises `RowError`."""
         so_far = Conversation(
             messages=self.said or None,
             text=self.conversation.text,
@@ -72,8 +82,11 @@ class Task:
     def add_reply(
         self, prompt: list[int], reply: list[int], message: dict[str, Any], finish_reason: str
     ) -> None:
-        """Record a reply; a prompt that continues the last sequence lengthens it, any other begins
-        a new one."""
+        """Record a reply to a prompt, as token ids and as a message.
+
+        A prompt that begins with the tokens of the last sequence lengthens that one. Any other
+        begins a new one: the chat template has rewritten earlier turns.
+        """
         last = self.events[-1] if self.events else None
         if last is None or prompt[: len(last["token_ids"])] != last["token_ids"]:
             last = {"token_ids": [], "response_spans": [], "finish_reasons": []}
@@ -85,23 +98,24 @@ class Task:
 
 
 def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """What stands before each reply: messages between those of the assistant.
+    """Return the messages before each reply: those between two messages of the assistant.
 
-    Ends before a tool's result: that answers the call of a reply which is about to be replaced.
+    Ends before a tool's result, which answers a call in a reply that is about to be replaced.
     """
-    parts: list[list[dict[str, Any]]] = [[]]
+    before_replies: list[list[dict[str, Any]]] = [[]]
     for message in messages:
         if message["role"] == "tool":
-            return parts[:-1]
+            # The last group is not complete: the tool's result would have been in it.
+            return before_replies[:-1]
         if message["role"] != "assistant":
-            parts[-1].append(message)
-        elif parts[-1]:
-            parts.append([])
-    return [part for part in parts if part]
+            before_replies[-1].append(message)
+        elif before_replies[-1]:
+            before_replies.append([])
+    return [group for group in before_replies if group]
 
 
 class Sink:
-    """The output file: one line for each sequence, appended when its conversation is finished."""
+    """Output file: one line for each sequence, appended when its conversation is finished."""
 
     def __init__(
         self,
@@ -110,43 +124,42 @@ class Sink:
         provenance: dict[str, Any],
         written: dict[str, Any] | None = None,
     ) -> None:
-        self._file, self._progress, self._provenance, self._written = (
-            file,
-            progress,
-            provenance,
-            written,
-        )
+        """`provenance` goes into every row; `written` is that of the rows that the file has."""
+        self._file, self._progress = file, progress
+        self._provenance, self._written = provenance, written
         self.rows = self.tokens = self.cut = 0
 
     def add_provenance(self, more: dict[str, Any]) -> None:
-        """What is known of the target only once it is loaded; rows that stand in the file must
-        agree."""
+        """Add to the provenance of rows to come, such as hashes of the target once it is loaded.
+
+        Raises `UserError` if the rows that the file has were written otherwise.
+        """
         refuse_other(Path(self._file.name), self._written, more)
         self._provenance |= more
 
     def put(self, task: Task) -> None:
+        """Append a conversation with exact tokens, one line for each of its sequences."""
         for number, event in enumerate(task.events):
             whole = number == len(task.events) - 1
             row = {
                 "id": task.id,
                 "part": number,
+                # By this `mend` knows a complete conversation.
                 "last_part": whole,
                 **event,
                 "regenerated": self._provenance,
             }
             row["messages"] = task.said if task.conversation.messages is not None else None
-            row["text"] = (
-                None
-                if row["messages"]
-                else (task.conversation.text or "") + task.said[-1]["content"]
-            )
+            row["text"] = None
+            if not row["messages"]:
+                row["text"] = (task.conversation.text or "") + task.said[-1]["content"]
             self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.tokens += sum(end - start for start, end in event["response_spans"])
             self.cut += sum(reason != "stop" for reason in event["finish_reasons"])
         self._flush()
 
     def put_text(self, task: Task) -> None:
-        """A conversation whose server gave no token ids."""
+        """Append a conversation whose server gave no token ids, as one line with its messages."""
         row = {
             "id": task.id,
             "part": 0,
@@ -158,6 +171,7 @@ class Sink:
         self._flush()
 
     def _flush(self) -> None:
+        """Bring a finished conversation to the disk and count it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.rows += 1
@@ -165,11 +179,11 @@ class Sink:
 
 
 def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
-    """Ids of the conversations that stand whole in `out`, and how they were written (None if
-    nothing is there).
+    """Return the ids of the complete conversations in `out`, and how they were written.
 
-    What a killed process left half-written behind them is cut off, but only if every whole line was
-    written by this command.
+    The latter is the provenance of the last line, None if there is no line. Everything behind the
+    last complete conversation, which a killed process left, is cut off; but only if every line
+    before it was written by this command. Raises `UserError` for any other file.
     """
     if not out.exists():
         return set(), None
@@ -178,11 +192,12 @@ def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
         raise foreign
     finished: set[str] = set()
     written: dict[str, Any] | None = None
-    keep = end = 0
+    complete_to = end = 0  # in bytes
     with out.open("rb") as file:
         for line in file:
             end += len(line)
             try:
+                # Only the last line of a file can be without a line break.
                 row = json.loads(line) if line.endswith(b"\n") else None
             except (ValueError, RecursionError) as error:
                 raise foreign from error
@@ -197,15 +212,18 @@ def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
             written = known.regenerated
             if known.last_part:
                 finished.add(known.id)
-                keep = end
-    if keep < end:
+                complete_to = end
+    if complete_to < end:
         with out.open("rb+") as file:
-            file.truncate(keep)
+            file.truncate(complete_to)
     return finished, written
 
 
 def refuse_other(out: Path, written: dict[str, Any] | None, facts: dict[str, Any]) -> None:
-    """Rows of two targets or two samplings must not end up in one file."""
+    """Raise `UserError` if `facts` differ from those that the rows in `out` were `written` with.
+
+    Rows of two targets or two samplings must not end up in one file.
+    """
     for name, value in facts.items():
         if written is not None and written.get(name) != value:
             raise UserError(

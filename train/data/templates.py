@@ -1,8 +1,9 @@
-"""From a conversation to tokens and the mask of what the assistant wrote, its end token included.
+"""Chat templates: from a conversation to tokens and their loss mask.
 
-Where the chat template marks the assistant's words (`{% generation %}`), the marks decide.
-Elsewhere the template is rendered up to and through each assistant turn: the text in between is
-that turn. Templates that rewrite earlier turns (thinking removed) cannot carry several turns in one
+The mask is true at what the assistant wrote, the end token included. Where the chat template marks
+the assistant's text (`{% generation %}`), the marks decide. Otherwise the template is rendered up
+to each assistant turn and through it, and the text in between is that turn. A template that
+rewrites earlier turns (it removes their reasoning, for example) cannot show several turns in one
 rendering; each such turn becomes a sequence of its own, as the server saw it.
 """
 
@@ -17,10 +18,11 @@ from ...inference.conversations.rows import template_of
 
 @dataclass
 class Encoded:
-    """`token_ids`, and `mask` of the same length: true where the target wrote."""
+    """Tokens of a document with their loss mask, of the same length."""
 
     token_ids: list[int]
     mask: list[bool]
+    """True where the target wrote."""
 
 
 def encode(
@@ -30,8 +32,12 @@ def encode(
     target_name: str,
     template_kwargs: dict[str, Any],
 ) -> list[Encoded]:
-    """The conversation as one or more sequences. Raises `RowError` for a row that the template
-    cannot render."""
+    """Return the conversation as one or more sequences.
+
+    `template_kwargs` are arguments of the chat template for all rows; those of the conversation
+    win. Raises `RowError` for a row that the template cannot render, `UserError` for a target
+    without a template.
+    """
     if conversation.token_ids is not None:
         return [_from_spans(conversation.token_ids, conversation.response_spans)]
     if conversation.messages is None:
@@ -44,6 +50,7 @@ def encode(
         return _by_prefixes(conversation.messages, tokenizer, eos_ids, kwargs)
     except RowError:
         raise
+    # A template is a program of somebody else's and may raise anything.
     except Exception as error:
         raise RowError(
             f"the chat template cannot render it: {str(error).splitlines()[0]}"
@@ -51,6 +58,7 @@ def encode(
 
 
 def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
+    """Return exact tokens with the mask true in the spans [start, end)."""
     mask = [False] * len(token_ids)
     for start, end in spans:
         mask[start:end] = [True] * (end - start)
@@ -58,8 +66,10 @@ def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:
 
 
 def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
-    """All of a text is learned from; of prompt and completion, the completion. Both end with the
-    end token, if there is one."""
+    """Return a plain text, all of which is learned, or a prompt with its completion, which is.
+
+    Both end with the end token, if the tokenizer has one.
+    """
     ids = list(tokenizer(conversation.text)["input_ids"])
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if conversation.completion is None:
@@ -71,11 +81,13 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
 def _by_marks(
     messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
 ) -> Encoded:
+    """Return a conversation with the mask that the template's own marks give."""
     rendered = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True, **kwargs
     )
     ids, mask = list(rendered["input_ids"]), [bool(m) for m in rendered["assistant_masks"]]
-    for i in range(1, len(ids)):  # some templates close the mark just before the end token
+    # Some templates close the mark just before the end token, which the target writes too.
+    for i in range(1, len(ids)):
         if mask[i - 1] and not mask[i] and ids[i] in eos_ids and ids[i - 1] not in eos_ids:
             mask[i] = True
     return Encoded(ids, mask)
@@ -84,6 +96,13 @@ def _by_marks(
 def _by_prefixes(
     messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
 ) -> list[Encoded]:
+    """Return the sequences of a conversation, found by rendering it turn by turn.
+
+    A turn joins the sequence before it if its prompt begins with that sequence's text, and begins a
+    new one if the template has rewritten what came before. Raises `RowError` for a template whose
+    rendering of a reply does not begin with its own generation prompt.
+    """
+
     def render(count: int, for_reply: bool) -> str:
         return tokenizer.apply_chat_template(
             messages[:count], tokenize=False, add_generation_prompt=for_reply, **kwargs
@@ -96,6 +115,7 @@ def _by_prefixes(
         prompt, full = render(i, True), render(i + 1, False)
         if not full.startswith(prompt):
             raise RowError("the chat template does not continue its own generation prompt")
+        # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
         span = (len(prompt), len(full))
         if sequences and prompt.startswith(sequences[-1][0]):
             sequences[-1] = (full, [*sequences[-1][1], span])
@@ -107,17 +127,25 @@ def _by_prefixes(
 def _mask_spans(
     text: str, spans: list[tuple[int, int]], tokenizer: Any, eos_ids: frozenset[int]
 ) -> Encoded:
-    """Tokens of the rendered text; the mask covers each span up to its end token (templates add
-    line breaks after it)."""
+    """Return the tokens of a rendered text, with the mask true in each span up to its end token.
+
+    `spans` are [start, end) in characters. Templates may add a line break after the end token; the
+    target does not write that.
+    """
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids) | eos_ids
     mask = [False] * len(ids)
     for start, end in spans:
-        inside = [i for i, (a, b) in enumerate(offsets) if start <= a < end and b > a]
+        # A token without characters (first == past) belongs to no span.
+        inside = []
+        for i, (first, past) in enumerate(offsets):
+            if start <= first < end and past > first:
+                inside.append(i)
         last_end = max((i for i in inside if ids[i] in eos_ids), default=None)
         if last_end is None:  # the end token of a turn need not be the one that ends generation
             last_end = max((i for i in inside if ids[i] in special), default=None)
+        # `is None`: an end token may be token 0. Without any, all of the span was written.
         for i in inside:
             mask[i] = last_end is None or i <= last_end
     return Encoded(ids, mask)

@@ -1,12 +1,23 @@
-"""Blocks of drafts at many anchors of a text at once, each as decoding would run it from that root
-(DFlash, arXiv 2602.06036).
+"""Blocks of drafts at many anchors of a text at once, each run as decoding runs it from that root.
 
-The block of anchor a sees the context before a in its own document, and itself: not the anchor's
-own feature, which does not exist when a is the root, and no other block. Anchors are drawn anew for
-every row that training sees.
+A block is what DFlash (arXiv 2602.06036) and DSpark draft in one pass. The block of anchor a sees
+the context before a in its own document, and its own slots. It sees neither the feature of a, which
+does not exist while a is the root, nor any other block. Anchors are drawn anew for every row that
+training sees.
 
-Shapes: B packed rows, S positions, A anchors a row, b slots of a block, D drafts of a block, G
-heads, E head size, H hidden size.
+Example: a document from position 0 on, anchors 2 and 3, two slots a block; x marks what the slots
+of each block attend to. A block has no causal mask: each slot sees all slots of its block.
+
+                        context       anchor 2   anchor 3
+                        0  1  2  3    slots 0 1  slots 0 1
+    anchor 2, slot 0    x  x                x x
+              slot 1    x  x                x x
+    anchor 3, slot 0    x  x  x                        x x
+              slot 1    x  x  x                        x x
+
+Shapes: B packed rows, S positions, Sa anchors of a packed row, b slots of a block, D drafts of a
+block, G attention heads, Gkv key-value heads, E head size, H hidden size, N keys that a group of
+blocks may see.
 """
 
 from __future__ import annotations
@@ -28,58 +39,81 @@ GROUP_ROWS = 128  # rows of blocks that share one slice of the context, at most
 
 @dataclass
 class Anchors:
-    """Where blocks stand, on the CPU: masks are data, so what is derived from them waits for no
-    device."""
+    """Positions of blocks and weights of their drafts.
+
+    Both are on the CPU: masks are data there, so nothing that follows from them waits for a device.
+    """
 
     places: Tensor
-    """[B, A]: positions, ascending in each row; what is left over repeats the last one."""
+    """[B, Sa]: positions, ascending in each row; anchors left over repeat the last one."""
     weights: Tensor
-    """[B, A, D]: 1 where the draft about the d-th token after the anchor is reached through tokens
-    that the target wrote."""
+    """[B, Sa, D]: R(a .. a + d), 1 where draft d is reached through tokens that the target wrote.
+
+    It is 0 for all drafts of an anchor that is left over.
+    """
 
     @classmethod
     def drawn(cls, batch: Batch, count: int, drafts: int, seed: int) -> Anchors:
-        """`count` roots in each row, uniformly among those with a reply token to draft, none twice;
-        a pure function of seed and the row's place in the data, whatever the ranks."""
+        """Draw `count` roots in each row, uniformly among those with a reply token to draft.
+
+        None is drawn twice; a row with fewer roots leaves anchors over, which keep the shapes fixed
+        and have no weight. The draw is a pure function of seed and the row's place in the data,
+        whatever the ranks: `BlockObjective` draws twice for one batch and has to get the same.
+
+        Example: the roots of a row of 6 positions are 1, 3 and 4. With `count` 2 the anchors are
+        the two whose random keys are smallest, in ascending order. With `count` 5 they are
+        1 3 4 4 4, and the last two have no weight.
+        """
+        # R(a .. a + 1): the target wrote the root and the token that the first draft is about.
         valid = batch.reply_run(0, 1)
+        # The positions with the smallest of random keys in [0, 1) are a uniform draw without
+        # repetition. The key 2 stands behind all of them: no root.
         keys = torch.full(valid.shape, 2.0)
         for row, number in enumerate(batch.numbers):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             keys[row] = torch.rand(valid.shape[1], generator=generator)
         keys = torch.where(valid, keys, 2.0)
-        best, places = keys.topk(min(count, keys.shape[1]), largest=False)
-        kept = functional.pad(best < 2, (0, count - best.shape[1]))
-        beyond = torch.where(
-            kept, functional.pad(places, (0, count - best.shape[1])), batch.ids.shape[1]
-        )
-        places = beyond.sort(dim=-1).values
-        kept = places < batch.ids.shape[1]
-        places = torch.where(kept, places, torch.where(kept, places, 0).amax(-1, keepdim=True))
-        return cls(places, runs_at(batch, places, drafts) * kept[..., None])
+        best_keys, positions = keys.topk(min(count, keys.shape[1]), largest=False)
+        # A row may have fewer positions than anchors are asked for.
+        missing = count - best_keys.shape[1]
+        is_root = functional.pad(best_keys < 2, (0, missing))
+        positions = functional.pad(positions, (0, missing))
+        # Anchors without a root get position S, so that sorting moves them to the end, and then
+        # the last root of their row, or 0 in a row that has none.
+        positions = torch.where(is_root, positions, batch.ids.shape[1]).sort(dim=-1).values
+        is_root = positions < batch.ids.shape[1]
+        last_root = torch.where(is_root, positions, 0).amax(-1, keepdim=True)
+        positions = torch.where(is_root, positions, last_root)
+        return cls(positions, runs_at(batch, positions, drafts) * is_root[..., None])
 
     def ahead(self, row: Tensor, device: torch.device, places: int) -> Tensor:
-        """`[B, A, D]`: what `row` `[B, S]` holds at a + places + 0 .. D - 1; the last one past the
-        end."""
+        """Return `[B, Sa, D]` on `device`: what `row` `[B, S]` holds at a + places + 0 .. D - 1.
+
+        Past the end of a row it is the last entry. With token ids, `places` 1 gives the labels
+        x[a+1] .. x[a+D] of an anchor, and `places` 0 the token before each draft.
+        """
         steps = torch.arange(places, places + self.weights.shape[-1])
         index = (self.places[..., None] + steps).clamp(max=row.shape[1] - 1).to(row.device)
         return row.gather(1, index.flatten(1)).view(index.shape).to(device, non_blocking=True)
 
 
 def runs_at(batch: Batch, places: Tensor, drafts: int) -> Tensor:
-    """R(a .. a + d) of drafter-recipes 0.2 `[B, A, D]`, d = 1 .. D: also false where a turn or a
-    document has ended before."""
+    """Return R(a .. a + d) (docs/notation.md#positions) `[B, Sa, D]` of the drafts d = 1 .. D.
+
+    `places` `[B, Sa]` are anchors. It is 0 from where a turn or a document has ended.
+    """
     runs = [batch.reply_run(0, d).gather(1, places) for d in range(1, drafts + 1)]
     return torch.stack(runs, dim=-1).float()
 
 
 class BlockAttention:
-    """Attention of the blocks' rows over the context before their anchors and over their own block,
-    for one batch.
+    """Attention of blocks' rows over the context before their anchors and over their own block.
 
-    sdpa (auto on a CPU): groups of neighbouring blocks through torch's own attention with a dense
-    mask, over the context up to the last anchor of the group, of which each keeps a copy. flex
-    (auto on a GPU): FlexAttention with a block mask; no gradients on a CPU. plain: one block after
-    another, which the others are tested against.
+    An object serves all layers of one batch, for which it makes its masks once. Backends: sdpa
+    (auto on a CPU) runs groups of neighbouring blocks through torch's own attention with a dense
+    mask, over the context up to the last anchor of the group, of which each group makes a copy.
+    flex (auto on a GPU) is FlexAttention with a block mask; it has no gradients on a CPU. plain
+    runs one block after another; the others are tested against it.
     """
 
     def __init__(
@@ -90,84 +124,98 @@ class BlockAttention:
         device: torch.device,
         backend: Backend = "auto",
     ) -> None:
-        """`places` `[B, A]` on the CPU, `size` slots a block."""
-        self.backend = (
-            ("flex" if device.type == "cuda" else "sdpa") if backend == "auto" else backend
-        )
+        """`places` `[B, Sa]` are the anchors, on the CPU; `size` is the number of slots a block."""
+        if backend == "auto":
+            backend = "flex" if device.type == "cuda" else "sdpa"
+        self.backend = backend
         self._places, self._size, self._device = places, size, device
-        # where each anchor's document begins
+        # Where each anchor's document begins: positions count from 0 in every document, so an
+        # anchor at 7 of the row with position 2 in its document has one that begins at 5.
         self._first = places - batch.positions.gather(1, places)
         self._groups: list[_Group] | None = None
         self._block_mask: Any = None
 
     def __call__(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
-        """`queries` `[B, G, A * b, E]`; keys and values of the context `[B, Gkv, S, E]`, of the
-        blocks `[B, Gkv, A * b, E]`."""
+        """Return what the blocks' rows read, `[B, G, Sa * b, E]`, of queries of that shape.
+
+        `context` are keys and values of the text `[B, Gkv, S, E]`, `own` those of the blocks'
+        rows `[B, Gkv, Sa * b, E]`. Slot j of the block at anchor number i is row i * b + j.
+        """
         run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[self.backend]
         return run(queries, context, own)
 
     def _plain(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
-        found = torch.zeros_like(queries)
+        """Return the output by a softmax for one block after another."""
+        output = torch.zeros_like(queries)
         heads = queries.shape[1] // own[0].shape[1]
-        for row, places in enumerate(self._places.tolist()):
-            for block, place in enumerate(places):
-                mine = slice(block * self._size, (block + 1) * self._size)
-                before = slice(int(self._first[row, block]), place)
-                keys, values = (
-                    torch.cat([c[row, :, before], o[row, :, mine]], dim=1).repeat_interleave(
-                        heads, dim=0
-                    )
-                    for c, o in zip(context, own, strict=True)
-                )
-                scores = queries[row, :, mine] @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
-                found[row, :, mine] = scores.softmax(-1) @ values
-        return found
+
+        def seen(states: Tensor, block_states: Tensor) -> Tensor:
+            """Return the keys or values of one block `[G, N, E]`, from `[Gkv, .., E]` of each."""
+            return torch.cat([states, block_states], dim=1).repeat_interleave(heads, dim=0)
+
+        for row, anchors in enumerate(self._places.tolist()):
+            for block, anchor in enumerate(anchors):
+                slots = slice(block * self._size, (block + 1) * self._size)
+                before = slice(int(self._first[row, block]), anchor)
+                keys = seen(context[0][row, :, before], own[0][row, :, slots])
+                values = seen(context[1][row, :, before], own[1][row, :, slots])
+                block_queries = queries[row, :, slots]
+                scores = block_queries @ keys.transpose(-1, -2) * queries.shape[-1] ** -0.5
+                output[row, :, slots] = scores.softmax(-1) @ values
+        return output
 
     def _sdpa(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
+        """Return the output by torch's own attention, group by group of blocks."""
         shared = queries.shape[1] // own[0].shape[1]
-        repeated = [[x.repeat_interleave(shared, dim=1) for x in pair] for pair in (context, own)]
-        found = []
+        context_keys, context_values = (x.repeat_interleave(shared, dim=1) for x in context)
+        own_keys, own_values = (x.repeat_interleave(shared, dim=1) for x in own)
+        outputs = []
         for group in self._in_groups():
             rows = slice(group.start * self._size, group.end * self._size)
-            keys, values = (
-                torch.cat([c[:, :, group.first : group.last], o[:, :, rows]], dim=2)
-                for c, o in zip(*repeated, strict=True)
+            before = slice(group.first, group.last)
+            keys = torch.cat([context_keys[:, :, before], own_keys[:, :, rows]], dim=2)
+            values = torch.cat([context_values[:, :, before], own_values[:, :, rows]], dim=2)
+            group_output = functional.scaled_dot_product_attention(
+                queries[:, :, rows], keys, values, attn_mask=group.visible[:, None]
             )
-            found.append(
-                functional.scaled_dot_product_attention(
-                    queries[:, :, rows], keys, values, attn_mask=group.visible[:, None]
-                )
-            )
-        return torch.cat(found, dim=2)
+            outputs.append(group_output)
+        return torch.cat(outputs, dim=2)
 
     def _in_groups(self) -> list[_Group]:
-        """Anchors ascend, so a group of neighbours sees little of the context that it may not
-        see."""
+        """Return groups of neighbouring blocks with their masks, made at the first call.
+
+        Anchors ascend, so neighbours see nearly the same context, and little of a group's slice of
+        the context is masked.
+        """
         if self._groups is None:
             count, self._groups = max(GROUP_ROWS // self._size, 1), []
             for start in range(0, self._places.shape[1], count):
                 end = min(start + count, self._places.shape[1])
-                places, firsts = self._places[:, start:end, None], self._first[:, start:end, None]
-                first, last = int(firsts.min()), int(places.max())
-                at = torch.arange(first, last)
-                context = ((at >= firsts) & (at < places)).repeat_interleave(self._size, dim=1)
-                own = (
-                    torch.eye(end - start, dtype=torch.bool)
-                    .repeat_interleave(self._size, 0)
-                    .repeat_interleave(self._size, 1)
-                )
-                visible = torch.cat([context, own.expand(len(context), -1, -1)], dim=-1)
+                anchors, firsts = self._places[:, start:end, None], self._first[:, start:end, None]
+                # `last` is excluded: no block sees the feature of its own anchor.
+                first, last = int(firsts.min()), int(anchors.max())
+                positions = torch.arange(first, last)
+                before = (positions >= firsts) & (positions < anchors)
+                before = before.repeat_interleave(self._size, dim=1)
+                # The identity, each 1 grown to b x b: with two blocks of two slots
+                # 1 1 0 0 / 1 1 0 0 / 0 0 1 1 / 0 0 1 1.
+                same_block = torch.eye(end - start, dtype=torch.bool)
+                same_block = same_block.repeat_interleave(self._size, 0)
+                same_block = same_block.repeat_interleave(self._size, 1)
+                visible = torch.cat([before, same_block.expand(len(before), -1, -1)], dim=-1)
                 self._groups.append(
                     _Group(start, end, first, last, visible.to(self._device, non_blocking=True))
                 )
         return self._groups
 
     def _flex(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
+        """Return the output by FlexAttention over the context, padded, and all blocks."""
         length = context[0].shape[2]
-        # every width is compiled once
+        # Every width is compiled once. The padding lies between context and blocks, where the mask
+        # lets no row see it: a row sees keys before its anchor, which is before `length`.
         width = bucket(length) if queries.device.type == "cuda" else length
-        wide = (functional.pad(x, (0, 0, 0, width - length)) for x in context)
-        keys, values = (torch.cat(parts, dim=2) for parts in zip(wide, own, strict=True))
+        padded_context = (functional.pad(x, (0, 0, 0, width - length)) for x in context)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(padded_context, own, strict=True))
         return flex_for(queries.device)(
             queries,
             keys,
@@ -177,32 +225,37 @@ class BlockAttention:
         )
 
     def _flex_mask(self, length: int) -> Any:
+        """Return the block mask for a context padded to `length`, made at the first call."""
         if self._block_mask is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            places, firsts = self._places.to(self._device), self._first.to(self._device)
+            anchors, firsts = self._places.to(self._device), self._first.to(self._device)
             size, rows = self._size, self._places.shape[1] * self._size
 
             def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+                # Keys are the context, 0 .. length - 1, and then the blocks' own rows: with a
+                # context of 128 and blocks of 4, key 133 is row 5, in block 1.
                 block = row // size
-                before = (key < places[b, block]) & (key >= firsts[b, block])
+                before = (key < anchors[b, block]) & (key >= firsts[b, block])
                 return before | ((key >= length) & ((key - length) // size == block))
 
-            make = (
-                torch.compile(create_block_mask)
-                if self._device.type == "cuda"
-                else create_block_mask
-            )
+            make: Any = create_block_mask
+            if self._device.type == "cuda":
+                # uncompiled, it makes all bools of rows x keys before it looks at them in blocks
+                make = torch.compile(create_block_mask)
             self._block_mask = make(
-                visible, len(places), None, rows, length + rows, device=str(self._device)
+                visible, len(anchors), None, rows, length + rows, device=str(self._device)
             )
         return self._block_mask
 
 
 @dataclass
 class _Group:
-    """Blocks `start` .. `end`, which see the context from `first` to `last`; `visible` `[B, rows,
-    keys]`."""
+    """Blocks `start` .. `end - 1`, which see nothing of the context outside `first` .. `last - 1`.
+
+    `visible` `[B, (end - start) * b, N]` is true where a row may see a key; the N keys are the
+    context's slice and then the rows of these blocks.
+    """
 
     start: int
     end: int
@@ -212,13 +265,15 @@ class _Group:
 
 
 def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> list[Pair]:
-    """Each layer's keys and values `[B, Gkv, S, E]` of a whole text, from the target's features
-    `[B, S, Ht]`."""
+    """Return each layer's keys and values `[B, Gkv, S, E]` of whole texts.
+
+    `taps` are the target's features `[B, S, H]`. All blocks of a text share them: an anchor only
+    decides how much of them its block sees.
+    """
     fused = drafter.fuse(taps)
-    found = drafter.context(
-        fused, drafter.rotary(batch.positions.to(fused.device, non_blocking=True))
-    )
-    return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in found]
+    rotary = drafter.rotary(batch.positions.to(fused.device, non_blocking=True))
+    pairs = drafter.context(fused, rotary)
+    return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
 
 def run_blocks(
@@ -229,28 +284,31 @@ def run_blocks(
     backend: Backend = "auto",
     memory: Memory | None = None,
 ) -> Tensor:
-    """The layers' output `[B, A, D, H]` for the slots that draft, of blocks at `places` `[B, A]`
-    (CPU).
+    """Return the layers' output `[B, Sa, D, H]` for the slots that draft, of blocks at `places`.
 
-    `context` as from `contexts`. `memory`: whether only the states between the layers are kept for
-    the backward pass.
+    `places` `[B, Sa]` are anchors, on the CPU; `context` is what `contexts` returns. With
+    `memory.recompute` only the states between the layers are kept for the backward pass.
     """
     device, size = context[0][0].device, drafter.shape.block_size
     attention = BlockAttention(batch, places, size, device, backend)
     state = drafter.embed(batch.ids.gather(1, places).to(device, non_blocking=True))
+    # Slot j stands at a + j, counted within the anchor's document.
     positions = batch.positions.gather(1, places)[..., None] + torch.arange(size)
     cosines, sines = drafter.rotary(positions.flatten(1).to(device, non_blocking=True))
 
-    def step(index: int, state: Tensor, cosines: Tensor, sines: Tensor, *there: Tensor) -> Tensor:
+    def step(index: int, state: Tensor, cosines: Tensor, sines: Tensor, *pair: Tensor) -> Tensor:
+        """Return the output of layer `index`, whose context has the keys and values `pair`."""
+
         def attend(_: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-            return (
-                attention(queries, (there[0], there[1]), (keys, values)).transpose(1, 2).flatten(2)
-            )
+            read = attention(queries, (pair[0], pair[1]), (keys, values))
+            return read.transpose(1, 2).flatten(2)
 
         return drafter.layer(index, state, (cosines, sines), attend)
 
+    # The context's states are arguments because arguments are what `recomputing` keeps of a layer.
     run = recomputing(step, memory.offload) if memory and memory.recompute else step
     for index, pair in enumerate(context):
         state = run(index, state, cosines, sines, *pair)
+    # DFlash's slot 0 holds the anchor's own token and drafts nothing; DSpark's drafts (first_slot).
     return state.unflatten(1, (-1, size))[:, :, drafter.first_slot :]

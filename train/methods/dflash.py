@@ -1,11 +1,20 @@
-"""Training of block drafters: blocks at random roots of the target's own text, with the tokens that
-followed there as labels.
+"""Training of block drafters: blocks at random roots of texts that the target wrote.
 
-Index table (drafter-recipes 0.3): the d-th draft of a block at anchor a, d >= 1, has the label
-x[a+d], the teacher p[a+d-1] and the weight R(a .. a+d), whichever slot makes it.
+The labels of a block are the tokens that follow its anchor in the text (DFlash, arXiv 2602.06036).
+Index table (docs/objectives.md#index-tables): draft d of a block at anchor a, d = 1, 2, .., has the
+label x[a+d], the teacher p[a+d-1] and the weight R(a .. a+d), whichever slot makes it.
 
-Shapes: B packed rows, S positions, A anchors, D drafts of a block, R blocks with weight, H hidden
-size, V vocabulary.
+Example: prompt 0 .. 3, reply 4 .. 8, three drafts a block. Roots are 4 .. 7, since nothing follows
+8.
+
+    anchor   labels           teachers         weights
+    4        x5   x6   x7     p4   p5   p6     1  1  1
+    5        x6   x7   x8     p5   p6   p7     1  1  1
+    6        x7   x8   -      p6   p7   -      1  1  0
+    7        x8   -    -      p7   -    -      1  0  0
+
+Shapes: B packed rows, S positions, Sa anchors of a packed row, D drafts of a block, R blocks with
+weight, H hidden size, V vocabulary, n roots that are run together.
 """
 
 from __future__ import annotations
@@ -41,41 +50,53 @@ from .unroll import Backend
 
 log = logging.getLogger(__name__)
 
-__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter",
-"make_objective",
-           "outline", "teacher_forced", "writers"]  # fmt: skip
+__all__ = [
+    "REPLAYED",
+    "Run",
+    "accepted_by_root",
+    "calibrate",
+    "features_of",
+    "make_drafter",
+    "make_objective",
+    "outline",
+    "teacher_forced",
+    "writers",
+]
 
-REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
-# of the first logits: states made of a mask token's embedding hold the tokens of texts for unlikely
+REPLAYED = {"width": 1}
+"""Settings with which the proposer drafts what `accepted_by_root` estimates: a chain."""
 SPREAD = 0.25
-PLACES = 32  # anchors that `teacher_forced` runs at one time
+"""Standard deviation of an untrained drafter's logits. It is small because states that are made
+from a mask token's embedding give the tokens of texts low probabilities."""
+PLACES = 32  # roots whose blocks `forced_blocks` runs at one time
 
 
 @dataclass
 class BlockLoss(Memory):
-    """Loss settings."""
+    """Settings of a block drafter's loss."""
 
     loss: Divergence = "ce"
-    """Between the drafter's distribution and the text's tokens (ce), or the target's
-    distribution."""
+    """Divergence of the drafter's distribution from the text's tokens (ce) or the target's
+    distribution (the others; ce-l1: both)."""
     weighting: Literal["decay", "survival", "d-pace"] = "d-pace"
-    """Weights of a block's drafts: exp(-(d - 1) / gamma); what each would earn in accepted drafts
-    by its overlap (with lk-alpha this is end-to-end TV); or the same by the smoothed probability of
-    the label (D-PACE, for ce)."""
+    """Weights of a block's drafts. decay: exp(-(d - 1) / gamma) for draft d. survival: the accepted
+    drafts that a better draft d would earn, by the overlaps (with lk-alpha this is end-to-end TV).
+    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
     gamma: float | None = None
-    """Of decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16, 10, 8)."""
+    """Length of weighting decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16,
+    10, 8)."""
     smoothing: float = 0.5
-    """D-PACE's: 0 weighs by the probabilities themselves, 1 not at all."""
+    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
     token_weight: float = 1.0
-    """Weight of the loss above."""
+    """Weight of `loss`."""
     feature_weight: float = 0.0
-    """Weight of SmoothL1 between what the head reads of a draft and what it reads of the target;
-    for runs on little text."""
+    """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
+    runs on little text."""
     anchors: int = 512
     """Blocks in a packed row, at roots drawn anew each time that the row is seen. Rows with fewer
     roots leave some over."""
     attention: Backend = "auto"
-    """How the blocks' attention runs: sdpa, flex (GPU), plain (a reference, block by block), or
+    """Backend of the blocks' attention: sdpa, flex (GPU), plain (a reference, block by block), or
     whichever fits."""
     rows_per_chunk: int = 16
     """Blocks whose logits exist at one time."""
@@ -113,25 +134,24 @@ class Run(RunConfig):
 
 
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
-    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    """Return the taps that the run reads, and `Objective.all_last`."""
+    # The taps are the same for any mask token, and none is chosen yet.
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
 
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
-    """See `Outline`."""
-    return outline_of(
-        run,
-        DFlashDrafter(
-            shape_for(run.heads, target.config, run.heads.mask_token or 0),
-            target.embedding_and_head,
-        ),
-    )
+    """Return the run's `Outline`, from the target's config alone."""
+    shape = shape_for(run.heads, target.config, run.heads.mask_token or 0)
+    return outline_of(run, DFlashDrafter(shape, target.embedding_and_head))
 
 
 def outline_of(run: Any, drafter: DFlashDrafter) -> Outline:
-    """A step runs all rows of all blocks, whatever a packed row has of roots. That the context
-    makes keys and values is left out, and `fc`, which only the context goes through, is counted as
-    often as the rest: a few percent, either way."""
+    """Return the `Outline` of a run with this drafter.
+
+    A step runs all rows of all blocks, however few roots a packed row has. The keys and values that
+    the context makes are left out, and `fc`, which only the context goes through, is counted as
+    often as the rest: a few percent, either way.
+    """
     shape = drafter.shape
     passes = run.objective.anchors * shape.block_size / run.data.max_length
     return Outline(
@@ -142,62 +162,72 @@ def outline_of(run: Any, drafter: DFlashDrafter) -> Outline:
 def make_drafter(
     run: Run, target: Target, batches: Batches, before: Artifact | None
 ) -> DFlashDrafter:
-    """An untrained drafter, or the shape of the drafter `before`, to be filled with its weights.
+    """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
 
-    A warm start keeps its shape, and says so; asking for another than the default one is an error.
+    A drafter that is trained on keeps its shape, which is logged. Raises `UserError` if the run
+    asks for another shape, or if no mask token is fit.
     """
     if before is not None:
-        return DFlashDrafter(
-            shape_before(run, target, batches, before, dflash), target.embedding_and_head
-        )
+        shape = shape_before(run, target, batches, before, dflash)
+        return DFlashDrafter(shape, target.embedding_and_head)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    drafter = DFlashDrafter(
-        shape_for(run.heads, target.config, mask_token), target.embedding_and_head
-    )
+    shape = shape_for(run.heads, target.config, mask_token)
+    drafter = DFlashDrafter(shape, target.embedding_and_head)
     start(drafter, target, batches)
     return drafter
 
 
 def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
-    """Give an untrained drafter what it can have of its target and of the texts."""
+    """Give an untrained drafter what it can have of its target and of the texts.
+
+    The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
+    the size of the first logits follows from all of it.
+    """
     norm = target.final_norm_weight()
     drafter.start_from(norm.float().cpu() if norm is not None else None)
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
     ids = batches.sample_ids(target.max_positions - 1)
     taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
     drafter.attend_nearby(taps, torch.tensor(ids))
-    _, outputs, _, _ = next(forced_blocks(drafter, Hidden(taps[0], taps), torch.tensor(ids)))
-    logits = target.embedding_and_head.head(
-        drafter.norm(outputs).to(target.device, target.dtype)
-    ).cpu()
-    begin_unsure(drafter.norm, logits, SPREAD)
+    # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
+    # enough to judge the size of logits by.
+    hidden = Hidden(taps[0], taps)
+    _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
+    states = drafter.norm(outputs).to(target.device, target.dtype)
+    begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 
 
 def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, method: Any) -> Any:
-    """The shape of the drafter that the run starts from; differences to its target are reported.
-    Raises `UserError` if the run asks for another. `method`: its file in heads/."""
+    """Return the shape of the drafter that the run starts from.
+
+    Differences to what its target would have now are logged as warnings. `method` is the drafter's
+    module in heads/. Raises `UserError` if the run asks for another shape, or if the drafter's mask
+    token is not fit for the texts.
+    """
     shape = before.drafter.shape
-    asked, default, has = asdict(run.heads), asdict(type(run.heads)()), method.config_of(shape)
-    for name, value in asked.items():
-        if value not in (default[name], has[name]):
+    requested, defaults = asdict(run.heads), asdict(type(run.heads)())
+    stored = method.config_of(shape)
+    for name, value in requested.items():
+        # An option given as its default cannot be distinguished from one that was left out.
+        if value not in (defaults[name], stored[name]):
             raise UserError(
-                f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; "
+                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
                 "leave it out"
             )
     mask_token_for(shape.mask_token, target, batches)
-    log.info(
-        "going on from %s: %s",
-        run.init_from,
-        ", ".join(f"{name} {value}" for name, value in has.items()),
-    )
-    now = asdict(method.shape_for(type(run.heads)(**has), target.config, shape.mask_token))
+    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
+    log.info("going on from %s: %s", run.init_from, listed)
+    expected = asdict(method.shape_for(type(run.heads)(**stored), target.config, shape.mask_token))
     for name, value in asdict(shape).items():
-        if now[name] != value:
-            log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
+        if expected[name] != value:
+            log.warning(
+                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
+            )
     return shape
 
 
 def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:
+    """Return the run's objective. Raises `UserError` where `ready` does."""
     ready(run.objective, target, drafter)
     objective = BlockObjective(run.objective, drafter, target.head, run.seed)
     objective.steps = outline_of(run, drafter).passes
@@ -205,8 +235,10 @@ def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObj
 
 
 def ready(config: BlockLoss, target: Target, drafter: DFlashDrafter) -> None:
-    """Make a drafter, new or from disk, fit to learn. Raises `UserError` where gradients cannot
-    pass."""
+    """Make a drafter, new or from disk, fit to learn.
+
+    Raises `UserError` where gradients cannot pass: with flex on a CPU, or in float16.
+    """
     if config.attention == "flex" and target.device.type == "cpu":
         raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
     if target.dtype == torch.float16:
@@ -215,18 +247,23 @@ def ready(config: BlockLoss, target: Target, drafter: DFlashDrafter) -> None:
             "give --target.dtype bfloat16 or "
             "float32"
         )
+    # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
+    # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
+    # weights for large inputs, and a step of the optimiser changes it too much.
     if bool((drafter.tap_scales == 1).all()):
         drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
 
 
 def writers(run: Run, target: Target, drafter: DFlashDrafter) -> list[tuple[str, Rollouts, Writer]]:
-    """Nothing is written while blocks are trained: they draft from the target's states and one
-    token, whatever was drafted."""
+    """Return nothing: no texts are written while blocks are trained.
+
+    A block drafts from the target's states and its root, whatever earlier rounds drafted.
+    """
     return []
 
 
 class BlockObjective:
-    """Random blocks, their drafts weighed within each block."""
+    """Objective of random blocks, whose drafts are weighed within each block."""
 
     all_last = False
     steps = 1.0
@@ -239,16 +276,14 @@ class BlockObjective:
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
     ) -> None:
-        self.config, self.taps, self._target_head, self._seed = (
-            config,
-            drafter.taps,
-            target_head,
-            seed,
-        )
+        """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
+        self.config, self.taps = config, drafter.taps
+        self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
         gamma = config.gamma or (size + 1) // 2
         self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
-        # weights that depend on the forward pass are divided by what there is to weigh
+        # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
+        # before it. So the loss is divided by the number of drafts that there are to weigh.
         if config.weighting != "decay":
             self._decay = torch.ones(self._drafts)
 
@@ -258,6 +293,8 @@ class BlockObjective:
         return Anchors.drawn(batch, self.config.anchors, self._drafts, self._seed)
 
     def weights(self, batch: Batch) -> dict[str, float]:
+        """Return the sum of the weights of a batch's drafts, from masks alone."""
+        # `forward` draws the same anchors again, since the draw is a function of seed and rows.
         return {
             "drafts": float((self.anchors(batch).weights * self._decay).sum(dtype=torch.float64))
         }
@@ -265,34 +302,39 @@ class BlockObjective:
     def forward(
         self, drafter: Any, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device, config = features.batch, features.last.device, self.config
         anchors = self.anchors(batch)
         context = contexts(drafter, batch, features.taps)
         outputs = run_blocks(drafter, batch, anchors.places, context, config.attention, config)
-        blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]  # on the CPU; may be none
-        there = blocks.to(device, non_blocking=True)
-        offsets = torch.arange(len(batch.ids))[:, None] * batch.ids.shape[1]
-        teachers = anchors.ahead(offsets + torch.arange(batch.ids.shape[1]), torch.device("cpu"), 0)
-        before, labels = (
-            anchors.ahead(batch.ids, device, places).flatten(0, 1)[there] for places in (0, 1)
-        )
+        # Weights only fall within a block, so a block whose first draft has none has none at all.
+        # The index is made on the CPU, where its length is known without waiting; it may be empty.
+        blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
+        device_blocks = blocks.to(device, non_blocking=True)
+        # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
+        before = anchors.ahead(batch.ids, device, 0).flatten(0, 1)[device_blocks]
+        labels = anchors.ahead(batch.ids, device, 1).flatten(0, 1)[device_blocks]
+        # Teachers are indices into the states of all packed rows end to end: position t of row r
+        # is number r * S + t.
+        numbers = torch.arange(batch.ids.numel()).view(batch.ids.shape)
+        teachers = anchors.ahead(numbers, torch.device("cpu"), 0).flatten(0, 1)[blocks]
         weights = anchors.weights.flatten(0, 1)[blocks].to(device, non_blocking=True)
         last = features.last.flatten(0, 1)
+        # In a batch without any draft there is nothing to divide, but the denominator may be 0.
         factors = weights * self._decay.to(device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
             lambda state, *rows: self._table(drafter, last, state, *rows),
-            drafter.state(outputs.flatten(0, 1)[there], before),
-            (teachers.flatten(0, 1)[blocks], labels, weights, factors),
+            drafter.state(outputs.flatten(0, 1)[device_blocks], before),
+            (teachers, labels, weights, factors),
             drafter.head_parameters,
             config.rows_per_chunk,
         )
-        losses, right, alpha, *more = tables
-        return loss, depth_metrics(losses, right, alpha, weights) | self.more_metrics(
-            weights, *more
-        )
+        losses, right, alpha, *more_tables = tables
+        sums = depth_metrics(losses, right, alpha, weights)
+        return loss, sums | self.more_metrics(weights, *more_tables)
 
     def more_metrics(self, weights: Tensor, *tables: Tensor) -> Sums:
-        """What a method measures besides."""
+        """Return metric sums of a method's own, from the tables of `further_loss`."""
         return {}
 
     def _table(
@@ -305,37 +347,37 @@ class BlockObjective:
         weights: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Of blocks `[R]`: the loss, and `[R, D]` each: losses, whether the best token is right,
-        overlap.
+        """Return the loss of R blocks, then tables `[R, D]`.
 
-        `state` `[R, D, ..]` as the drafter's head reads it; `last` `[positions, H]`; the rest `[R,
-        D]`: `teachers` (on the CPU, so that finding the distinct ones waits for nothing;
-        neighbouring blocks share them), `labels`, `weights` and `factors`.
+        The tables are: losses, 1 where the best token is the target's, overlap, and those of
+        `further_loss`. `state` `[R, D, ..]` is as the drafter's head reads it, `last`
+        `[positions, H]` are the target's states; `teachers`, `labels`, `weights` and `factors` are
+        `[R, D]`. `teachers` are on the CPU, so that finding the distinct ones waits for nothing.
         """
-        positions, places = (
+        # Blocks at neighbouring anchors share most of their teachers (draft 2 of anchor 4 and draft
+        # 1 of anchor 5 both have p[5]), so the target's head runs once for each distinct position.
+        positions, position_of = (
             t.to(last.device, non_blocking=True) for t in teachers.unique(return_inverse=True)
         )
         with torch.no_grad():
-            log_p = log_probs(self._target_head(last[positions]))[places]
+            log_p = log_probs(self._target_head(last[positions]))[position_of]
         log_q = log_probs(drafter.logits(state))
         losses = self.config.token_weight * divergence(self.config.loss, log_q, log_p, labels)
         if self.config.feature_weight:
-            goal = last[positions][places].to(state.dtype)
-            felt = functional.smooth_l1_loss(
-                drafter.norm(state[..., : goal.shape[-1]]), goal, reduction="none"
-            ).mean(-1)
-            losses = losses + self.config.feature_weight * felt
+            target_state = last[positions][position_of].to(state.dtype)
+            # DSpark's states have columns for the token before the draft behind the hidden ones.
+            draft_state = drafter.norm(state[..., : target_state.shape[-1]])
+            distances = functional.smooth_l1_loss(draft_state, target_state, reduction="none")
+            losses = losses + self.config.feature_weight * distances.mean(-1)
         with torch.no_grad():
             right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
             alpha = overlap(log_q, log_p)
             scale = factors
             if self.config.weighting != "decay":
-                likely = log_q.gather(-1, labels[..., None])[..., 0].exp()
-                chances = (
-                    alpha
-                    if self.config.weighting == "survival"
-                    else smoothed(likely, self.config.smoothing)
-                )
+                chances = alpha
+                if self.config.weighting == "d-pace":
+                    label_probs = log_q.gather(-1, labels[..., None])[..., 0].exp()
+                    chances = smoothed(label_probs, self.config.smoothing)
                 scale = factors * survival_weights(chances, weights > 0)
         more, tables = self.further_loss(drafter, state, alpha)
         return ((losses + more) * scale).sum(), losses, right, alpha, *tables
@@ -343,27 +385,30 @@ class BlockObjective:
     def further_loss(
         self, drafter: Any, state: Tensor, alpha: Tensor
     ) -> tuple[Tensor | float, tuple[Tensor, ...]]:
-        """What is added to the losses `[R, D]`, and tables of it."""
+        """Return what a method adds to the losses `[R, D]`, and its tables `[R, D]` for metrics."""
         return 0.0, ()
 
 
 @torch.no_grad()
 def teacher_forced(drafter: Any, hidden: Hidden, ids: Tensor) -> Tensor:
-    """Teacher-forced ranks `[S, D]` by the training pass: place of the text's own token among the
-    best of draft d from root n.
+    """Return teacher-forced ranks `[S, D]` by the training pass.
 
-    `ids` `[S]`, `hidden` of them. -1 where the token is not among the best, or lies outside the
-    text.
+    Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d from
+    root n. It is -1 where the token is not among the best `RANKS`, or lies outside the text. `ids`
+    `[S]` are a text, `hidden` its features.
     """
     ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
-    for rows, outputs, before, coming in forced_blocks(drafter, hidden, ids):
-        ranks[rows] = ranks_among_best(drafter.logits(drafter.state(outputs, before)), coming)
+    for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
+        logits = drafter.logits(drafter.state(outputs, before))
+        ranks[roots] = ranks_among_best(logits, labels)
     return ranks
 
 
 def ranks_among_best(logits: Tensor, coming: Tensor) -> Tensor:
-    """Place `[..]` of the tokens `coming` `[..]` among the best of `logits` `[.., V]`; -1 where
-    they are not among those."""
+    """Return the place `[..]` of the tokens `coming` `[..]` among the best of `logits` `[.., V]`.
+
+    It is -1 where a token is not among the best `RANKS`; a `coming` of -1 never is.
+    """
     hit = logits.topk(min(RANKS, logits.shape[-1])).indices == coming[..., None]
     return torch.where(hit.any(-1), hit.int().argmax(-1), -1)
 
@@ -371,9 +416,16 @@ def ranks_among_best(logits: Tensor, coming: Tensor) -> Tensor:
 def forced_blocks(
     drafter: Any, hidden: Hidden, ids: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield, some roots at a time: the roots, their blocks' outputs `[n, D, H]`, the text's tokens
-    before each draft `[n, D]` and in their places `[n, D]` (-1: none)."""
+    """Run a block at every position of a text, and yield n roots at a time.
+
+    Yields the roots `[n]`, their blocks' outputs `[n, D, H]`, the text's token before each draft
+    `[n, D]` and the text's token in its place `[n, D]`, -1 past the end.
+
+    Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 x4 before them (past the end
+    the last token is repeated, which nothing reads) and x4 -1 -1 in their places.
+    """
     length = len(ids)
+    # The text as one document; no weights are asked of this batch, so its loss mask is anything.
     batch = Batch(
         ids[None].cpu(),
         torch.arange(length)[None],
@@ -381,16 +433,20 @@ def forced_blocks(
         torch.ones(1, length) > 0,
     )
     context = contexts(drafter, batch, tuple(tap[None] for tap in hidden.taps))
-    ahead = torch.arange(1, drafter.drafts + 1, device=ids.device)
+    depths = torch.arange(1, drafter.drafts + 1, device=ids.device)
     for start in range(0, length, PLACES):
         roots = torch.arange(start, min(start + PLACES, length))
         outputs = run_blocks(drafter, batch, roots[None], context)[0]
-        at = roots.to(ids.device)[:, None] + ahead
-        coming = torch.where(at < length, ids[at.clamp(max=length - 1)], -1)
-        before = ids[(at - 1).clamp(max=length - 1)]
-        yield roots.to(ids.device), outputs, before, coming
+        positions = roots.to(ids.device)[:, None] + depths
+        labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
+        before = ids[(positions - 1).clamp(max=length - 1)]
+        yield roots.to(ids.device), outputs, before, labels
 
 
 def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, D]`."""
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `ranks` `[S, D]` are those of `teacher_forced`; the chain has `calibration["length"]` drafts.
+    """
+    # a running product stops at the first draft that is wrong: 1 1 0 1 becomes 1 1 0 0, so 2
     return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -1,9 +1,13 @@
-"""How a draft language model learns: from the target's distribution at every position of a reply
-(DistillSpec, arXiv 2310.08461).
+"""Distillation of a draft model from the target's distributions (DistillSpec, arXiv 2310.08461).
 
-Index table (drafter-recipes 0.3): row t reads the text up to x[t], its label is x[t+1], its teacher
-p[t], its weight R(t+1). Shapes: R rows with weight, S positions, h student width, H target width, V
-target vocabulary, Vs the student's.
+It learns at every position of a reply. Index table (docs/objectives.md#index-tables): row t reads
+the text up to x[t], its label is x[t+1], its teacher p[t], its weight R(t+1).
+
+Example: prompt 0 .. 3, reply 4 .. 8. Rows 3 .. 7 learn the labels x[4] .. x[8] from p[3] .. p[7]:
+the first reply token too, which the other methods leave to the prefill.
+
+Shapes: B packed rows, S positions, R rows with weight, H hidden size, Ht the target's, V
+vocabulary, Vd the draft model's.
 """
 
 from __future__ import annotations
@@ -45,30 +49,38 @@ from ..outline import ConfigOnly, Outline, config_at, empty
 log = logging.getLogger(__name__)
 
 __all__ = [
-    "REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter",
+    "REPLAYED",
+    "Run",
+    "accepted_by_root",
+    "calibrate",
+    "features_of",
+    "make_drafter",
     "make_objective",
-    "outline", "teacher_forced", "writers",
-]  # fmt: skip
+    "outline",
+    "teacher_forced",
+    "writers",
+]
 
-# `accepted_by_root` estimates what the proposer drafts by default: a chain
 REPLAYED: dict[str, int] = {}
-ROWS_AT_ONCE = 1024  # whose logits exist at one time while held-out texts are judged
+"""Settings with which the proposer drafts what `accepted_by_root` estimates: its defaults, which
+are a chain."""
+ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
 
 @dataclass
 class DistillLoss(Memory):
-    """Loss settings."""
+    """Settings of a draft model's loss."""
 
     loss: Divergence = "kl"
-    """Between the student's distribution and the target's; ce learns the text's tokens:
+    """Divergence of the draft model's distribution from the target's; ce learns the text's tokens:
     sequence-level distillation if the target wrote them, plain language modelling if not."""
     temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Each text is taught at one of these, drawn anew every time: both distributions are warped by
-    it; 0: the target's best token."""
+    """Temperatures, one of which is drawn for a text each time that it is seen: both distributions
+    are taken at it; 0 teaches the target's best token."""
     hidden_weight: float = 0.0
-    """Weight of SmoothL1 between the target's last state and a linear projection of the student's,
-    which is not kept."""
+    """Weight of SmoothL1 between the target's last state and a linear projection of the draft
+    model's; the projection is not kept."""
     rows_per_chunk: int = 1024
     """Positions whose logits exist at one time."""
 
@@ -91,7 +103,7 @@ class DistillLoss(Memory):
 
 @dataclass
 class Run(RunConfig):
-    """Distil a small language model from a frozen target."""
+    """Distil a draft model from a frozen target."""
 
     example: ClassVar[str] = (
         "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml "
@@ -105,6 +117,7 @@ class Run(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Labels of rollouts are tokens that the draft model wrote, not the target.
         if self.objective.loss in NEEDS_LABELS and self.rollouts.share:
             raise UserError(
                 f"objective.loss {self.objective.loss} would teach the student its own words; use "
@@ -113,28 +126,32 @@ class Run(RunConfig):
 
 
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
-    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    """Return the taps that the run reads, and `Objective.all_last`."""
     return (), False
 
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
-    """See `Outline`."""
+    """Return the run's `Outline`, from the target's config alone."""
     return Outline(empty(_student_config(run.student, target)))
 
 
 def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
+    """Return the transformers config of the draft model that `make_student` would make."""
     if (path := config.path or config.config) is not None:
-        found = config_at(path)
+        student_config = config_at(path)
         if config.config is not None:
-            found.vocab_size = target.vocab_size
-        return found
-    # any of them: they are of one size
-    kept = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
-    return smaller(config, cast(Any, target), kept)
+            student_config.vocab_size = target.vocab_size
+        return student_config
+    # Layers cannot be judged without weights, but any choice of them has the same size.
+    layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
+    return smaller(config, cast(Any, target), layers)
 
 
 def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:
-    """The student that the run asks for, or the one `before`; prints what it will cost."""
+    """Return the draft model that the run asks for, or the one in `before`, and log what it costs.
+
+    Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
+    """
     if before is not None:
         if run.student != StudentConfig():
             raise UserError("init_from and student exclude each other; leave out student")
@@ -158,7 +175,11 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
 
 
 def check_student(student: Target, longest: int) -> None:
-    """Demand what training and decoding rely on, before either begins."""
+    """Demand what training and decoding rely on, before either begins.
+
+    These are positions for texts of `longest` tokens, a head that can be called on its own, packed
+    documents that do not see each other, and trees. Raises `UserError`.
+    """
     if student.max_positions < longest:
         raise UserError(
             f"the student has {student.max_positions} positions, data.max_length is {longest}; "
@@ -173,18 +194,19 @@ def check_student(student: Target, longest: int) -> None:
 
 
 def runner_of(drafter: DraftModel) -> Target:
-    """The student behind the interface of a target: prefill, trees, head."""
+    """Return the draft model behind the interface of a target: prefill, trees, head."""
     return Target(drafter.model, drafter.tokenizer, "student", frozen=False)
 
 
 def make_objective(run: Run, target: Target, drafter: DraftModel) -> DistillObjective:
+    """Return the run's objective."""
     return DistillObjective(
         run.objective, runner_of(drafter), target, run.seed, run.errors.accepted_weight
     )
 
 
 class DistillObjective(nn.Module):
-    """A divergence at every row that predicts a reply token."""
+    """Objective of a draft model: a divergence at every row that predicts a reply token."""
 
     taps: tuple[int, ...] = ()
     all_last = False
@@ -197,13 +219,15 @@ class DistillObjective(nn.Module):
         seed: int = 0,
         accepted_weight: float = 1.0,
     ) -> None:
+        """`accepted_weight` is that of accepted drafts in texts decoded with the drafter."""
         super().__init__()
         self.config, self._target_head, self._seed = config, target.head, seed
         self._accepted_weight = accepted_weight
-        # Not a module of this one: its parameters are the drafter's.
+        # In a list, so that it never becomes a submodule: its parameters are the drafter's.
         self._student = [student]
         self.projection = None
         if config.hidden_weight:
+            # begins as the identity, cut or padded with zeros where the widths differ
             self.projection = nn.Linear(student.hidden_size, target.hidden_size, bias=False)
             nn.init.eye_(self.projection.weight)
             self.projection.to(target.device)
@@ -211,60 +235,67 @@ class DistillObjective(nn.Module):
     def begin(self, progress: float) -> None: ...
 
     def row_weights(self, batch: Batch) -> Tensor:
-        """`[B, S]` on the CPU: what the loss at each row is multiplied with before it is divided by
-        the sum of all."""
+        """Return `[B, S]` on the CPU: the weights of the rows' losses, 0 where no label counts."""
         return batch.reply_run(1, 1) * batch.row_weights(self._accepted_weight)
 
     def weights(self, batch: Batch) -> dict[str, float]:
+        """Return the sum of a batch's row weights, from masks alone."""
         return {"rows": float(self.row_weights(batch).sum(dtype=torch.float64))}
 
     def forward(
         self, drafter: DraftModel, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device = features.batch, features.last.device
         student = self._student[0]
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
         ids = send(batch.ids)
-        again = (
-            decoder_layers(student.decoder, student.num_layers)[1] if self.config.recompute else []
-        )
-        with recomputed(again, self.config.offload):
-            hidden = student.forward(
-                ids.clamp(max=student.vocab_size - 1), send(batch.positions)
-            ).last.flatten(0, 1)
+        # Tokens that a trimmed draft model does not have are read as its last one, as in decoding.
+        known_ids = ids.clamp(max=student.vocab_size - 1)
+        layers = []
+        if self.config.recompute:
+            layers = decoder_layers(student.decoder, student.num_layers)[1]
+        with recomputed(layers, self.config.offload):
+            hidden = student.forward(known_ids, send(batch.positions)).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
-        places = weights.nonzero()[:, 0]  # on the CPU
-        rows = send(places)
-        factors = send(weights[places]) / max(denominators["rows"], 1e-9)
+        # Found on the CPU, where their number is known without waiting.
+        rows = weights.nonzero()[:, 0]
+        device_rows = send(rows)
+        factors = send(weights[rows]) / max(denominators["rows"], 1e-9)
         last = features.last.flatten(0, 1)
-        hidden, labels = hidden[rows], ids.flatten()[(rows + 1) % ids.numel()]
-        temperatures = send(self._temperatures(batch).flatten()[places])
+        # A row with weight has its label in its own packed row, so the remainder never wraps; it
+        # keeps the index in range.
+        labels = ids.flatten()[(device_rows + 1) % ids.numel()]
+        hidden = hidden[device_rows]
+        temperatures = send(self._temperatures(batch).flatten()[rows])
         loss, losses, right, alpha = sum_in_chunks(
             partial(self._table, student, last),
             hidden,
-            (rows, labels, temperatures, factors),
+            (device_rows, labels, temperatures, factors),
             student.head_parameters,
             self.config.rows_per_chunk,
         )
         if self.projection is not None:
-            apart = functional.smooth_l1_loss(
-                self.projection(hidden), last[rows].to(hidden.dtype), reduction="none"
-            ).mean(-1)
-            loss = loss + self.config.hidden_weight * (apart * factors).sum()
+            projected, target_states = self.projection(hidden), last[device_rows].to(hidden.dtype)
+            distances = functional.smooth_l1_loss(projected, target_states, reduction="none")
+            loss = loss + self.config.hidden_weight * (distances.mean(-1) * factors).sum()
         tables = (table[:, None] for table in (losses, right, alpha, torch.ones_like(losses)))
         return loss, depth_metrics(*tables)
 
     def _temperatures(self, batch: Batch) -> Tensor:
-        """`[B, S]` on the CPU: one for each document, a pure function of seed and place in the
-        data, whatever the ranks."""
+        """Return the temperature of each row `[B, S]`, on the CPU: one for each document.
+
+        It is a pure function of seed and place in the data, whatever the ranks.
+        """
         choices = np.array(self.config.temperatures, np.float32)
         if len(choices) == 1:
             return torch.full(batch.ids.shape, float(choices[0]))
-        count = int(batch.documents.max()) + 2  # padding is document -1
-        drawn = [
-            np.random.default_rng([self._seed, number]).choice(choices, count)
-            for number in batch.numbers
-        ]
+        # One for each document 0 .. max, and one for padding, which is document -1: hence the + 1.
+        count = int(batch.documents.max()) + 2
+        drawn = []
+        for number in batch.numbers:
+            generator = np.random.default_rng([self._seed, number])
+            drawn.append(generator.choice(choices, count))
         return torch.from_numpy(np.stack(drawn)).gather(1, batch.documents + 1)
 
     def _table(
@@ -277,47 +308,55 @@ class DistillObjective(nn.Module):
         temperatures: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The loss, and `[R]` each: losses, whether the best token is the target's, overlap; the
-        last two at T = 1.
+        """Return the loss of R rows, then tables `[R]`.
 
-        Tokens that the student does not have keep their share of the target's distribution, so
-        overlap counts them as missed.
+        The tables are: losses, 1 where the best token is the target's, overlap; the last two at
+        temperature 1. `last` `[positions, Ht]` are the target's states, `hidden` `[R, H]` the draft
+        model's, of `rows` `[R]`; `labels`, `temperatures` and `factors` are `[R]`.
+
+        Tokens that the draft model does not have keep their share of the target's distribution, so
+        the overlap counts them as missed.
         """
         with torch.no_grad():
             teacher = self._target_head(last[rows])
             best = teacher.argmax(-1)
-        # a student's padding rows are never drafted
+        # A draft model may have padding rows past the target's vocabulary, which are never drafted,
+        # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = student.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
-        warm = self.config.temperatures != [1.0]
-        warmth = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-        if warm:
-            log_p, log_q = log_probs(teacher / warmth)[:, :size], log_probs(logits / warmth)
+        scaled = self.config.temperatures != [1.0]
+        # Rows at temperature 0 are divided by 1 here; they get the cross-entropy below.
+        divisors = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+        if scaled:
+            log_p, log_q = log_probs(teacher / divisors)[:, :size], log_probs(logits / divisors)
         else:
             log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
-        named = labels.clamp(max=size - 1)
-        losses = divergence(self.config.loss, log_q, log_p, named)
+        # A label that the draft model lacks has no column; it is clamped to have one, and its loss
+        # is set to 0.
+        losses = divergence(self.config.loss, log_q, log_p, labels.clamp(max=size - 1))
         if self.config.loss in NEEDS_LABELS:
             losses = losses.masked_fill(labels >= size, 0.0)
-        if warm:  # the gradient of a warped loss carries 1 / T
-            losses = losses * warmth[:, 0]
+        if scaled:
+            # The gradient of a divergence of logits / T carries 1 / T; times T all temperatures
+            # teach alike.
+            losses = losses * divisors[:, 0]
         if 0.0 in self.config.temperatures:
-            cold = divergence("ce", log_q, log_p, best.clamp(max=size - 1)).masked_fill(
-                best >= size, 0.0
-            )
-            losses = torch.where(temperatures > 0, losses, cold)
+            greedy_losses = divergence("ce", log_q, log_p, best.clamp(max=size - 1))
+            greedy_losses = greedy_losses.masked_fill(best >= size, 0.0)
+            losses = torch.where(temperatures > 0, losses, greedy_losses)
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
-            alpha = (
-                overlap(log_probs(logits), log_probs(teacher)[:, :size])
-                if warm
-                else overlap(log_q, log_p)
-            )
+            if scaled:  # metrics are at temperature 1, whatever is taught
+                log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
+            alpha = overlap(log_q, log_p)
         return (losses * factors).sum(), losses, right, alpha
 
 
 def writers(run: Run, target: Target, drafter: DraftModel) -> list[tuple[str, Rollouts, Writer]]:
-    """What writes texts while the run goes on: name, how often, how."""
+    """Return what writes texts while the run goes on: name, settings, function.
+
+    They are rollouts of the draft model, and texts that the target decodes with its drafts.
+    """
     student = runner_of(drafter)
     return [
         ("rollouts", run.rollouts, partial(student_texts, run.rollouts, student, target.eos_ids)),
@@ -327,17 +366,19 @@ def writers(run: Run, target: Target, drafter: DraftModel) -> list[tuple[str, Ro
 
 @torch.no_grad()
 def teacher_forced(drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
-    """`[S, 2]` of a text: whether the student's best token after each row is the text's own, and
-    how likely it holds it."""
+    """Return `[S, 2]` of a text: correctness and probability of the draft model's best tokens.
+
+    Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and the probability
+    of that best token. Rows past the model's last position are 0. `hidden` is not read.
+    """
     student = runner_of(drafter)
     seen = ids[: student.max_positions].clamp(max=student.vocab_size - 1)
-    found = torch.zeros(len(ids), 2, device=ids.device)
-    for start, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
-        part = slice(start * ROWS_AT_ONCE, start * ROWS_AT_ONCE + len(states))
-        found[part, 1], best = (
-            student.head(states).float()[:, : drafter.vocab_size].softmax(-1).max(-1)
-        )
-        found[part, 0] = (
-            best == functional.pad(ids, (0, 1), value=-1)[part.start + 1 : part.stop + 1]
-        )
-    return found
+    # the last row has no token after it: -1 equals no best token
+    following = functional.pad(ids, (0, 1), value=-1)[1:]
+    outcomes = torch.zeros(len(ids), 2, device=ids.device)
+    for number, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
+        rows = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(states))
+        probs = student.head(states).float()[:, : drafter.vocab_size].softmax(-1)
+        outcomes[rows, 1], best = probs.max(-1)
+        outcomes[rows, 0] = best == following[rows]
+    return outcomes

@@ -1,8 +1,11 @@
-"""How a DSpark drafter learns: as DFlash does, with the text's own token before each draft, and its
-confidence beside.
+"""Training of DSpark drafters (arXiv 2607.05147), which differs from DFlash's in two things.
 
-Shapes: B packed rows, S positions, R blocks with weight, D drafts of a block, H hidden size, r rank
-of the transition.
+Each draft also reads the token before it, in training the text's own, and each draft has a
+confidence, which learns how much of its distribution the target would accept. Anchors, labels,
+teachers and weights are those of `dflash.py`.
+
+Shapes: S positions, R blocks with weight, D drafts of a block, H hidden size, r rank of the
+transition.
 """
 
 from __future__ import annotations
@@ -40,19 +43,28 @@ from .dflash import (
 )
 from .mask_token import mask_token_for
 
-__all__ = ["REPLAYED", "Run", "accepted_by_root", "calibrate", "features_of", "make_drafter",
-"make_objective",
-           "outline", "teacher_forced", "writers"]  # fmt: skip
+__all__ = [
+    "REPLAYED",
+    "Run",
+    "accepted_by_root",
+    "calibrate",
+    "features_of",
+    "make_drafter",
+    "make_objective",
+    "outline",
+    "teacher_forced",
+    "writers",
+]
 
 
 @dataclass
 class DSparkLoss(BlockLoss):
-    """Loss settings."""
+    """Settings of a DSpark drafter's loss."""
 
     loss: Divergence = "lk-hybrid"
-    """Between the drafter's distribution and the target's, the text's tokens (ce), or both: ce-l1
-    is the paper's, for data by the billion tokens. Of little data it learns next to nothing, since
-    L1 has no gradient where the two hardly overlap."""
+    """Divergence of the drafter's distribution from the text's tokens (ce), the target's
+    distribution, or both: ce-l1 is the paper's, for billions of tokens. From little data it learns
+    next to nothing, since L1 has hardly any gradient where the distributions hardly overlap."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
     confidence_weight: float = 1.0
     """Weight of the cross-entropy between each draft's confidence and the overlap of its
@@ -78,38 +90,33 @@ class Run(RunConfig):
 
 
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
-    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    """Return the taps that the run reads, and `Objective.all_last`."""
+    # The taps are the same for any mask token, and none is chosen yet.
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
 
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
-    """See `Outline`."""
-    return outline_of(
-        run,
-        DSparkDrafter(
-            shape_for(run.heads, target.config, run.heads.mask_token or 0),
-            target.embedding_and_head,
-        ),
-    )
+    """Return the run's `Outline`, from the target's config alone."""
+    shape = shape_for(run.heads, target.config, run.heads.mask_token or 0)
+    return outline_of(run, DSparkDrafter(shape, target.embedding_and_head))
 
 
 def make_drafter(
     run: Run, target: Target, batches: Batches, before: Artifact | None
 ) -> DSparkDrafter:
-    """As `dflash.make_drafter`."""
+    """Return an untrained drafter, or one of the shape of `before`, as `dflash.make_drafter`."""
     if before is not None:
-        return DSparkDrafter(
-            shape_before(run, target, batches, before, dspark), target.embedding_and_head
-        )
+        shape = shape_before(run, target, batches, before, dspark)
+        return DSparkDrafter(shape, target.embedding_and_head)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    drafter = DSparkDrafter(
-        shape_for(run.heads, target.config, mask_token), target.embedding_and_head
-    )
+    shape = shape_for(run.heads, target.config, mask_token)
+    drafter = DSparkDrafter(shape, target.embedding_and_head)
     start(drafter, target, batches)
     return drafter
 
 
 def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkObjective:
+    """Return the run's objective. Raises `UserError` where `dflash.ready` does."""
     ready(run.objective, target, drafter)
     objective = DSparkObjective(run.objective, drafter, target.head, run.seed)
     objective.steps = outline_of(run, drafter).passes
@@ -117,39 +124,44 @@ def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkOb
 
 
 class DSparkObjective(BlockObjective):
-    """Blocks with a confidence for each draft, which learns how much of its distribution the target
-    would accept."""
+    """Objective of blocks whose drafts have a confidence."""
 
     config: DSparkLoss
 
     def further_loss(
         self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Binary cross-entropy with a soft label: of less variance than accepted or not
-        (objectives.md section 8)."""
-        said = drafter.confidence(state).float()
-        surprise = functional.binary_cross_entropy_with_logits(
-            said, alpha.clamp(0, 1), reduction="none"
+        """Return the weighted loss of the confidences `[R, D]`, and the loss itself as a table.
+
+        It is a binary cross-entropy with the overlap `alpha` `[R, D]` as a soft label, which has
+        less variance than whether one draft was accepted (docs/objectives.md#confidence).
+        """
+        confidences = drafter.confidence(state).float()
+        # An overlap is a sum of many numbers, and rounding may lift it above 1.
+        losses = functional.binary_cross_entropy_with_logits(
+            confidences, alpha.clamp(0, 1), reduction="none"
         )
-        return self.config.confidence_weight * surprise, (surprise.detach(),)
+        return self.config.confidence_weight * losses, (losses.detach(),)
 
     def more_metrics(self, weights: Tensor, *tables: Tensor) -> Sums:
+        """Return the sum of the confidences' losses over drafts with weight."""
         return {"confidence_loss": ((tables[0] * weights).sum(), weights.sum())}
 
 
 @torch.no_grad()
 def teacher_forced(drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
-    """As `dflash.teacher_forced`, with the confidences' logits beside the ranks: `[S, D, 2]`,
-    float."""
-    found = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
-    for rows, outputs, before, coming in forced_blocks(drafter, hidden, ids):
+    """Return `[S, D, 2]`, float: the ranks of `dflash.teacher_forced`, then confidences' logits."""
+    outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
+    for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
         state = drafter.state(outputs, before)
-        found[rows, :, 0] = ranks_among_best(drafter.logits(state), coming).float()
-        found[rows, :, 1] = drafter.confidence(state).float()
-    return found
+        outcomes[roots, :, 0] = ranks_among_best(drafter.logits(state), labels).float()
+        outcomes[roots, :, 1] = drafter.confidence(state).float()
+    return outcomes
 
 
 def accepted_by_root(found: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, D,
-    2]`."""
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `found` `[S, D, 2]` is what `teacher_forced` returns.
+    """
     return dflash.accepted_by_root(found[..., 0], calibration)

@@ -1,12 +1,22 @@
-"""How an EAGLE drafter learns: unrolled over its own states (EAGLE-3), or one step towards the
-target's next feature (EAGLE-1).
+"""Training of EAGLE drafters.
 
-Index table (drafter-recipes 0.3): step k at row t reads its own state of step k - 1 (step 0: the
-target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher p[t+1+k], its
-weight R(t+1 .. t+2+k).
+EAGLE-3 (arXiv 2503.01840) is unrolled over its own states; EAGLE-1 (arXiv 2401.15077) learns one
+step towards the target's next feature.
 
-Shapes: B packed rows, S positions, K steps, J teacher positions, H hidden size, V vocabulary, Vd
-draft vocabulary.
+Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
+(step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
+p[t+1+k], its weight R(t+1 .. t+2+k).
+
+Example: prompt 0 .. 3, reply 4 .. 8, three steps. The root of row t is t + 1.
+
+    row   tokens read      labels           teachers         weights
+    3     x4   x5   x6     x5   x6   x7     p4   p5   p6     1  1  1
+    4     x5   x6   x7     x6   x7   x8     p5   p6   p7     1  1  1
+    5     x6   x7   x8     x7   x8   -      p6   p7   -      1  1  0
+    6     x7   x8   -      x8   -    -      p7   -    -      1  0  0
+
+Shapes: B packed rows, S positions, D unrolled steps, J teacher positions, R roots, H hidden size,
+Ht the target's, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -60,48 +70,50 @@ __all__ = [
     "writers",
 ]
 
-REPLAYED = {"width": 1}  # how the proposer drafts what `accepted_by_root` estimates: a chain
-NOISE_LENGTH = 512
-# of random direction, as an untrained layer's are, by which the size of its logits is judged
-STATES = 64
+REPLAYED = {"width": 1}
+"""Settings with which the proposer drafts what `accepted_by_root` estimates: a chain."""
+NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
+STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
 
 @dataclass
 class EagleLoss(Memory):
-    """Loss settings."""
+    """Settings of an EAGLE drafter's loss."""
 
     loss: Divergence = "kl"
-    """Between the drafter's distribution and the target's, or the text's tokens (ce)."""
+    """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
+    ce-l1: both)."""
     steps: int | None = None
-    """Unrolled steps: 7 for version 3, 1 for version 1."""
+    """Unrolled steps; if not given, 7 for version 3, 1 for version 1."""
     single_step_share: float = 0.0
     """Share of the run that trains the first step alone, at a fraction of the cost, before the
     others join: worth it for short runs, in which a drafter that is wrong at once learns little
     from going on."""
     weighting: Literal["decay", "survival", "d-pace"] = "decay"
-    """Weights of the steps: decay^k over their sum; what each would earn in accepted drafts by its
-    overlap (with lk-alpha this is end-to-end TV); or the same by the smoothed probability of the
-    label (D-PACE, for ce)."""
+    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
+    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
+    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
     decay: float = 0.8
+    """Base of the steps' weights with weighting decay."""
     smoothing: float = 0.5
-    """D-PACE's: 0 weighs by the probabilities themselves, 1 not at all."""
+    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
     out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    """What a position teaches whose best token cannot be drafted: nothing (it still counts in the
-    loss's denominator, as 0), or the distribution over the tokens that can. Metrics count it as a
+    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
+    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
     miss either way."""
     feature_weight: float | None = None
-    """Weight of SmoothL1 towards the target's next feature, before a final norm of the drafter's
-    own: 1 for version 1, 0 for version 3. With little data it helps version 3 too, together with
-    token_weight 0.1 and freeze_head."""
+    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
+    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
+    version 3 too, together with token_weight 0.1 and freeze_head."""
     token_weight: float | None = None
-    """Weight of the loss above: 0.1 for version 1, 1 for version 3."""
+    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
     freeze_head: bool = False
     """Version 3: keep final norm and head as they begin, the target's own."""
     noise: float | None = None
-    """Features get uniform noise of this size * 512 / document length: 0.1 for version 1, 0 for
-    version 3."""
+    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
+    0.1 for version 1, 0 for version 3."""
     attention: Backend = "auto"
-    """How the unrolled attention runs: sdpa, flex (GPU), plain (a reference that holds every
+    """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
     score), or whichever fits."""
     rows_per_chunk: int = 128
     """Teacher positions whose logits exist at one time, each for all steps."""
@@ -117,27 +129,25 @@ class EagleLoss(Memory):
                 "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
                 "objective.single_step_share in [0, 1)"
             )
-        if any(
-            value is not None and value < 0
-            for value in (self.feature_weight, self.token_weight, self.noise)
-        ):
+        sizes = (self.feature_weight, self.token_weight, self.noise)
+        if any(value is not None and value < 0 for value in sizes):
             raise UserError("objective.feature_weight, token_weight and noise must not be negative")
 
     def resolved(self, version: int) -> EagleLoss:
-        """With the defaults of an EAGLE version filled in."""
-        defaults = (
-            {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
-            if version == 1
-            else {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
-        )
+        """Return these settings with the defaults of an EAGLE version filled in.
+
+        Raises `UserError` for noise with version 3.
+        """
+        defaults = {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
+        if version == 1:
+            defaults = {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
         if version == 3 and self.noise:
             raise UserError(
                 "objective.noise is for version 1; the taps of version 3 differ in size too much "
                 "for one noise"
             )
-        return replace(
-            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
-        )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
 
 
 @dataclass
@@ -155,13 +165,15 @@ class Run(RunConfig):
 
 
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
-    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    """Return the taps that the run reads, and `Objective.all_last`."""
     shape = shape_for(run.heads, target.config)
+    # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the last
+    # state everywhere.
     return shape.taps, shape.version == 1
 
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
-    """See `Outline`."""
+    """Return the run's `Outline`, from the target's config alone."""
     shape = shape_for(run.heads, target.config)
     steps = run.objective.resolved(shape.version).steps or 1
     borrowed = shape.hidden_size * shape.vocab_size if shape.version == 1 else 0
@@ -173,11 +185,10 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
 def make_drafter(
     run: Run, target: Target, batches: Batches, before: Artifact | None
 ) -> EagleDrafter:
-    """An untrained drafter whose head starts as the target's, or the shape of the drafter `before`,
-    to be filled with its weights.
+    """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
 
-    A warm start keeps taps, vocabulary and norms, and says so; asking for others than the default
-    ones is an error.
+    An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
+    vocabulary and norms, which are logged. Raises `UserError` if the run asks for others.
     """
     if before is not None:
         return EagleDrafter(_shape_before(run, target, before), target.embedding_and_head)
@@ -192,7 +203,8 @@ def make_drafter(
     weight = norm.float().cpu() if norm is not None else None
     drafter.start_from(target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps))
     loss = run.objective.resolved(shape.version)
-    # these compare states in the target's own scale
+    # `begin_unsure` scales the final norm down. A feature loss compares states in the target's own
+    # scale, and a frozen head could not scale it up again; both need the target's norm as it is.
     if shape.version == 3 and not loss.feature_weight and not loss.freeze_head:
         states = torch.randn(
             STATES, shape.hidden_size, generator=torch.Generator().manual_seed(run.seed)
@@ -202,40 +214,46 @@ def make_drafter(
 
 
 def _shape_before(run: Run, target: Target, before: Artifact) -> EagleShape:
-    """The shape of the drafter that the run starts from; differences to its target are reported."""
+    """Return the shape of the drafter that the run starts from.
+
+    Differences to what its target would have now are logged as warnings. Raises `UserError` if the
+    run asks for another shape.
+    """
     shape: EagleShape = before.drafter.shape
-    asked, default, has = asdict(run.heads), asdict(EagleConfig()), config_of(shape)
-    for name, value in asked.items():
-        if value not in (default[name], has[name]):
+    requested, defaults, stored = asdict(run.heads), asdict(EagleConfig()), config_of(shape)
+    for name, value in requested.items():
+        # An option given as its default cannot be distinguished from one that was left out.
+        if value not in (defaults[name], stored[name]):
             raise UserError(
-                f"init_from {run.init_from} has {name} {has[name]}, heads.{name} says {value}; "
+                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
                 "leave it out"
             )
-    log.info(
-        "going on from %s: %s",
-        run.init_from,
-        ", ".join(f"{name} {value}" for name, value in has.items()),
-    )
-    now = asdict(shape_for(EagleConfig(**has), target.config))
+    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
+    log.info("going on from %s: %s", run.init_from, listed)
+    expected = asdict(shape_for(EagleConfig(**stored), target.config))
     for name, value in asdict(shape).items():
-        if now[name] != value:
-            log.warning("the drafter keeps %s %s, though the target has %s", name, value, now[name])
+        if expected[name] != value:
+            log.warning(
+                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
+            )
     return shape
 
 
 def special_ids(target: Target) -> set[int]:
-    """Tokens that have to be drafted for a reply ever to end: the end tokens and all that the
-    tokenizer calls special."""
-    tokenizer = target.tokenizer
-    own = (
-        [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
-        if tokenizer is not None
-        else []
-    )
-    return set(target.eos_ids) | {token for token in own if token < target.vocab_size}
+    """Return tokens that have to be drafted for a reply ever to end.
+
+    These are the end tokens and all that the tokenizer calls special.
+    """
+    special = set(target.eos_ids)
+    if (tokenizer := target.tokenizer) is not None:
+        tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
+        # A tokenizer may have more tokens than the target's embedding has rows.
+        special |= {token for token in tokens if token < target.vocab_size}
+    return special
 
 
 def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObjective:
+    """Return the run's objective. Raises `UserError` where gradients or sizes do not fit."""
     config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
     if config.feature_weight and shape.hidden_size != shape.target_hidden_size:
         raise UserError(
@@ -257,13 +275,15 @@ def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObje
 
 
 def writers(run: Run, target: Target, drafter: EagleDrafter) -> list[tuple[str, Rollouts, Writer]]:
-    """What writes texts while the run goes on: name, how often, how."""
+    """Return what writes texts while the run goes on: name, settings, function."""
     return [("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter))]
 
 
 class EagleObjective:
-    """Both versions: EAGLE-1 is one step with a feature loss and noise, EAGLE-3 several steps with
-    neither."""
+    """Objective of both versions.
+
+    By default EAGLE-1 is one step with a feature loss and noise, EAGLE-3 seven steps with neither.
+    """
 
     def __init__(
         self,
@@ -274,63 +294,69 @@ class EagleObjective:
         accepted_weight: float = 1.0,
         all_last: bool = False,
     ) -> None:
-        """`all_last`: rows read the last state too, as in version 1."""
+        """`config` is resolved; `target_head` maps last states `[..., Ht]` to logits `[..., V]`.
+
+        `accepted_weight` is that of accepted drafts in texts decoded with the drafter. With
+        `all_last` rows read the last state too, as in version 1.
+        """
         assert config.steps is not None, "resolve the config first"
         self.all_last = all_last
         self._accepted_weight = accepted_weight
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
-        self.begin(1.0)
+        self.begin(1.0)  # all steps, for callers that have no run
 
     def begin(self, progress: float) -> None:
+        """Set the steps of an optimiser step that begins after this share of the run."""
         assert self.config.steps is not None
         self.steps = 1 if progress < self.config.single_step_share else self.config.steps
         self.step_weights = static_decay(self.steps, self.config.decay)
 
     def row_weights(self, batch: Batch) -> Tensor:
-        """`[B, S, K]` on the CPU: the weight of each row at each step; row t drafts from the root
-        at t + 1."""
+        """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
         runs = torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
-        return runs * functional.pad(
-            batch.draft_weights(self.steps, self._accepted_weight)[:, 1:], (0, 0, 0, 1)
-        )
+        # Row t drafts from the root at t + 1, so the weights of drafts, which stand at their roots,
+        # move one row up; the last row has no root.
+        draft_weights = batch.draft_weights(self.steps, self._accepted_weight)
+        return runs * functional.pad(draft_weights[:, 1:], (0, 0, 0, 1))
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        return {
-            f"step{k}": total
-            for k, total in enumerate(
-                self.row_weights(batch).sum((0, 1), dtype=torch.float64).tolist()
-            )
-        }
+        """Return the sum of the rows' weights at each step, from masks alone."""
+        totals = self.row_weights(batch).sum((0, 1), dtype=torch.float64).tolist()
+        return {f"step{k}": total for k, total in enumerate(totals)}
 
     def forward(
         self, drafter: EagleDrafter, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last
-        taps, seen = self._disturbed(batch, features)
-        outputs = unroll(drafter, batch, taps, seen, self.steps, self.config.attention, self.config)
+        taps, noisy_last = self._disturbed(batch, features)
+        outputs = unroll(
+            drafter, batch, taps, noisy_last, self.steps, self.config.attention, self.config
+        )
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
-        measure = partial(
-            self._table, drafter, last.flatten(0, 1), VocabularyMap(drafter, last.device)
-        )
-        rows = (
-            places.teachers,
-            batch.ids.flatten().to(last.device, non_blocking=True)[
-                (places.teachers + 1) % batch.ids.numel()
-            ],
-        )
+        # Teachers are the target's states without the noise that the drafter reads.
+        vocabulary = VocabularyMap(drafter, last.device)
+        measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
+        ids = batch.ids.flatten().to(last.device, non_blocking=True)
+        # The label stands one after its teacher. A teacher with weight is not the last position, so
+        # the remainder never wraps; it keeps the index in range.
+        labels = ids[(places.teachers + 1) % batch.ids.numel()]
+        rows = (places.teachers, labels)
         factors = self._factors(places, measure, hidden, rows, denominators)
         loss, losses, right, alpha, _ = sum_in_chunks(
             measure, hidden, (*rows, factors), drafter.head_parameters, self.config.rows_per_chunk
         )
-        sums = depth_metrics(
-            *(places.by_root(table) for table in (losses, right, alpha, places.weights))
-        )
-        return loss, sums
+        # Survival is a product along the steps of a root, so metrics need tables by root.
+        tables = (places.by_root(table) for table in (losses, right, alpha, places.weights))
+        return loss, depth_metrics(*tables)
 
     def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The features with uniform noise of EAGLE-1: a pure function of seed and place in the
-        data, whatever the ranks."""
+        """Return taps and last state with the uniform noise of EAGLE-1.
+
+        The noise lies in +-`noise` * 512 / document length. It is a pure function of seed and place
+        in the data, whatever the ranks.
+        """
         if not self.config.noise:
             return features.taps, features.last
         device, shape = features.last.device, features.last.shape
@@ -351,23 +377,28 @@ class EagleObjective:
         rows: tuple[Tensor, ...],
         denominators: dict[str, float],
     ) -> Tensor:
-        """`[J, K]`: what each position's loss is multiplied with, 0 where it has no weight."""
+        """Return the factor of each loss, `[J, D]`, 0 where a draft has no weight.
+
+        `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
+        teachers and labels `[J]`.
+        """
         counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
         if self.config.weighting == "decay":
             scaled = [w / n for w, n in zip(self.step_weights, counts, strict=True)]
             return places.weights * torch.tensor(scaled, device=hidden.device)
-        # the weights couple the steps of a root, so a pass over all of them comes first
+        # Dynamic weights of a root depend on all its steps, which have different teachers and so
+        # may lie in different chunks. A pass without gradients over all chunks comes first.
         with torch.no_grad():
             zeros = torch.zeros(places.weights.shape, device=hidden.device)
-            _, _, _, alpha, likely = sum_in_chunks(
+            _, _, _, alpha, label_probs = sum_in_chunks(
                 measure, hidden, (*rows, zeros), [], self.config.rows_per_chunk
             )
-        chances = (
-            alpha
-            if self.config.weighting == "survival"
-            else smoothed(likely, self.config.smoothing)
-        )
+        chances = alpha
+        if self.config.weighting == "d-pace":
+            chances = smoothed(label_probs, self.config.smoothing)
         weights = survival_weights(places.by_root(chances), places.by_root(places.weights).bool())
+        # Divided by the number of drafts: the weights themselves were not known when denominators
+        # were summed over the ranks.
         return places.to_teacher(weights) * places.weights / sum(counts)
 
     def _table(
@@ -380,20 +411,22 @@ class EagleObjective:
         labels: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Of teacher positions `[J]`: the loss, and `[J, K]` each: losses, whether the best token
-        is right, overlap, q(label).
+        """Return the loss of J teacher positions, then tables `[J, D]`.
 
-        A position's distribution serves the K drafts about it: `hidden` `[J, K, H]`, `factors` `[J,
-        K]`, `labels` `[J]`.
+        The tables are: losses, 1 where the best token is the target's, overlap, q(label). A
+        position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
+        `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
         """
         with torch.no_grad():
             log_p = log_probs(self._target_head(last[teachers]))
+            # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
             best = vocabulary.columns(log_p.argmax(-1))
             log_p = vocabulary.restrict(log_p)
             labels = vocabulary.columns(labels)
         log_q = log_probs(drafter.logits(hidden))
-        named = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
-        losses = divergence(self.config.loss, log_q, log_p[:, None], named) * (
+        # A label without a column is clamped to have one; what is computed of it counts as 0 below.
+        label_columns = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
+        losses = divergence(self.config.loss, log_q, log_p[:, None], label_columns) * (
             self.config.token_weight or 0.0
         )
         if self.config.out_of_vocabulary == "drop":
@@ -401,20 +434,27 @@ class EagleObjective:
         if self.config.loss in NEEDS_LABELS:
             losses = losses.masked_fill((labels < 0)[:, None], 0.0)
         if self.config.feature_weight:
-            goal = last[teachers].to(hidden.dtype)[:, None].expand_as(hidden)
-            felt = drafter.feature(hidden)
-            losses = losses + self.config.feature_weight * functional.smooth_l1_loss(
-                felt, goal, reduction="none"
-            ).mean(-1)
+            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
+            target_feature = last[teachers].to(hidden.dtype)[:, None].expand_as(hidden)
+            distances = functional.smooth_l1_loss(
+                drafter.feature(hidden), target_feature, reduction="none"
+            )
+            losses = losses + self.config.feature_weight * distances.mean(-1)
         with torch.no_grad():
+            # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
             right = log_q.argmax(-1) == best[:, None]
             alpha = overlap(log_q, log_p[:, None])
-            likely = log_q.gather(-1, named[..., None])[..., 0].exp() * (labels >= 0)[:, None]
-        return (losses * factors).sum(), losses, right.float(), alpha, likely
+            label_probs = log_q.gather(-1, label_columns[..., None])[..., 0].exp()
+            label_probs = label_probs * (labels >= 0)[:, None]
+        return (losses * factors).sum(), losses, right.float(), alpha, label_probs
 
 
 class VocabularyMap:
-    """From target ids to columns of the drafter's head."""
+    """Map from target ids to columns of the drafter's head.
+
+    Example: with the draft vocabulary 2, 5, 6 of 8 tokens, the ids 0 .. 7 have the columns
+    -1 -1 0 -1 -1 1 2 -1. Without a draft vocabulary, columns are ids.
+    """
 
     def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
         self._draft_vocab_ids = drafter.draft_vocab_ids
@@ -427,43 +467,68 @@ class VocabularyMap:
             )
 
     def columns(self, ids: Tensor) -> Tensor:
-        """-1 for tokens that cannot be drafted."""
+        """Return the columns of target `ids`, -1 for tokens that cannot be drafted."""
         return ids if self._draft_vocab_ids is None else self._columns[ids]
 
     def restrict(self, probs: Tensor) -> Tensor:
-        """`[J, V]` -> `[J, Vd]`; what is left out is not put anywhere else."""
+        """Return the draft vocabulary's part `[J, Vd]` of `[J, V]`.
+
+        What is left out is put nowhere else, so probabilities may sum to less than one.
+        """
         return probs if self._draft_vocab_ids is None else probs[:, self._draft_vocab_ids]
 
 
 class TeacherPlaces:
-    """The rows with weight, sorted by teacher: step k of row t is taught by position t + 1 + k, so
-    up to K drafts share one distribution.
+    """Tables of the drafts with weight, by teacher and by root.
 
-    Prompt 0..3, reply 4..8, three steps: roots' rows t = 3..6, teachers 4..7; teacher 6 teaches row
-    5 at step 0, row 4 at step 1, row 3 at step 2. Tables `[J, K]` by teacher and `[R, K]` by root
-    hold the same numbers.
+    Step k of row t is taught by position t + 1 + k, so up to D drafts share one distribution of the
+    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; weights
+    and metrics couple the steps of a root, so they need the same numbers by root, `[R, D]`.
+
+    Example: prompt 0 .. 3, reply 4 .. 8, three steps. Roots' rows are t = 3 .. 6, teachers are
+    4 .. 7. Teacher 6 teaches row 5 at step 0, row 4 at step 1 and row 3 at step 2.
+
+        by teacher: row of each step        by root: teacher of each step
+        teacher 4     3   -   -             row 3     4   5   6
+        teacher 5     4   3   -             row 4     5   6   7
+        teacher 6     5   4   3             row 5     6   7   -
+        teacher 7     6   5   4             row 6     7   -   -
+
+    Entry (teacher 7, step 1) of the one table is entry (row 5, step 1) of the other: rows of a
+    table change, columns do not.
     """
 
     def __init__(self, weights: Tensor, device: torch.device) -> None:
-        """`weights` `[B, S, K]` on the CPU, so that finding rows waits for nothing; 0 where a row
-        has none."""
+        """Find the rows of both tables.
+
+        `weights` `[B, S, D]` are those of each row at each step, 0 where it has none; they are on
+        the CPU, so that nothing here waits for a device.
+        """
         batch, length, steps = weights.shape
         valid = weights > 0
         k = torch.arange(steps)
-        back = torch.arange(length)[:, None] - 1 - k  # the row that position j teaches at step k
+        # The row that position j teaches at step k is j - 1 - k; before the text there is none.
+        back = torch.arange(length)[:, None] - 1 - k
         by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
-        taught = by_teacher > 0
-        teachers = taught.any(-1).nonzero()[:, 0]
+        has_draft = by_teacher > 0
+        # From here on positions count through all packed rows: position t of row r is r * S + t. A
+        # draft with weight never crosses into the next packed row, so t + 1 + k stays what it is.
+        teachers = has_draft.any(-1).nonzero()[:, 0]
         valid = valid.flatten(0, 1)
         roots = valid.any(-1).nonzero()[:, 0]
-        # Where each position stands among the teachers, and among the roots; one past the end means
-        # nowhere.
+        # Index of each position in the list of teachers, and in that of roots. A position that is
+        # in neither gets the length of the list, where `by_root` and `to_teacher` add a row of
+        # zeros. In the example J = R = 4: among_teachers is 4 4 4 4 0 1 2 3 4 .., among_roots
+        # 4 4 4 0 1 2 3 4 4.
         among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
         among_teachers[teachers] = torch.arange(len(teachers))
         among_roots = torch.full((batch * length,), len(roots))
         among_roots[roots] = torch.arange(len(roots))
+        # Both tables above as indices. In the example root_of has the rows 0 4 4 / 1 0 4 / 2 1 0 /
+        # 3 2 1, and teacher_of 0 1 2 / 1 2 3 / 2 3 4 / 3 4 4.
         row_of = (teachers[:, None] - 1 - k).clamp(min=0)
-        root_of = torch.where(taught[teachers], among_roots[row_of], len(roots))
+        root_of = torch.where(has_draft[teachers], among_roots[row_of], len(roots))
+        # Without weight, t + 1 + k may lie past the last position: hence the longer table.
         teacher_of = torch.where(
             valid[roots], among_teachers[roots[:, None] + 1 + k], len(teachers)
         )
@@ -472,49 +537,49 @@ class TeacherPlaces:
             return x.to(device, non_blocking=True)
 
         self.teachers, self.weights = send(teachers), send(by_teacher[teachers].float())
-        self._row_of, self._root_of, self._teacher_of, self._k = (
-            send(row_of),
-            send(root_of),
-            send(teacher_of),
-            send(k),
-        )
+        self._row_of, self._root_of = send(row_of), send(root_of)
+        self._teacher_of, self._k = send(teacher_of), send(k)
 
     def by_teacher(self, outputs: list[Tensor]) -> Tensor:
-        """K tensors `[B, S, H]` -> `[J, K, H]`."""
-        return torch.stack(
-            [x.flatten(0, 1)[self._row_of[:, k]] for k, x in enumerate(outputs)], dim=1
-        )
+        """Return the outputs of the steps, D tensors `[B, S, H]`, as `[J, D, H]`.
+
+        Where a step has no weight, some other row stands; its factor is 0.
+        """
+        columns = [x.flatten(0, 1)[self._row_of[:, k]] for k, x in enumerate(outputs)]
+        return torch.stack(columns, dim=1)
 
     def by_root(self, table: Tensor) -> Tensor:
-        """`[J, K]` by teacher -> `[R, K]` by root, 0 where there is no weight."""
+        """Return `[J, D]` by teacher as `[R, D]` by root, 0 where there is no weight."""
         return functional.pad(table, (0, 0, 0, 1))[self._teacher_of, self._k]
 
     def to_teacher(self, table: Tensor) -> Tensor:
-        """`[R, K]` by root -> `[J, K]` by teacher, 0 where there is no weight."""
+        """Return `[R, D]` by root as `[J, D]` by teacher, 0 where there is no weight."""
         return functional.pad(table, (0, 0, 0, 1))[self._root_of, self._k]
 
 
 @torch.no_grad()
 def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7) -> Tensor:
-    """Teacher-forced ranks `[S, K]` by the training pass: place of the text's own token among the
-    best at depth d from root n.
+    """Return teacher-forced ranks `[S, D]` by the training pass.
 
-    `ids` `[S]`, `hidden` of them. -1 where the token is not among the best, cannot be drafted, or
-    lies outside the text.
+    Row n, column k is the place of the text's own token x[n+1+k] among the best of the draft of
+    depth k + 1 from root n. It is -1 where the token is not among the best `RANKS`, cannot be
+    drafted, or lies outside the text. `ids` `[S]` are a text, `hidden` its features.
     """
     length = len(ids)
+    # The text as one document; no weights are asked of this batch, so its loss mask is anything.
     batch = Batch(
         ids[None].cpu(),
         torch.arange(length)[None],
         torch.zeros(1, length, dtype=torch.long),
         torch.ones(1, length) > 0,
     )
-    outputs = unroll(
-        drafter, batch, tuple(tap[None] for tap in hidden.taps), hidden.last[None], steps, "sdpa"
-    )
+    taps = tuple(tap[None] for tap in hidden.taps)
+    outputs = unroll(drafter, batch, taps, hidden.last[None], steps, "sdpa")
     vocabulary = VocabularyMap(drafter, ids.device)
     ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
     for k in range(min(steps, length - 2)):
+        # Rows t = 0 .. S - 3 - k have a label x[t+2+k], and the root of row t is t + 1. With 5
+        # tokens and k = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
         rows = length - 2 - k
         logits = drafter.logits(outputs[k][0, :rows])
         best = logits.topk(min(RANKS, logits.shape[-1])).indices
@@ -524,5 +589,9 @@ def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: in
 
 
 def accepted_by_root(ranks: Tensor, calibration: dict) -> list[int]:
-    """How many drafts of a greedy chain are right at each root, from `teacher_forced` `[S, K]`."""
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `ranks` `[S, D]` are those of `teacher_forced`; the chain has `calibration["length"]` drafts.
+    """
+    # a running product stops at the first draft that is wrong: 1 1 0 1 becomes 1 1 0 0, so 2
     return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -1,7 +1,7 @@
-"""Which token stands in the slots of a block that are still to be drafted: one that texts do not
-hold.
+"""Choice of the mask token, which stands in the slots of a block that are to be drafted.
 
-A text that holds it all the same is decoded as correctly as any other, only drafted worse.
+It is one that texts do not hold, so that a drafter reads it as a slot and as nothing else. A text
+that holds it all the same is decoded as correctly as any other, only drafted worse.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from ..data.batches import Batches
 
 log = logging.getLogger(__name__)
 
-SMALLEST_ROW = 0.1  # of the usual size of an embedding's rows
-PROPOSED = 3  # candidates in an error message
+SMALLEST_ROW = 0.1  # smallest fit embedding row, as a share of the usual size of rows
+PROPOSED = 3  # candidates that an error message names
 
 
 def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
-    """A token that no reply holds and that has an embedding: the one asked for, or the first of
-    `unused` and `spare` that is fit.
+    """Return a token that no reply holds and that has an embedding.
 
-    Raises `UserError` for one that is not fit, and where none is known, with candidates.
+    It is `asked` if given, else the first of `unused` and `spare` that is fit. Raises `UserError`
+    for an `asked` token that is not fit, and, with candidates, where no token is known.
     """
     if asked is not None and not 0 <= asked < target.vocab_size:
         raise UserError(
             f"heads.mask_token {asked} is no token: the target has {target.vocab_size}, from 0"
         )
+    reply_counts = batches.token_counts(target.vocab_size)
     if asked is not None:
-        if (reason := unfit(asked, target, batches.token_counts(target.vocab_size))) is not None:
+        if (reason := unfit(asked, target, reply_counts)) is not None:
             raise UserError(
                 f"heads.mask_token {asked} {reason}; name a token that texts never hold"
             )
         return asked
-    replies = batches.token_counts(target.vocab_size)
     for token in unused(target):
-        if unfit(token, target, replies) is None:
+        if unfit(token, target, reply_counts) is None:
             return token
-    texts = batches.token_counts(target.vocab_size, prompts=True)
+    # The tokens of `unused` are trusted by their names, so replies were enough to look at. Nothing
+    # is known of the use of other special tokens, so no training text at all may hold them.
+    text_counts = batches.token_counts(target.vocab_size, prompts=True)
     for token in spare(target):
-        if unfit(token, target, texts) is None:
+        if unfit(token, target, text_counts) is None:
             log.info(
                 "mask token: %d (%s), a special token that no training text holds",
                 token,
                 name_of(token, target),
             )
             return token
-    proposals = candidates(target, texts)
+    proposals = candidates(target, text_counts)
     listed = ", ".join(f"{token} ({name_of(token, target)})" for token in proposals)
     hint = f"; no training text holds {listed}" if proposals else ""
     raise UserError(
@@ -61,11 +63,12 @@ def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
 
 
 def unfit(token: int, target: Target, counts: Tensor) -> str | None:
-    """Why a token cannot be the mask; None if it can. `counts` `[V]`: how often texts hold each.
+    """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
 
-    Norms make a little row large only down to their epsilon: of a row near zero all queries would
-    be near zero too.
+    `counts` `[V]` says how often the texts hold each token.
     """
+    # Norms make a small row large, but only down to their epsilon: from a row near zero all queries
+    # would be near zero too.
     if row_sizes(torch.tensor([token]), target) < SMALLEST_ROW * usual_size(target):
         return "has next to no embedding, from which nothing is drafted"
     if token in target.eos_ids:
@@ -74,36 +77,44 @@ def unfit(token: int, target: Target, counts: Tensor) -> str | None:
 
 
 def row_sizes(ids: Tensor, target: Target) -> Tensor:
-    """Norms of the embedding's rows."""
+    """Return the norms of the embedding's rows of `ids`, on the CPU."""
     return target.embedding_and_head.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
 
 
 def usual_size(target: Target) -> float:
+    """Return the median norm of 256 of the embedding's rows."""
     return float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
 
 
 def unused(target: Target) -> list[int]:
-    """Tokens that texts can be trusted not to hold, best first: the first row of the embedding past
-    the tokenizer's own tokens, its mask token, those that their names call mask, reserved or
-    unused, its padding."""
+    """Return tokens that texts can be trusted not to hold, best first.
+
+    These are the first row of the embedding past the tokenizer's own tokens, the mask token, tokens
+    whose names call them mask, reserved or unused, and the padding.
+    """
     tokenizer = target.tokenizer
     if tokenizer is None:
         return []
-    names = {token: str(name).lower() for token, name in tokenizer.added_tokens_decoder.items()}
-    named = sorted(
-        token
-        for token, name in names.items()
-        if any(part in name for part in ("mask", "reserved", "unused"))
-    )
-    past = [len(tokenizer)] if len(tokenizer) < target.vocab_size else []
-    known = (tokenizer.mask_token_id, *named, tokenizer.pad_token_id)
-    return [*past, *(token for token in known if token is not None and token < target.vocab_size)]
+    named = []
+    for token, added in tokenizer.added_tokens_decoder.items():
+        name = str(added).lower()
+        if "mask" in name or "reserved" in name or "unused" in name:
+            named.append(token)
+    # Embeddings are often padded to a round size: the first row after the tokens is in no text.
+    tokens = [len(tokenizer)]
+    for token in (tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id):
+        if token is not None:
+            tokens.append(token)
+    # A tokenizer may have more tokens than the target's embedding has rows.
+    return [token for token in tokens if token < target.vocab_size]
 
 
 def spare(target: Target) -> list[int]:
-    """Special tokens without a part in conversations, last first: ordinary text is never read as
-    one of them, and neither the chat template nor the end of a reply uses it. Those of SmolLM2 mark
-    files and issues in what it was pretrained on."""
+    """Return special tokens without a part in conversations, last first.
+
+    Ordinary text is never read as one of them, and neither the chat template nor the end of a reply
+    uses them. Those of SmolLM2 mark files and issues in the texts that it was pretrained on.
+    """
     tokenizer = target.tokenizer
     if tokenizer is None:
         return []
@@ -114,18 +125,20 @@ def spare(target: Target) -> list[int]:
         tokenizer.unk_token_id,
         tokenizer.pad_token_id,
     }
-    special = {
-        token: str(added)
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special
-    }
-    fit = [token for token, name in special.items() if token not in roles and name not in template]
-    return sorted((token for token in fit if token < target.vocab_size), reverse=True)
+    tokens = []
+    for token, added in tokenizer.added_tokens_decoder.items():
+        in_conversations = token in roles or str(added) in template
+        if added.special and not in_conversations and token < target.vocab_size:
+            tokens.append(token)
+    return sorted(tokens, reverse=True)
 
 
 def candidates(target: Target, texts: Tensor) -> list[int]:
-    """Some tokens that no text holds and that could be the mask, for a person to choose from; the
-    rarest come last in most vocabularies."""
+    """Return some tokens that no text holds and that could be the mask, for a person to choose.
+
+    `texts` `[V]` says how often the training texts hold each token. The last tokens come first: in
+    most vocabularies they are the rarest.
+    """
     never = (texts == 0).nonzero()[:, 0].flip(0)[:1024]
     sizes = row_sizes(never, target)
     large = never[sizes >= SMALLEST_ROW * usual_size(target)].tolist()
@@ -133,11 +146,9 @@ def candidates(target: Target, texts: Tensor) -> list[int]:
 
 
 def name_of(token: int, target: Target) -> str:
-    """How the tokenizer writes it."""
+    """Return a token as the tokenizer writes it, quoted; "no text" where it has none."""
     tokenizer = target.tokenizer
-    named = (
-        tokenizer.convert_ids_to_tokens(token)
-        if tokenizer is not None and token < len(tokenizer)
-        else None
-    )
-    return repr(named) if named is not None else "no text"
+    name = None
+    if tokenizer is not None and token < len(tokenizer):
+        name = tokenizer.convert_ids_to_tokens(token)
+    return repr(name) if name is not None else "no text"

@@ -1,9 +1,18 @@
-"""How Medusa heads learn: every head from the same frozen state, each with its own label shift and
-its own global count.
+"""Training of Medusa heads (arXiv 2401.10774), all of which read the same frozen state.
 
-Index table (drafter-recipes 0.3): head i (0-based) at row t reads h_t, its label is x[t+2+i], its
-teacher p[t+1+i], its weight R(t+1 .. t+2+i). Shapes: R rows with weight, H hidden size, V
-vocabulary.
+Each head has its own label and its own global count of rows. Index table
+(docs/objectives.md#index-tables): head i = 0, 1, .. at row t reads h_t, its label is x[t+2+i], its
+teacher p[t+1+i], its weight R(t+1 .. t+2+i).
+
+Example: prompt 0 .. 3, reply 4 .. 8, three heads. The root of row t is t + 1.
+
+    row   reads   labels           teachers         weights
+    3     h3      x5   x6   x7     p4   p5   p6     1  1  1
+    4     h4      x6   x7   x8     p5   p6   p7     1  1  1
+    5     h5      x7   x8   -      p6   p7   -      1  1  0
+    6     h6      x8   -    -      p7   -    -      1  0  0
+
+Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,22 +52,25 @@ __all__ = [
 ]
 
 SURENESS = 0.45
-"""Heads begin with the target's output matrix times this. With the matrix as it is they are as sure
-as the target, and wrong: with SmolLM2 the divergences of three heads begin at 9.0, 11.1 and 11.4,
-times 0.45 at 5.7, 6.7 and 6.8. The least lies between 0.4 and 0.5, with the quickstart target too
+"""Factor on the target's output matrix, with which each head begins.
+
+With the matrix as it is, heads are as sure as the target, and wrong: with SmolLM2 the divergences
+of three heads begin at 9.0, 11.1 and 11.4, with the matrix times 0.45 at 5.7, 6.7 and 6.8. The
+factor with the least divergence lies between 0.4 and 0.5, with the quickstart target too
 (EXPERIMENTS.md)."""
-REPLAYED: dict[str, int] = {}  # `accepted_by_root` estimates what the proposer drafts by default
+REPLAYED: dict[str, int] = {}
+"""Settings with which the proposer drafts what `accepted_by_root` estimates: its defaults."""
 
 
 @dataclass
 class MedusaLoss:
-    """Loss settings."""
+    """Settings of the heads' loss."""
 
     loss: Divergence = "kl"
-    """Between a head's distribution and the target's: kl, reverse-kl, jsd, tv, lk-alpha, lk-hybrid,
-    ce (the text's tokens), top-k-kl, ce-l1."""
+    """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
+    lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
     head_decay: float = 0.8
-    """Weight of head i is this to the power i, over the sum of all."""
+    """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
     rows_per_chunk: int = 1024
     """Positions whose logits exist at one time."""
 
@@ -83,28 +95,30 @@ class Run(RunConfig):
 
 
 def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
-    """Taps that the run reads, and whether it reads the last state everywhere; see `Objective`."""
+    """Return the taps that the run reads, and `Objective.all_last`."""
     return (), False
 
 
 def outline(run: Run, target: ConfigOnly) -> Outline:
-    """See `Outline`."""
-    heads = MedusaHeads(
-        run.heads, target.config.hidden_size, target.vocab_size, target.embedding_and_head.head
-    )
-    borrowed = (
-        run.heads.num_heads * target.config.hidden_size * target.vocab_size
-        if run.heads.shared_head
-        else 0
-    )
+    """Return the run's `Outline`, from the target's config alone."""
+    hidden_size = target.config.hidden_size
+    heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head.head)
+    borrowed = 0
+    if run.heads.shared_head:
+        # gradients go through the target's head once for each drafter head
+        borrowed = run.heads.num_heads * hidden_size * target.vocab_size
     return Outline(heads, borrowed_params=borrowed)
 
 
 def make_drafter(
     run: Run, target: Target, batches: Batches, before: Artifact | None
 ) -> MedusaHeads:
-    """Untrained heads: each starts as the target's own, so it guesses the next token's token. A
-    warm start keeps its shape."""
+    """Return untrained heads, or heads of the shape of `before`, to be filled with its weights.
+
+    An untrained head starts as the target's own output matrix, scaled by `SURENESS`, so all of them
+    predict the token right after the state's. Raises `UserError` if the run asks for another shape
+    than that of `before`.
+    """
     if before is not None:
         shape: MedusaConfig = before.drafter.config
         if run.heads not in (MedusaConfig(), shape):
@@ -119,11 +133,13 @@ def make_drafter(
 
 
 def make_objective(run: Run, target: Target, drafter: MedusaHeads) -> MedusaObjective:
-    return MedusaObjective(run.objective, run.heads.num_heads, target.head)
+    """Return the run's objective, for the heads that the drafter has: a run that begins with a
+    drafter takes its shape, whatever `heads` says."""
+    return MedusaObjective(run.objective, drafter.config.num_heads, target.head)
 
 
 class MedusaObjective:
-    """Medusa-1: the target is frozen, so decoding stays lossless relative to it."""
+    """Objective of Medusa-1: the target is frozen, so decoding stays lossless relative to it."""
 
     taps: tuple[int, ...] = ()
     all_last = False
@@ -131,12 +147,14 @@ class MedusaObjective:
     def __init__(
         self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]
     ) -> None:
+        """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
         self._config, self._num_heads, self._target_head = config, num_heads, target_head
         self.head_weights = static_decay(num_heads, config.head_decay)
 
     def begin(self, progress: float) -> None: ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
+        """Return the number of rows with weight of each head, from masks alone."""
         return {
             f"head{i}": float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64))
             for i in range(self._num_heads)
@@ -145,21 +163,22 @@ class MedusaObjective:
     def forward(
         self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last.flatten(0, 1)
-        valid = torch.stack(
-            [batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)], dim=-1
-        )
-        # on the CPU; the rows of deeper heads are among those of the first
+        runs = [batch.reply_run(1, 2 + i).flatten() for i in range(self._num_heads)]
+        valid = torch.stack(runs, dim=-1)
+        # Rows of deeper heads are among those of the first, since R(a .. b) only falls with b. The
+        # index is made on the CPU, where its length is known without waiting.
         rows = valid[:, 0].nonzero()[:, 0]
         valid = valid[rows]
         device_valid = valid.to(last.device, non_blocking=True)
-        factors = device_valid * last.new_tensor(
-            [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)],
-            dtype=torch.float32,
-        )
+        # w_i / N_i, N_i being the global count of head i: deep heads have fewer rows, and with one
+        # count for all they would weigh less than w_i.
+        scales = [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)]
+        factors = device_valid * last.new_tensor(scales, dtype=torch.float32)
         dtype = next(drafter.parameters()).dtype
         loss, losses, right, alpha = sum_in_chunks(
-            lambda *parts: self._table(drafter, last, batch.ids.flatten(), *parts),
+            lambda *chunk: self._table(drafter, last, batch.ids.flatten(), *chunk),
             last[rows.to(last.device)].to(dtype),
             (rows, factors),
             list(drafter.parameters()),
@@ -176,15 +195,21 @@ class MedusaObjective:
         rows: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The loss, and `[R, M]` each: losses, whether the best token is the target's, overlap.
+        """Return the loss of R rows, then tables `[R, D]`.
 
-        `last` is `[positions, H]` on the device; `ids` `[positions]` and `rows` `[R]` are on the
-        CPU, so that finding the distinct teachers waits for nothing. A position teaches up to M
-        heads; its distribution is made once.
+        The tables are: losses, 1 where the best token is the target's, overlap. `last`
+        `[positions, H]` are the target's states on the device, `hidden` `[R, H]` those of the rows.
+        `ids` `[positions]` and `rows` `[R]` are on the CPU, so that finding the distinct teachers
+        waits for nothing.
         """
-        # teacher i at t + 1 + i
-        ahead = (rows[:, None] + torch.arange(1, self._num_heads + 1)).clamp(max=ids.shape[0] - 1)
+        # Row t, head i: teacher p[t+1+i], label x[t+2+i], as indices into all packed rows end to
+        # end. Heads without weight may point into the next packed row or past the last one, hence
+        # the clamps; their factor is 0.
+        ahead = rows[:, None] + torch.arange(1, self._num_heads + 1)
+        ahead = ahead.clamp(max=ids.shape[0] - 1)
         labels = ids[(ahead + 1).clamp(max=ids.shape[0] - 1)].to(last.device, non_blocking=True)
+        # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
+        # row 3); its distribution is made once.
         positions, teacher = (
             t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True)
         )
@@ -202,11 +227,16 @@ class MedusaObjective:
 
 
 def writers(run: Run, target: Target, drafter: MedusaHeads) -> list[tuple[str, Rollouts, Writer]]:
-    """Nothing is written while heads are trained: they draft from the target's states alone,
-    whatever was drafted before."""
+    """Return nothing: no texts are written while heads are trained.
+
+    Heads draft from the target's states alone, whatever earlier rounds drafted.
+    """
     return []
 
 
 def teacher_forced(heads: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
-    """As in `inference/proposers/medusa.py`, of all features."""
+    """Return the ranks `[S, D]` of `teacher_forced` in `inference/proposers/medusa.py`.
+
+    `ids` `[S]` are a text, `hidden` its features, of which the last state is read.
+    """
     return teacher_forced_by_last(heads, hidden.last, ids)

@@ -1,12 +1,28 @@
-"""The training-time test (EAGLE-3, arXiv 2503.01840): an EAGLE drafter run over a whole text as
-decoding would run it from every root.
+"""Attention and passes of an EAGLE drafter that is unrolled over a whole text in training.
 
-Step 0 reads the target's features; step k reads the drafter's own states of step k - 1 and the
-text's next token. Row t of step k attends to what a chain of k drafts from root t + 1 has in its
-cache: the rows up to t of step 0 in its own document, and, of the steps 1 .. k, only row t itself.
-So attention is one causal block and k diagonals, never an S x (K S) matrix.
+Training runs the drafter as decoding would run it from every root of the text at once: the
+training-time test of EAGLE-3 (arXiv 2503.01840). Step 0 reads the target's features; step k reads
+the drafter's own states of step k - 1 and the text's next token. Row t of step k attends to what a
+chain of k drafts from root t + 1 has in its cache: the rows up to t of step 0 in its own document,
+and, of the steps 1 .. k, row t itself only.
 
-Shapes: B packed rows, S positions, K steps, G heads, D head size, H hidden size.
+Example: a document of 4 rows at step 2; x marks what a row of step 2 attends to.
+
+              rows of step 0   of step 1      of step 2
+               0  1  2  3      0  1  2  3     0  1  2  3
+    row 0      x               x              x
+    row 1      x  x               x              x
+    row 2      x  x  x               x              x
+    row 3      x  x  x  x               x              x
+
+Row 2 has its root at position 3. In decoding, the cache of that root holds features up to position
+2 (rows 0 .. 2 of step 0) and the rows of its own earlier drafts, which stand at the positions 3 and
+4 (row 2 of the steps 1 and 2). The drafts of other roots are in other rows.
+
+So attention is one causal block and k diagonals, never a matrix of S x (D S) scores.
+
+Shapes: B packed rows, S positions, D unrolled steps, G attention heads, Gkv key-value heads, E head
+size, H hidden size, Ht the target's, n steps after step 0.
 """
 
 from __future__ import annotations
@@ -24,16 +40,16 @@ from ..memory import Memory, recomputing
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
 Pair = tuple[Tensor, Tensor]
-"""Keys and values of one step, [B, Gkv, S, D] each."""
+"""Keys and values of one step, [B, Gkv, S, E] each."""
 
 
 class UnrolledAttention:
-    """Attention over the causal block of step 0 and the diagonals of the steps after it, for one
-    batch of packed rows.
+    """Attention over the causal block of step 0 and the diagonals of the steps after it.
 
-    sdpa (auto): in query chunks through torch's own attention. flex: FlexAttention with a block
-    mask, which needs no mask of S x S numbers; compiled on a GPU, no gradients on a CPU. plain:
-    every score at once, which the others are tested against.
+    An object serves all steps of one batch of packed rows, for which it makes its masks once.
+    Backends: sdpa (auto) runs in query chunks through torch's own attention. flex is FlexAttention
+    with a block mask, which needs no mask of S x S numbers; it is compiled on a GPU and has no
+    gradients on a CPU. plain holds every score at once; the others are tested against it.
     """
 
     def __init__(self, batch: Batch, device: torch.device, backend: Backend = "auto") -> None:
@@ -43,86 +59,117 @@ class UnrolledAttention:
         self._block_mask: Any = None
 
     def __call__(self, queries: Tensor, steps: list[Pair]) -> Tensor:
-        """`queries` `[B, G, S, D]`, the pairs of steps 0 .. k -> `[B, G, S, D]`."""
+        """Return what the rows of step k read, `[B, G, S, E]`.
+
+        `queries` `[B, G, S, E]` are those of step k, `steps` the keys and values of steps 0 .. k.
+        """
         run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[self.backend]
         keys, values = (_for_heads(states, queries) for states in steps[0])
         return run(queries, keys, values, steps[1:])
 
     def _plain(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
+        """Return the output `[B, G, S, E]` from one table of scores `[B, G, S, S + n]`."""
         scale = queries.shape[-1] ** -0.5
         later = [(_for_heads(k, queries), _for_heads(v, queries)) for k, v in later]
         scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(
             ~self._visible(0, queries.shape[2])[:, None], -torch.inf
         )
-        own = [(queries * k).sum(-1, keepdim=True) * scale for k, _ in later]
-        probs = torch.cat([scores, *own], dim=-1).softmax(-1)
-        found = probs[..., : scores.shape[-1]] @ values
+        # Column S + j is the score of row t with its own row of step 1 + j: one number a row, the
+        # diagonal of what would be another S x S table.
+        diagonals = [(queries * k).sum(-1, keepdim=True) * scale for k, _ in later]
+        probs = torch.cat([scores, *diagonals], dim=-1).softmax(-1)
+        output = probs[..., : scores.shape[-1]] @ values
         for j, (_, value) in enumerate(later):
-            found = found + probs[..., scores.shape[-1] + j, None] * value
-        return found
+            output = output + probs[..., scores.shape[-1] + j, None] * value
+        return output
 
     def _visible(self, start: int, end: int, first: int = 0) -> Tensor:
-        """`[B, end - start, end - first]` bool: which step-0 rows `first` .. the rows `start` ..
-        see."""
+        """Return bools `[B, end - start, end - first]`: which rows of step 0 a query row sees.
+
+        Query rows are `start` .. `end - 1`, rows of step 0 are `first` .. `end - 1`. Padding is a
+        document too, so that each of its rows sees itself at least: a softmax over nothing is NaN.
+        """
         documents = self._batch.documents
         rows, keys = torch.arange(start, end), torch.arange(first, end)
-        same = documents[:, start:end, None] == documents[:, None, first:end]
-        return (same & (keys <= rows[:, None])).to(self._device)
+        same_document = documents[:, start:end, None] == documents[:, None, first:end]
+        return (same_document & (keys <= rows[:, None])).to(self._device)
 
     def _sdpa(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
+        """Return the output `[B, G, S, E]` by torch's own attention, chunk by chunk of queries.
+
+        Torch's attention returns no log-sum of its scores, with which two results could be merged
+        afterwards (`_flex` does that). So the diagonals take part as one more key, the sink.
+        """
         size, sink = queries.shape[-1], bool(later)
-        own, mass = _diagonals(queries, later) if sink else (None, None)
-        if mass is not None:
+        diagonal_output = None
+        if later:
+            diagonal_output, mass = _diagonals(queries, later)
             queries, keys, values = _with_sink(queries, keys, values, mass)
-        found = torch.cat(
-            [
-                functional.scaled_dot_product_attention(
-                    queries[:, :, chunk.start : chunk.end],
-                    _behind_sink(keys, chunk, sink),
-                    _behind_sink(values, chunk, sink),
-                    attn_mask=chunk.mask(sink, queries.dtype),
-                    scale=size**-0.5,
-                )
-                for chunk in self._query_chunks(queries.shape[2])
-            ],
-            dim=2,
-        )
-        return found if own is None else found[..., :size] + found[..., size : size + 1] * own
+        outputs = []
+        for chunk in self._query_chunks(queries.shape[2]):
+            chunk_output = functional.scaled_dot_product_attention(
+                queries[:, :, chunk.start : chunk.end],
+                _behind_sink(keys, chunk, sink),
+                _behind_sink(values, chunk, sink),
+                attn_mask=chunk.mask(sink, queries.dtype),
+                # that of the true head size: the sink's columns have widened the queries
+                scale=size**-0.5,
+            )
+            outputs.append(chunk_output)
+        output = torch.cat(outputs, dim=2)
+        if diagonal_output is None:
+            return output
+        # Column `size` holds the weight of the sink, that is of all diagonals together.
+        return output[..., :size] + output[..., size : size + 1] * diagonal_output
 
     def _query_chunks(self, length: int) -> list[_Chunk]:
-        """Short chunks save the half above the diagonal, and what lies before a chunk's oldest
-        document."""
+        """Return chunks of query rows that together cover `length`, made at the first call.
+
+        Short chunks save scores that are masked anyway: the half above the diagonal, and what lies
+        before the oldest document that a chunk reaches into.
+        """
         if self._chunks is None:
             width = max(64, min(length // 8, 1024))
-            # where each row's document begins
-            oldest = torch.arange(length) - self._batch.positions
+            # Where each row's document begins. Two documents of 3 and 2 have the positions
+            # 0 1 2 0 1, and 0 1 2 3 4 less these is 0 0 0 3 3.
+            document_starts = torch.arange(length) - self._batch.positions
             self._chunks = []
             for start in range(0, length, width):
-                end, first = min(start + width, length), int(oldest[:, start].min())
+                end = min(start + width, length)
+                # Documents begin in ascending order, so the chunk's first row has the oldest one.
+                first = int(document_starts[:, start].min())
                 visible = self._visible(start, end, first)
                 if bool((self._batch.documents == self._batch.documents[:1]).all()):
-                    visible = visible[:1]
+                    visible = visible[:1]  # one mask serves all packed rows
                 self._chunks.append(_Chunk(start, end, first, visible[:, None]))
         return self._chunks
 
     def _flex(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
+        """Return the output `[B, G, S, E]` by FlexAttention over step 0, merged with the diagonals.
+
+        With the log-sums l of the scores of step 0 and m of the diagonals, the diagonals have the
+        share exp(m) / (exp(l) + exp(m)) of the softmax over both.
+        """
         from torch.nn.attention.flex_attention import AuxRequest
 
         length = queries.shape[2]
         width = bucket(length) if queries.device.type == "cuda" else length
         padded = (functional.pad(x, (0, 0, 0, width - length)) for x in (queries, keys, values))
-        found, extra = flex_for(queries.device)(
+        causal_output, extra = flex_for(queries.device)(
             *padded, block_mask=self._flex_mask(length, width), return_aux=AuxRequest(lse=True)
         )
-        found = found[:, :, :length]
+        causal_output = causal_output[:, :, :length]
         if not later:
-            return found
-        own, mass = _diagonals(queries, later)
+            return causal_output
+        diagonal_output, mass = _diagonals(queries, later)
+        # exp(l) and exp(m) may overflow; with the log of their sum taken off, both are at most 1.
         total = torch.logaddexp(_wide(extra.lse[:, :, :length]), mass)
         share = torch.exp(mass - total)[..., None]
-        return (_wide(found) * (1 - share) + _wide(own) * share).to(found.dtype)
+        output = _wide(causal_output) * (1 - share) + _wide(diagonal_output) * share
+        return output.to(causal_output.dtype)
 
     def _flex_mask(self, length: int, width: int) -> Any:
+        """Return the block mask of step 0 for texts padded to `width`, made at the first call."""
         if self._block_mask is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
@@ -133,11 +180,10 @@ class UnrolledAttention:
             def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
                 return (key <= row) & (documents[b, row] == documents[b, key])
 
-            make = (
-                torch.compile(create_block_mask)
-                if self._device.type == "cuda"
-                else create_block_mask
-            )
+            make: Any = create_block_mask
+            if self._device.type == "cuda":
+                # uncompiled, it makes all S x S bools before it looks at them in blocks
+                make = torch.compile(create_block_mask)
             self._block_mask = make(
                 visible, len(documents), None, width, width, device=str(self._device)
             )
@@ -148,13 +194,17 @@ _COMPILED: dict[str, Any] = {}
 
 
 def bucket(length: int) -> int:
-    """The next of 128, 192, 256, 384, 512, ..: every width is compiled once, and a batch is as wide
-    as its longest row."""
+    """Return the next of 128, 192, 256, 384, 512, .. that is at least `length`.
+
+    A batch is as wide as its longest row, and a compiled kernel is made for one width. Rounding up
+    to few widths compiles few kernels. Example: 129 .. 192 become 192, 193 .. 256 become 256.
+    """
     power = max(128, 1 << (length - 1).bit_length())
     return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
 
 
 def flex_for(device: torch.device) -> Any:
+    """Return FlexAttention for a device: as it is on a CPU, else compiled once for the process."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if device.type == "cpu":
@@ -169,74 +219,91 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _for_heads(states: Tensor, queries: Tensor) -> Tensor:
-    """Repeat `[B, Gkv, S, D]` for the query heads that share them."""
+    """Repeat `[B, Gkv, S, E]` for the query heads that share them."""
     return states.repeat_interleave(queries.shape[1] // states.shape[1], dim=1)
 
 
 def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
-    """Attention of each row over its own keys of steps 1 .. k: `[B, G, S, D]`, and the log of its
-    softmax's denominator.
+    """Return the attention of each row over its own n keys of the steps 1 .. k.
 
-    Products and sums along D: batched matrix products of k x D by D x 1 take three times as long on
-    a CPU.
+    That is its output `[B, G, S, E]`, as if there were no step 0, and the log of its softmax's
+    denominator `[B, G, S]`, the mass with which the row competes with step 0.
     """
-    # [B, Gkv, queries of a key, S, D]
+    # The heads that share keys get an axis of their own, [B, Gkv, G / Gkv, S, E], so that keys and
+    # values need no copies. Products are summed along E: batched matrix products of n x E by E x 1
+    # take three times as long on a CPU.
     grouped = _wide(queries).unflatten(1, (later[0][0].shape[1], -1))
-    scores = (
-        torch.stack([(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later], dim=-1)
-        * queries.shape[-1] ** -0.5
-    )
+    products = [(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later]
+    scores = torch.stack(products, dim=-1) * queries.shape[-1] ** -0.5
     probs = scores.softmax(-1).to(queries.dtype)
-    own = sum(probs[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
-    assert isinstance(own, Tensor)
-    return own.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
+    output = sum(probs[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
+    assert isinstance(output, Tensor)
+    return output.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)
 
 
 def _with_sink(
     queries: Tensor, keys: Tensor, values: Tensor, mass: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key that stands for a row's diagonals: its score is the log of their mass, and what
-    it is given comes out in a column of its own. So any attention that knows nothing of diagonals
-    weighs them, and its gradients are right."""
+    """Return queries, keys and values with one more key in front, the sink.
+
+    The sink stands for all diagonals of a row: its score is `mass` `[B, G, S]`, the log of the sum
+    of their exponentials, and the weight that it gets comes out in a column of its own. So an
+    attention that knows nothing of diagonals weighs them, and its gradients are right.
+
+    Example: exp(score) is 1 and 2 for two keys of step 0, and 3 and 4 for two diagonals with the
+    values v and w. Their mass is log 7, their output alone (3 v + 4 w) / 7. The sink gets the
+    weight 7 / 10, and 7 / 10 of that output is 3/10 v + 4/10 w, as in the softmax over all four.
+    """
     size = queries.shape[-1]
     exact = queries.dtype in (torch.float32, torch.float64)
+    # The query's new column times the sink's 1 is the score, once attention has multiplied it with
+    # its scale E^-1/2. The other keys have 0 in that column.
     score = mass * size**0.5
     high = score.to(queries.dtype)
-    # bf16 alone would round the score
+    # bf16 keeps 8 bits: a mass between 16 and 32 would be off by up to 1/16. A second column adds
+    # what rounding took away.
     columns = [high] if exact else [high, (score - high).to(queries.dtype)]
     wide = 1 if exact else 8  # kernels for low precision want multiples of 8
-    grown = functional.pad(
-        torch.cat([queries, torch.stack(columns, dim=-1)], dim=-1), (0, wide - len(columns))
-    )
+    wider_queries = torch.cat([queries, torch.stack(columns, dim=-1)], dim=-1)
+    wider_queries = functional.pad(wider_queries, (0, wide - len(columns)))
     keys, values = (functional.pad(states, (0, wide, 1, 0)) for states in (keys, values))
     keys[:, :, 0, size : size + len(columns)] = 1
+    # The sink's value is 0 in the columns of real values, and 1 in the one that returns its weight.
     values[:, :, 0, size] = 1
-    return grown, keys, values
+    return wider_queries, keys, values
 
 
 def _behind_sink(states: Tensor, chunk: _Chunk, sink: bool) -> Tensor:
-    """The step-0 rows that a chunk may see, behind the sink if there is one."""
+    """Return the rows of step 0 that a chunk may see, behind the sink if there is one.
+
+    With a sink at index 0, row t of step 0 is at index t + 1.
+    """
     if not sink:
         return states[:, :, chunk.first : chunk.end]
     if chunk.first == 0:
-        return states[:, :, : chunk.end + 1]
+        return states[:, :, : chunk.end + 1]  # a view, where `cat` would copy
     return torch.cat([states[:, :, :1], states[:, :, chunk.first + 1 : chunk.end + 1]], dim=2)
 
 
 @dataclass
 class _Chunk:
-    """Query rows `start` .. `end`, which see nothing before `first`."""
+    """Query rows `start` .. `end - 1`, which see nothing before row `first` of step 0."""
 
     start: int
     end: int
     first: int
     visible: Tensor
+    """[B or 1, 1, end - start, end - first] bool, without the sink."""
     _mask: Tensor | None = None
 
     def mask(self, sink: bool, dtype: torch.dtype) -> Tensor:
-        """Additive, made once for all steps: half of S x S numbers for a whole row."""
+        """Return the mask that is added to scores, 0 or -inf, with a column for a sink if wanted.
+
+        Torch would make such a mask of bools at every call; it is made once for all steps. The
+        masks of all chunks hold about half of S x S numbers for a packed row.
+        """
         if self._mask is None:
-            visible = functional.pad(self.visible, (1, 0), value=True)
+            visible = functional.pad(self.visible, (1, 0), value=True)  # every row sees the sink
             self._mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
         return self._mask if sink else self._mask[..., 1:]
 
@@ -250,53 +317,56 @@ def unroll(
     backend: Backend = "auto",
     memory: Memory | None = None,
 ) -> list[Tensor]:
-    """The layers' output at each step, K tensors `[B, S, H]`: row t of step k is about the token t
-    + 2 + k.
+    """Return the layers' output at each step, D tensors `[B, S, H]`.
 
-    `taps` and `last` `[B, S, Ht]` are the target's features. Rows whose tokens leave their document
-    hold nothing of meaning. `memory`: whether only the states between the steps are kept for the
+    Row t of step k is about the token t + 2 + k. `taps` and `last` `[B, S, Ht]` are the target's
+    features. Rows whose tokens leave their document hold nothing of meaning, and no row with
+    meaning reads them. With `memory.recompute` only the states between the steps are kept for the
     backward pass.
     """
     device = last.device
     attention = UnrolledAttention(batch, device, backend)
-    parts = drafter.token_part(batch.ids.to(device, non_blocking=True))
+    # What a token adds to the layer is the same at every step; it is only read further along.
+    token_parts = drafter.token_part(batch.ids.to(device, non_blocking=True))
     positions = batch.positions.to(device, non_blocking=True)
     state = drafter.fuse(taps, last)
     layers = len(drafter.layers)
-    past: list[tuple[Tensor, ...]] = []  # of each step: keys and values of every layer, in turn
-    outputs = []
 
     def step(
-        part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
+        token_part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
     ) -> tuple[Tensor, ...]:
+        """Return a step's output, then its keys and values, given those of the steps `before`."""
         new: list[Tensor] = []
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
             new.extend((keys, values))
-            earlier = [
-                before[i + 2 * layer : i + 2 * layer + 2] for i in range(0, len(before), 2 * layers)
-            ]
-            found = attention(queries, [*((k, v) for k, v in earlier), (keys, values)])
-            return found.transpose(1, 2).flatten(2)
+            # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
+            # layer 1 finds its own at 2 and 3, 6 and 7, ..
+            pairs: list[Pair] = []
+            for i in range(2 * layer, len(before), 2 * layers):
+                pairs.append((before[i], before[i + 1]))
+            pairs.append((keys, values))
+            return attention(queries, pairs).transpose(1, 2).flatten(2)
 
-        return drafter.advance(part, state, (cosines, sines), attend), *new
+        return drafter.advance(token_part, state, (cosines, sines), attend), *new
 
+    # Keys and values of earlier steps are arguments, one by one, because arguments are what
+    # `recomputing` keeps of a step: gradients go back through all of them.
     run = recomputing(step, memory.offload) if memory and memory.recompute else step
+    past: list[Tensor] = []
+    outputs = []
     for k in range(steps):
-        arguments = (
-            _ahead(parts, 1 + k),
-            state,
-            *drafter.rotary(positions + k),
-            *(t for pairs in past for t in pairs),
-        )
-        made = run(*arguments)
-        past.append(made[1:])
-        outputs.append(made[0])
-        state = drafter.recycled(made[0])
+        # Row t reads x[t+1+k], the token of position t + 1 + k, but has rotary position t + k: a
+        # row of the drafter stands where its feature does, one before its token.
+        cosines, sines = drafter.rotary(positions + k)
+        output, *new_states = run(_ahead(token_parts, 1 + k), state, cosines, sines, *past)
+        past += new_states
+        outputs.append(output)
+        state = drafter.recycled(output)
     return outputs
 
 
 def _ahead(x: Tensor, places: int) -> Tensor:
-    """Row t gets what stands at t + places, zeros past the end."""
+    """Return `x` with what stands at t + `places` in row t, zeros past the end."""
     return functional.pad(x[:, places:], (0, 0, 0, min(places, x.shape[1])))

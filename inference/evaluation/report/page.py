@@ -1,5 +1,4 @@
-"""The page that a report is: one file with its style and its few lines of script inside, nothing
-fetched from anywhere."""
+"""Frame of a report's page: one HTML file that holds its style and script and fetches nothing."""
 
 from __future__ import annotations
 
@@ -133,11 +132,14 @@ dl.words { font-size: 14px; } dl.words dt { font-weight: 600; margin-top: 8px; }
   tr, figure { break-inside: avoid; } h2, h3, h4 { break-after: avoid; } }
 """
 
+# The classes c0, c1, .. only set the variable --c, so that a drafter's line, markers and key in a
+# table get one colour. 0 is neutral; from c8 on the colours begin again.
 STYLE += "".join(
     f".c{n} {{ --c: var(--c{1 + (n - 1) % COLOURS if n else 0}); }}\n" for n in range(LOOKS + 1)
 )
 
-# Without it each token's `title` says the same; with it on touch and by the arrow keys too.
+# Shows the `title` of a reply's token in a box: under the pointer, on touch, and with the arrow
+# keys. Without the script a browser still shows titles, but only under the pointer.
 SCRIPT = """
 const tip = document.createElement('div'); tip.id = 'tip'; tip.hidden = true;
   tip.setAttribute('role', 'status');
@@ -170,15 +172,19 @@ document.addEventListener('keydown', e => {
 
 
 def page(title: str, body: str) -> bytes:
-    """A whole page. Its policy lets nothing be loaded, and no script run but the one above,
-    whatever a report holds."""
+    """Return a whole page in UTF-8; `title` is escaped, `body` is HTML already.
 
-    def own(text):
+    Its content security policy forbids loading anything and running any script but `SCRIPT`,
+    whatever texts a report contains.
+    """
+
+    # The policy allows style and script by the hash of their exact text between the tags.
+    def digest(text):
         return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
     policy = (
-        f"default-src 'none'; style-src 'sha256-{own(STYLE)}'; script-src 'sha256-{own(SCRIPT)}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'sha256-{digest(STYLE)}'; "
+        f"script-src 'sha256-{digest(SCRIPT)}'; base-uri 'none'; form-action 'none'"
     )
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -187,12 +193,12 @@ def page(title: str, body: str) -> bytes:
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
         f"<body><main>\n{body}\n</main>\n<script>{SCRIPT}</script></body></html>\n"
     )
-    # lone surrogates that a broken tokenizer may have written
+    # A broken tokenizer may have written lone surrogates, which UTF-8 cannot encode.
     return text.encode("utf-8", "replace")
 
 
 def figure(title: str, chart: str, note: str = "") -> str:
-    """A chart under its title; nothing where there is no chart."""
+    """Return a chart under its title and an optional note; "" if `chart` is empty."""
     if not chart:
         return ""
     small = f"<small>{escape(note)}</small>" if note else ""
@@ -200,13 +206,13 @@ def figure(title: str, chart: str, note: str = "") -> str:
 
 
 def side_by_side(figures: list[str]) -> str:
-    """Figures side by side where there is room; nothing where there are none."""
-    there = "".join(figures)
-    return f'<div class="figures">{there}</div>\n' if there else ""
+    """Return figures side by side where the page is wide enough; "" if all of them are empty."""
+    joined = "".join(figures)
+    return f'<div class="figures">{joined}</div>\n' if joined else ""
 
 
 def folded(summary: str, inside: str, opened: bool = False) -> str:
-    """Something that opens when asked to; nothing where there is nothing."""
+    """Return HTML that a click on `summary` unfolds, or folds if `opened`; "" if it is empty."""
     if not inside:
         return ""
     tag = "<details open>" if opened else "<details>"

@@ -1,5 +1,7 @@
-"""`draftsmith report`: reports of `draftsmith evaluate` and training runs as one page that needs
-nothing but itself."""
+"""The command `draftsmith report`: evaluations and training runs as one self-contained page.
+
+Its inputs are JSON reports of `draftsmith evaluate` and the logs of training runs.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,24 @@ from . import sections
 from .page import folded, page
 from .tables import Report, Training, categories, firsts, served, summary, trainings
 
-METRICS_FILE = "metrics.jsonl"  # of a training run
+METRICS_FILE = "metrics.jsonl"  # a training run's log, in its output folder
 HTML_FILE = "report.html"
 
 
 @dataclass
 class Found:
-    """What the named files and folders hold."""
+    """Reports and training runs that the named files and folders hold."""
 
     reports: list[tuple[str, Report]]
-    """Each with the path that it was read from."""
+    """Each behind the path that it was read from."""
     trainings: list[Training]
 
 
 def run(options: Options) -> None:
+    """Write the page, or the tables as Markdown, to `options.out` or its default.
+
+    Raises `UserError` for inputs that cannot be read and for a file that cannot be written.
+    """
     if not options.runs:
         raise UserError(
             "name at least one run: a JSON of draftsmith evaluate, or a training run's folder"
@@ -45,9 +51,10 @@ def run(options: Options) -> None:
     if out is None:
         sys.stdout.write(text.decode())
         return
-    taken = [path for path, _ in found.reports if Path(path).resolve() == Path(out).resolve()]
-    if taken or Path(out).is_dir():
-        why = "it is what the report is made of" if taken else "it is a folder"
+    # Writing would replace an input with the page made of it.
+    overwritten = [path for path, _ in found.reports if Path(path).resolve() == Path(out).resolve()]
+    if overwritten or Path(out).is_dir():
+        why = "it is what the report is made of" if overwritten else "it is a folder"
         raise UserError(f"cannot write {out}: {why}; name another file with --out")
     with whole_file(out) as aside:
         aside.write_bytes(text)
@@ -55,7 +62,12 @@ def run(options: Options) -> None:
 
 
 def gather(paths: Sequence[str]) -> Found:
-    """Everything that the paths name; what is named twice is taken once. Raises `UserError`."""
+    """Return all reports and training runs that the paths name, each once.
+
+    A path is a JSON report, the log or the folder of a training run, or a folder that holds JSON
+    reports or training runs. Raises `UserError` for a path that does not exist or holds neither,
+    and for a file that cannot be read.
+    """
     reports: dict[Path, tuple[str, Report]] = {}
     runs: dict[Path, list[dict[str, Any]]] = {}
     for text in paths:
@@ -65,9 +77,11 @@ def gather(paths: Sequence[str]) -> Found:
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
+            # A folder of which everything was named before adds nothing, and is no mistake.
+            folder_path = folder.resolve()
             known = any(
-                folder.resolve() in one.parents or folder.resolve() == one
-                for one in (*reports, *runs)
+                folder_path == path_before or folder_path in path_before.parents
+                for path_before in (*reports, *runs)
             )
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
@@ -78,27 +92,36 @@ def gather(paths: Sequence[str]) -> Found:
             if len(reports) + len(runs) == before and not known:
                 raise UserError(
                     f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name "
-                    "a training run's folder, or "
-                    "write a JSON with draftsmith evaluate --json"
+                    "a training run's folder, or write a JSON with draftsmith evaluate --json"
                 )
         else:
             raise UserError(
                 f"{text} does not exist; name a JSON of draftsmith evaluate or a training run's "
                 "folder"
             )
+    return Found(list(reports.values()), _labelled(runs))
+
+
+def _labelled(runs: dict[Path, list[dict[str, Any]]]) -> list[Training]:
+    """Return training runs under the names of their folders, given the rows of each folder.
+
+    The parent folder's name precedes a name that several of them have.
+    """
     names = [folder.name for folder in runs]
-    labels = [
-        folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}"
-        for folder in runs
-    ]
-    return Found(
-        list(reports.values()),
-        [Training(label, rows) for label, rows in zip(labels, runs.values(), strict=True)],
-    )
+    labelled = []
+    for folder, rows in runs.items():
+        unique = names.count(folder.name) == 1
+        label = folder.name if unique else f"{folder.parent.name}/{folder.name}"
+        labelled.append(Training(label, rows))
+    return labelled
 
 
 def is_report(file: Path) -> bool:
-    """Whether a JSON that nobody has named is a report: folders hold other JSONs too."""
+    """Return true if a JSON file found in a folder is a report of `draftsmith evaluate`.
+
+    Folders hold other JSON files too, so one that is not a report, or cannot be read, is no error
+    unless the user has named it.
+    """
     try:
         value = read_json(file, finite=False)
     except UserError:
@@ -107,8 +130,11 @@ def is_report(file: Path) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows that a training run has logged; a last line that a killed run has left half-written
-    is passed over."""
+    """Return the rows that a training run has logged, at least one.
+
+    A last line that a killed run has left half-written is passed over. Raises `UserError` for a
+    file that cannot be read, for another line that is no row, and for a log without rows.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -116,15 +142,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             f"cannot read {path} ({error}); name the folder of a training run"
         ) from error
     rows = []
-    for place, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json_module.loads(line)
-            _ = row["step"] + 0
+            _ = row["step"] + 0  # raises TypeError for a step that is no number
             rows.append(row)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            if place < len(lines):
+            if number < len(lines):
                 raise UserError(
-                    f"{path} is no log of a training run: line {place} holds no step; mend or "
+                    f"{path} is no log of a training run: line {number} holds no step; mend or "
                     "remove it"
                 ) from error
     if not rows:
@@ -133,52 +159,63 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def html(found: Found) -> bytes:
-    """The page."""
+    """Return the page: a part for each report, then training runs and definitions."""
     reports = [report for _, report in found.reports]
+    several = len(reports) > 1
     colours = sections.colours_of(reports, BASELINES)
-    targets = list(
-        dict.fromkeys(str((report.get("target") or {}).get("name", "target")) for report in reports)
+    targets = dict.fromkeys(
+        str((report.get("target") or {}).get("name", "target")) for report in reports
     )
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
     body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
     links: list[tuple[str, str]] = []
-    for place, (path, report) in enumerate(found.reports):
-        if len(reports) > 1:
-            links.append((f"report-{place}", path))
-            body.append(f'<h2 id="report-{place}">{escape(path)}</h2>')
+    for index, (path, report) in enumerate(found.reports):
+        if several:
+            links.append((f"report-{index}", path))
+            body.append(f'<h2 id="report-{index}">{escape(path)}</h2>')
         body += [sections.verdict(report), sections.facts(report, path)]
-        level = "h3" if len(reports) > 1 else "h2"
+        level = "h3" if several else "h2"
         for name, text in parts_of(report, colours):
-            mark = f"{name.split()[0].lower()}-{place}"
-            links += [(mark, name)] if len(reports) == 1 else []
-            body.append(f'<{level} id="{mark}">{name}</{level}>\n{text}')
-    if (table := trainings(found.trainings)) is not None:
+            # Several reports repeat the same sections, so the number keeps the ids apart.
+            anchor = f"{name.split()[0].lower()}-{index}"
+            if not several:
+                links.append((anchor, name))
+            body.append(f'<{level} id="{anchor}">{name}</{level}>\n{text}')
+    table = trainings(found.trainings)
+    if table is not None:
         links.append(("training", "Training"))
-        body.append(
-            f'<h2 id="training">Training</h2>\n{table.html()}{sections.training(found.trainings)}'
-        )
-    words = {
-        name: meaning
-        for report in reports
-        for name, meaning in report.get("definitions", {}).items()
-    }
-    if words:
+        curves = sections.training(found.trainings)
+        body.append(f'<h2 id="training">Training</h2>\n{table.html()}{curves}')
+    definitions = _definitions(reports)
+    if definitions:
         links.append(("definitions", "Definitions"))
-        rows = "".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in words.items()
-        )
-        meanings = folded("What each number means", f"<dl class=words>{rows}</dl>")
-        body.append(f'<h2 id="definitions">Definitions</h2>\n{meanings}')
-    anchors = "".join(f'<a href="#{mark}">{escape(name)}</a>' for mark, name in links)
+        body.append(f'<h2 id="definitions">Definitions</h2>\n{definitions}')
+    # The contents stand under the title, but are known only now.
+    anchors = "".join(f'<a href="#{anchor}">{escape(name)}</a>' for anchor, name in links)
     body.insert(1, f"<nav aria-label=contents>{anchors}</nav>")
     return page(f"{title} - draftsmith report", "\n".join(body))
 
 
+def _definitions(reports: Sequence[Report]) -> str:
+    """Return the definitions that the reports give of their numbers, folded; "" without any."""
+    definitions: dict[str, str] = {}
+    for report in reports:
+        definitions |= report.get("definitions", {})
+    if not definitions:
+        return ""
+    rows = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>"
+        for name, meaning in definitions.items()
+    )
+    return folded("What each number means", f"<dl class=words>{rows}</dl>")
+
+
 def parts_of(report: Report, colours: dict[str, int]) -> list[tuple[str, str]]:
-    """The sections of one report that have something to show, in their order."""
+    """Return headings and HTML of the sections that have something to show, in their order."""
+    table = served(report)
     every = [
         ("Summary", sections.summaries(report, colours)),
-        ("Server", table.html() if (table := served(report)) is not None else ""),
+        ("Server", "" if table is None else table.html()),
         ("Acceptance by position", sections.acceptance(report, colours)),
         ("Categories", sections.by_category(report, colours)),
         ("Speed-up", sections.speed(report, colours)),
@@ -189,21 +226,16 @@ def parts_of(report: Report, colours: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def markdown(found: Found) -> str:
-    """The tables alone."""
+    """Return the tables of all reports and training runs as Markdown."""
     blocks = []
     for path, report in found.reports:
         name = (report.get("target") or {}).get("name", "target")
         blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
-        blocks += [
-            summary(setting, report.get("drafter_bytes", {})).markdown()
-            for setting in report["settings"]
-        ]
-        blocks += [table.markdown()] if (table := served(report)) is not None else []
-        blocks += [
-            table.markdown()
-            for setting in firsts(report)
-            if (table := categories(setting)) is not None
-        ]
-    if (table := trainings(found.trainings)) is not None:
+        for setting in report["settings"]:
+            blocks.append(summary(setting, report.get("drafter_bytes", {})).markdown())
+        tables = [served(report), *(categories(setting) for setting in firsts(report))]
+        blocks += [table.markdown() for table in tables if table is not None]
+    table = trainings(found.trainings)
+    if table is not None:
         blocks.append(table.markdown())
     return "\n".join(blocks)

@@ -1,5 +1,7 @@
-"""What a report's page shows, section by section; each is empty where the report has no numbers for
-it."""
+"""Sections of a report's page, as HTML.
+
+Most are functions of a report, and return "" where it has no numbers for them.
+"""
 
 from __future__ import annotations
 
@@ -29,72 +31,86 @@ from .tables import (
     summary,
 )
 
-PARTS = ("draft", "verify", "accept", "kv", "host")
+PARTS = ("draft", "verify", "accept", "kv", "host")  # of a round; docs/metrics.md#speed
 BARS = 30  # in one figure, about
-DEEPEST = 6  # deeper drafts share its colour
+DEEPEST = 6  # depth that has a colour of its own; deeper drafts share it
 Colours = Mapping[str, int]
+"""Numbers of looks (`charts.LOOKS`) by drafters' names."""
 
 
 def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str, int]:
-    """A look (colour and marker) for each drafter, the same on the whole page: plain decoding
-    neutral, baselines last."""
-    names = dict.fromkeys(
-        name for report in reports for setting in report["settings"] for name in drafting(setting)
-    )
-    ordered = [name for name in names if name not in baselines] + [
-        name for name in names if name in baselines
-    ]
+    """Return a look (colour and marker) for each drafter, the same on the whole page.
+
+    Plain decoding has the neutral one, 0. Baselines come last, so that their number does not change
+    the looks of the user's own drafters.
+    """
+    names: dict[str, None] = {}
+    for report in reports:
+        for setting in report["settings"]:
+            names |= dict.fromkeys(drafting(setting))
+    drafters = [name for name in names if name not in baselines]
+    ordered = drafters + [name for name in names if name in baselines]
     return {"plain": 0} | {name: 1 + i % LOOKS for i, name in enumerate(ordered)}
 
 
 def facts(report: Report, path: str) -> str:
-    """What the numbers were measured on."""
-    prompts, options, versions = (
-        report["prompt_set"],
-        report.get("options", {}),
-        report.get("versions", {}),
-    )
-    kinds = [kind for kind in prompts.get("categories", {}) if kind]
+    """Return a list of what the report was measured on; `path` is where it was read from."""
+    prompts, versions = report["prompt_set"], report.get("versions", {})
     memory = report.get("peak_memory_bytes")
     rows = {
         "report": path,
         "target": (report.get("target") or {}).get("name"),
         "measured": str(report.get("started_at", "")).replace("T", " ").replace("+00:00", " UTC"),
-        "machine": ", ".join(
-            f"{word}{value}"
-            for word, value in (
-                ("", report.get("device")),
-                ("", report.get("dtype")),
-                ("threads: ", report.get("threads")),
-            )
-            if value is not None
-        ),
+        "machine": _machine(report),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
-        "prompts": f"{prompts['prompts']} of {prompts.get('path', 'an unnamed set')}, SHA-256 "
-        f"{prompts['sha256'][:12]}"
-        + (f", {len(kinds)} categories: {', '.join(kinds)}" if len(kinds) > 1 else ""),
-        "replies": f"at most {options['max_new_tokens']} tokens, timed runs of each: "
-        f"{options.get('repeats', 1)}"
-        if "max_new_tokens" in options
-        else None,
+        "prompts": _prompt_set(prompts),
+        "replies": _reply_limits(report.get("options") or {}),
         "partial": f"only {report['partial']} so far" if report.get("partial") else None,
         **{f"without {name}": why for name, why in report.get("left_out", {}).items()},
     }
-    body = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
-        for name, value in rows.items()
-        if value
-    )
+    body = ""
+    for name, value in rows.items():
+        if value:
+            body += f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
     if report.get("command"):
+        # The style keeps a word whole where it fits in a line, so that options do not break.
         words = " ".join(f"<span>{escape(word)}</span>" for word in report["command"].split(" "))
         body += f"<dt>command</dt><dd><code>{words}</code></dd>"
     return f'<dl class="facts">{body}</dl>\n'
 
 
+def _machine(report: Report) -> str:
+    """Return device, dtype and threads, as far as the report has them."""
+    known = [report.get("device"), report.get("dtype")]
+    if report.get("threads") is not None:
+        known.append(f"threads: {report['threads']}")
+    return ", ".join(str(value) for value in known if value is not None)
+
+
+def _prompt_set(prompts: Mapping[str, Any]) -> str:
+    """Return how many prompts there are, of which file, and their categories if several."""
+    path = prompts.get("path", "an unnamed set")
+    text = f"{prompts['prompts']} of {path}, SHA-256 {prompts['sha256'][:12]}"
+    categories = [name for name in prompts.get("categories", {}) if name]
+    if len(categories) > 1:
+        text += f", {len(categories)} categories: {', '.join(categories)}"
+    return text
+
+
+def _reply_limits(options: Mapping[str, Any]) -> str | None:
+    """Return the limit of a reply's tokens and the runs of each request; `None` if not known."""
+    if "max_new_tokens" not in options:
+        return None
+    runs = options.get("repeats", 1)
+    return f"at most {options['max_new_tokens']} tokens, timed runs of each: {runs}"
+
+
 def verdict(report: Report) -> str:
-    """Whether decoding was lossless, and the fastest drafter of each temperature's first setting,
-    in a line each."""
+    """Return a remark on losslessness, and a line for each temperature with its fastest drafter.
+
+    The line is about the smallest batch of that temperature.
+    """
     if not report["settings"]:
         return ""
     lossy = [
@@ -104,12 +120,11 @@ def verdict(report: Report) -> str:
     ]
     lines = []
     if lossy:
-        where = "; ".join(lossy)
+        lossy_settings = "; ".join(lossy)
         lines.append(
             '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
-            f"target's distribution ({where}). Replies "
-            "differ from the target's own in distribution, and speed-ups are not those of "
-            "lossless decoding.</p>"
+            f"target's distribution ({lossy_settings}). Replies differ from the target's own in "
+            "distribution, and speed-ups are not those of lossless decoding.</p>"
         )
     else:
         lines.append(
@@ -117,35 +132,44 @@ def verdict(report: Report) -> str:
         )
     for setting in firsts(report):
         name = fastest(setting)
-        head = caption(setting)
+        title = caption(setting)
         if name is None:
             lines.append(
-                f'<p class="verdict">{head}: no drafter is faster than plain decoding.</p>'
+                f'<p class="verdict">{title}: no drafter is faster than plain decoding.</p>'
             )
             continue
         s = setting["drafters"][name]
-        between = interval(s.get("speedup_ci95"))
-        doubt = f" (95% {between})" if finite_pair(s.get("speedup_ci95")) else ""
+        # Of fewer than five prompts or batches there is no interval.
+        between = ""
+        if finite_pair(s.get("speedup_ci95")):
+            between = f" (95% {interval(s['speedup_ci95'])})"
         lines.append(
-            f'<p class="verdict">{head}: <strong>{escape(name)}</strong> is fastest, '
-            f"<strong>{factor(s['speedup'])}</strong> "
-            f"plain decoding{doubt}, at {number(s['tau_incl_bonus'])} tokens a round.</p>"
+            f'<p class="verdict">{title}: <strong>{escape(name)}</strong> is fastest, '
+            f"<strong>{factor(s['speedup'])}</strong> plain decoding{between}, at "
+            f"{number(s['tau_incl_bonus'])} tokens a round.</p>"
         )
     return "\n".join(lines)
 
 
 def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
-    """Figures of the smallest batches in sight, those of the others behind a fold."""
-    first = firsts(report)
-    rest = [setting for setting in report["settings"] if not any(setting is one for one in first)]
-    shown = [drawn for setting in first for drawn in draw(setting)]
-    more = [drawn for setting in rest for drawn in draw(setting)]
-    return side_by_side(shown) + folded("Other batch sizes", side_by_side(more))
+    """Return figures of the smallest batches in sight, and those of all others folded.
+
+    `draw` returns the figures of one setting.
+    """
+    smallest = firsts(report)
+    in_sight, others = [], []
+    for setting in smallest:
+        in_sight += draw(setting)
+    for setting in report["settings"]:
+        # By identity, since two settings may be equal in all their numbers.
+        if not any(setting is first for first in smallest):
+            others += draw(setting)
+    return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
 
 
 def summaries(report: Report, colours: Colours) -> str:
-    """A table for each setting, and what must be known to read it."""
-    found = [
+    """Return a table for each setting, and the remarks that a reader of it needs."""
+    tables = [
         summary(setting, report.get("drafter_bytes", {})).html(colours)
         for setting in report["settings"]
     ]
@@ -163,55 +187,44 @@ def summaries(report: Report, colours: Colours) -> str:
             if gaps:
                 differ = "where a reply first differs, the target's two best logits are at most"
                 notes.append(f"{caption(setting)}, {name}: {differ} {max(gaps):.2g} apart.")
-    return "".join(found) + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    return "".join(tables) + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
 def acceptance(report: Report, colours: Colours) -> str:
-    """Acceptance by position, and survival, of every drafter."""
+    """Return charts of acceptance by position and of survival, with a line for each drafter.
+
+    Dashed lines are `cond_offered`, where it differs; see docs/metrics.md#acceptance.
+    """
 
     def draw(setting: Report) -> list[str]:
-        lines, ends = [], []
+        """Return both charts of one setting."""
+        accepted, survived = [], []
         for name, s in drafting(setting).items():
             colour = colours[name]
-
-            def numbered(values):
-                return [(float(i), v) for i, v in enumerate(values or [], 1) if v is not None]
-
-            lines.append(Series(name, numbered(s.get("cond_accept")), colour))
+            accepted.append(Series(name, _by_depth(s.get("cond_accept")), colour))
             if s.get("cond_offered") and s["cond_offered"] != s.get("cond_accept"):
-                lines.append(
-                    Series(
-                        f"{name}, where offered",
-                        numbered(s["cond_offered"]),
-                        colour,
-                        dashed=True,
-                        label="",
-                    )
+                points = _by_depth(s["cond_offered"])
+                accepted.append(
+                    Series(f"{name}, where offered", points, colour, dashed=True, label="")
                 )
-            ends.append(Series(name, numbered(s.get("survival")), colour))
-        deepest = max((len(line.points) for line in (*lines, *ends)), default=0)
+            survived.append(Series(name, _by_depth(s.get("survival")), colour))
+        deepest = max((len(line.points) for line in (*accepted, *survived)), default=0)
+        # About 16 ticks at most: every depth, every second one, and so on.
         step = max(1, -(-deepest // 16))
-        x = Axis(
-            "position in the draft",
-            1,
-            deepest,
-            [(float(i), str(i)) for i in range(1, deepest + 1, step)],
-        )
+        depths = [(float(i), str(i)) for i in range(1, deepest + 1, step)]
+        x = Axis("position in the draft", 1, deepest, depths)
         note = "accepted, given that those before it were"
-        note += (
-            "; dashed: among the rounds that had a draft there"
-            if any(line.dashed for line in lines)
-            else ""
-        )
+        if any(line.dashed for line in accepted):
+            note += "; dashed: among the rounds that had a draft there"
         return [
             figure(
                 f"Acceptance by position, {caption(setting)}",
-                line_chart(lines, x, Axis("acceptance", 0, 1)),
+                line_chart(accepted, x, Axis("acceptance", 0, 1)),
                 note,
             ),
             figure(
                 f"Survival, {caption(setting)}",
-                line_chart(ends, x, Axis("share of rounds", 0, 1)),
+                line_chart(survived, x, Axis("share of rounds", 0, 1)),
                 "rounds that accept at least so many",
             ),
         ]
@@ -219,59 +232,60 @@ def acceptance(report: Report, colours: Colours) -> str:
     return others_folded(report, draw)
 
 
+def _by_depth(values: Sequence[float | None] | None) -> list[tuple[float, float]]:
+    """Return points (depth, value) of values at the depths 1, 2, ..; `None` has no point."""
+    return [(float(i), v) for i, v in enumerate(values or [], 1) if v is not None]
+
+
 def by_category(report: Report, colours: Colours) -> str:
-    """Tau of each category of prompts, where there is more than one."""
+    """Return bar charts of tau by category of prompts, where there is more than one."""
 
     def draw(setting: Report) -> list[str]:
+        """Return the charts of one setting, each of as many categories as fit."""
         if (table := categories(setting)) is None:
             return []
         groups = []
         for category in (row[0] for row in table.rows):
+            # The table names the category of prompts that have none; in the report it is empty.
+            key = "" if category == UNNAMED else category
             bars = []
             for name, s in drafting(setting).items():
-                if c := s.get("by_category", {}).get("" if category == UNNAMED else category):
-                    bars.append(
-                        Bar(name, c["tau_incl_bonus"], colours[name], finite_pair(c["tau_ci95"]))
-                    )
+                if c := s.get("by_category", {}).get(key):
+                    known = finite_pair(c["tau_ci95"])
+                    bars.append(Bar(name, c["tau_incl_bonus"], colours[name], known))
             groups.append((category, bars))
-        high = max(max(bar.value, *(bar.interval or ())) for _, bars in groups for bar in bars)
-        each = max(1, BARS // len(drafting(setting)))
-        cut = [groups[i : i + each] for i in range(0, len(groups), each)]
+        # Many categories go on in further figures, with the same axis.
+        high = max(max(bar.value, *(bar.interval or (0,))) for _, bars in groups for bar in bars)
+        per_figure = max(1, BARS // len(drafting(setting)))
+        pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
+        title = f"Tau by category, {caption(setting)}"
         note = "dotted: plain decoding; whiskers: 95% over prompts"
-        return [
-            figure(
-                f"Tau by category, {caption(setting)}{place}",
-                bar_chart(some, "tau (tokens a round)", 1.0, high),
-                note,
-            )
-            for some, place in zip(cut, numbered(len(cut)), strict=True)
-        ]
+        figures = []
+        for piece, suffix in zip(pieces, numbered(len(pieces)), strict=True):
+            chart = bar_chart(piece, "tau (tokens a round)", 1.0, high)
+            figures.append(figure(f"{title}{suffix}", chart, note))
+        return figures
 
     return others_folded(report, draw)
 
 
 def numbered(count: int) -> list[str]:
-    """What is added to the titles of figures that go on; nothing to that of a single one."""
+    """Return suffixes for the titles of `count` figures that belong together; none for one."""
     return [f" ({i} of {count})" if count > 1 else "" for i in range(1, count + 1)]
 
 
 def speed(report: Report, colours: Colours) -> str:
-    """Speed-up against the batch size of each temperature, measured and predicted; bars where there
-    is one batch size."""
+    """Return a chart of the speed-up for each temperature: over batch sizes, or bars for one."""
     figures = []
     for first in firsts(report):
-        same = [
-            s
-            for s in report["settings"]
-            if (s["temperature"], s["lossless"]) == (first["temperature"], first["lossless"])
-        ]
+        kind = first["temperature"], first["lossless"]
+        same = [s for s in report["settings"] if (s["temperature"], s["lossless"]) == kind]
         same.sort(key=lambda setting: setting["batch"])
         title = f"Speed-up, T = {first['temperature']:g}" + ("" if first["lossless"] else ", LOSSY")
         if len(same) > 1:
             note = (
-                "points: measured, with 95% intervals; dashed: foretold from the smallest batch "
-                "and plain decoding's steps; "
-                "dotted: plain decoding"
+                "points: measured, with 95% intervals; dashed: predicted from the smallest "
+                "batch and plain decoding's steps; dotted: plain decoding"
             )
             figures.append(figure(title, _over_batches(same, colours), note))
             continue
@@ -280,33 +294,34 @@ def speed(report: Report, colours: Colours) -> str:
             for name, s in drafting(first).items()
             if s.get("speedup") is not None
         ]
-        chart = bar_chart(
-            [("", bars)], f"speed-up over plain decoding, batch {first['batch']}", 1.0
-        )
+        label = f"speed-up over plain decoding, batch {first['batch']}"
+        chart = bar_chart([("", bars)], label, 1.0)
         figures.append(figure(title, chart, "dotted: plain decoding"))
     return side_by_side(figures)
 
 
 def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
+    """Return a chart of the speed-up over batch sizes, measured (points) and predicted (dashed).
+
+    The prediction is `modelled_speedup` of docs/metrics.md#speed. Batch sizes are on a logarithmic
+    axis.
+    """
     names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
     lines = []
-    for name, aside in zip(names, nudged(len(names), 0.12), strict=True):
-        there = [
-            (log2(setting["batch"]), setting["drafters"][name])
-            for setting in settings
-            if name in setting["drafters"]
-        ]
-        measured = [(x + aside, s["speedup"]) for x, s in there if s.get("speedup") is not None]
-        pairs = [
-            finite_pair(s.get("speedup_ci95")) for _, s in there if s.get("speedup") is not None
-        ]
-        guessed = [
-            (x + aside, s["modelled_speedup"])
-            for x, s in there
-            if s.get("modelled_speedup") is not None
-        ]
-        lines.append(Series(f"{name}, predicted", guessed, colours[name], dashed=True, label=""))
-        lines.append(Series(name, measured, colours[name], pairs, joined=False))
+    for name, offset in zip(names, nudged(len(names), 0.12), strict=True):
+        measured, intervals, predicted = [], [], []
+        for setting in settings:
+            if name not in setting["drafters"]:
+                continue
+            s = setting["drafters"][name]
+            x = log2(setting["batch"]) + offset
+            if s.get("speedup") is not None:
+                measured.append((x, s["speedup"]))
+                intervals.append(finite_pair(s.get("speedup_ci95")))
+            if s.get("modelled_speedup") is not None:
+                predicted.append((x, s["modelled_speedup"]))
+        lines.append(Series(f"{name}, predicted", predicted, colours[name], dashed=True, label=""))
+        lines.append(Series(name, measured, colours[name], intervals, joined=False))
     sizes = [(log2(setting["batch"]), str(setting["batch"])) for setting in settings]
     return line_chart(
         lines,
@@ -317,119 +332,115 @@ def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
 
 
 def times(report: Report) -> str:
-    """Where a round's time goes, for each way of decoding."""
+    """Return charts of the parts of a round's time, for each way of decoding."""
 
     def draw(setting: Report) -> list[str]:
+        """Return the chart of one setting."""
         rows = []
         for name, s in setting["drafters"].items():
             parts = [(s.get("split_s") or {}).get(part, 0.0) for part in PARTS]
-            # of other people's loops no parts are known
+            # Other libraries' loops (transformers' assisted generation) time no parts, so that all
+            # of their time is the host's.
             if s.get("rounds") and sum(parts[:-1]) > 0:
                 rows.append(Shares(name, parts, f"{sum(parts) / s['rounds'] * 1000:.2f} ms"))
-        note = "share of a round; behind it its length" + (
-            "" if setting["batch"] == 1 else ", shared among the batch's requests"
-        )
+        note = "share of a round; behind it its length"
+        if setting["batch"] != 1:
+            note += ", shared among the batch's requests"
         return [figure(f"Time of a round, {caption(setting)}", share_chart(rows, PARTS), note)]
 
     return others_folded(report, draw)
 
 
 def training(runs: Sequence[Training]) -> str:
-    """Loss and tau over the steps of each run."""
+    """Return charts of loss and tau over the steps of each training run."""
     figures = []
     for run in runs:
         x = Axis("step", low=0)
         loss = Series("loss", run.curve("loss"), 1, label="")
         figures.append(figure(f"{run.name}: training loss", line_chart([loss], x, Axis("loss"))))
         measured = run.curve("tau_measured")
-        pairs = [bounds(run, step) for step, _ in measured]
+        intervals = [bounds(run, step) for step, _ in measured]
         lines = [
-            Series("measured", measured, 1, pairs, joined=False),
+            Series("measured", measured, 1, intervals, joined=False),
             Series("estimated", run.curve("tau_estimated"), 2, dashed=True),
         ]
+        chart = line_chart(lines, x, Axis("tau (tokens a round)", low=1))
         note = (
             "dashed: estimated by replay on known texts; points: measured by decoding, with 95% "
             "intervals"
         )
-        figures.append(
-            figure(
-                f"{run.name}: held-out tau",
-                line_chart(lines, x, Axis("tau (tokens a round)", low=1)),
-                note,
-            )
-        )
+        figures.append(figure(f"{run.name}: held-out tau", chart, note))
     return side_by_side(figures)
 
 
 LEGEND = (
-    '<ul class="legend"><li><i class="d1">1</i> <i class="d2">2</i> <i class="d3">3</i> <i '
-    'class="d4">4</i> <i class="d5">5</i> '
-    f'<i class="d{DEEPEST}">{DEEPEST}+</i> accepted draft of that depth</li><li><i '
-    'class="own">token</i> '
-    "the target's own, at the end of a round</li>"
+    '<ul class="legend"><li><i class="d1">1</i> <i class="d2">2</i> <i class="d3">3</i> '
+    '<i class="d4">4</i> <i class="d5">5</i> '
+    f'<i class="d{DEEPEST}">{DEEPEST}+</i> accepted draft of that depth</li>'
+    '<li><i class="own">token</i> the target\'s own, at the end of a round</li>'
     '<li><i class="first">token</i> the prefill\'s</li></ul>'
     '<p class="note">Point at a token, tap it, or go along with the arrow keys: how it came, the '
-    "target's probability of it, "
-    "and its three best (at temperature 1 where decoding is greedy).</p>\n"
+    "target's probability of it, and its three best (at temperature 1 where decoding is greedy)."
+    "</p>\n"
 )
 
 
 def replies(report: Report, colours: Colours) -> str:
-    """The first replies of each drafter, token by token; one of the first drafter's is open."""
-    found: list[str] = []
+    """Return the sampled replies of each drafter, token by token and folded.
+
+    The first reply on the page is unfolded, to show what there is.
+    """
+    blocks: list[str] = []
     for setting in firsts(report):
         views = []
         for name in sorted(drafting(setting), key=lambda name: colours[name]):
-            samples = [
-                sample
-                for sample in setting["drafters"][name].get("samples", [])
-                if sample["tokens"]
-            ]
-            opened = not found and not views
+            samples = setting["drafters"][name].get("samples", [])
+            samples = [sample for sample in samples if sample["tokens"]]
+            opened = not blocks and not views
             inside = [
                 folded(_about(sample), reply(sample), opened and not i)
                 for i, sample in enumerate(samples)
             ]
-            views += (
-                [folded(f"{name}: {len(samples)} replies", "".join(inside), opened)]
-                if samples
-                else []
-            )
-        found += [f"<h4>{escape(caption(setting))}</h4>", *views] if views else []
-    return LEGEND + "".join(found) if found else ""
+            if samples:
+                views.append(folded(f"{name}: {len(samples)} replies", "".join(inside), opened))
+        if views:
+            blocks += [f"<h4>{escape(caption(setting))}</h4>", *views]
+    return LEGEND + "".join(blocks) if blocks else ""
 
 
 def _about(sample: Mapping[str, Any]) -> str:
+    """Return a reply's title: its id, its turn if a later one, and its numbers of tokens."""
     turn = f", turn {sample['turn'] + 1}" if sample.get("turn") else ""
     accepted = sum(depth > 0 for depth in sample["came"])
     return f"{sample['id']}{turn} ({len(sample['tokens'])} tokens, {accepted} of them drafted)"
 
 
 def reply(sample: Mapping[str, Any]) -> str:
-    """One reply; every text in it is escaped, and what cannot be seen is made visible."""
+    """Return one reply as HTML, each token in an element that shows how it came.
+
+    `sample` is an entry of `samples` in docs/metrics.md#report-keys. Every text in it is escaped,
+    and characters that cannot be seen are made visible.
+    """
     spans = []
     for token, came, p, best in zip(
         sample["tokens"], sample["came"], sample["p"], sample["best"], strict=True
     ):
-        kind = f"d{min(came, DEEPEST)}" if came > 0 else "first" if came < 0 else "own"
-        how = (
-            f"accepted draft, depth {came}"
-            if came > 0
-            else "from the prefill"
-            if came < 0
-            else "the target's own"
-        )
-        ranks = [
-            f"{place}. {quoted(word)}  {chance:.3f}" for place, (word, chance) in enumerate(best, 1)
-        ]
-        about = escape(
-            "\n".join([how, f"{quoted(token)}  p = {number(p, '.3f')}", *ranks])
-        ).replace("\n", "&#10;")
-        spans.append(f'<i class="{kind}" title="{about}">{visible(token)}</i>')
-    prompt = folded(
-        "Prompt", f'<div class="prompt">{visible(sample.get("prompt", ""), False)}</div>'
-    )
+        # `came` is the depth of an accepted draft, 0 for a bonus token, -1 for the prefill's token.
+        if came > 0:
+            kind, origin = f"d{min(came, DEEPEST)}", f"accepted draft, depth {came}"
+        elif came < 0:
+            kind, origin = "first", "from the prefill"
+        else:
+            kind, origin = "own", "the target's own"
+        lines = [origin, f"{quoted(token)}  p = {number(p, '.3f')}"]
+        for rank, (text, chance) in enumerate(best, 1):
+            lines.append(f"{rank}. {quoted(text)}  {chance:.3f}")
+        title = escape("\n".join(lines)).replace("\n", "&#10;")
+        spans.append(f'<i class="{kind}" title="{title}">{visible(token)}</i>')
+    prompt_text = visible(sample.get("prompt", ""), False)
+    prompt = folded("Prompt", f'<div class="prompt">{prompt_text}</div>')
     label = escape(f"reply to {sample['id']}")
+    # It can have the focus, so that the arrow keys reach its tokens.
     return (
         f'{prompt}<div class="reply" tabindex="0" role="group" '
         f'aria-label="{label}">{"".join(spans)}</div>'
@@ -437,21 +448,24 @@ def reply(sample: Mapping[str, Any]) -> str:
 
 
 def quoted(text: str) -> str:
-    """A token on one line, its edges marked."""
+    """Return a token's text on one line, in quotation marks that show where it ends."""
     return "\u2018" + text.replace("\n", "↵").replace("\t", "⇥").translate(_CONTROLS) + "\u2019"
 
 
 def visible(text: str, marked: bool = True) -> str:
-    """Escaped for a page that keeps white space; with a sign at every line break if `marked`, and
-    for an empty token."""
+    """Return `text` as HTML for an element that keeps white space.
+
+    If `marked`, every line break has a sign before it, and an empty text is a sign.
+    """
     if not text:
         return '<span class="nl">∅</span>' if marked else ""
     safe = escape(text.replace("\r\n", "\n").translate(_CONTROLS))
     return safe.replace("\n", '<span class="nl">↵</span>\n') if marked else safe
 
 
-# Control characters as their pictures; those that turn the direction of the text around are
-# dropped.
+# Control characters become their pictures in Unicode (U+2400 and on). Invisible format characters,
+# among them those that turn the direction of a text, become U+FFFD: a reply must not reorder the
+# text around it.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _CONTROLS |= {
     code: 0xFFFD for code in range(0x202A, 0x206A) if unicodedata.category(chr(code)) == "Cf"

@@ -1,5 +1,7 @@
-"""The answers of vLLM and SGLang, each as a type with the fields that are read. Other fields are
-ignored."""
+"""Answers of vLLM and SGLang, each as a type with the fields that are read; others are ignored.
+
+An answer that does not fit its type is refused by `heads.documents.convert`.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +13,29 @@ from ....heads.documents import Count, Token
 
 
 class ModelEntry(Struct):
-    """One of `/v1/models`."""
+    """A model of `/v1/models`, or an adapter of one."""
 
     id: str
     max_model_len: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens that a prompt and its reply may have together."""
     parent: str | None = None
+    """The base model of an adapter."""
 
 
 class ModelList(Struct):
-    """`/v1/models`."""
+    """Answer of `/v1/models`."""
 
     data: list[ModelEntry]
 
 
 class Usage(Struct):
-    """Tokens of a request."""
+    """Numbers of tokens of a request."""
 
     completion_tokens: Count = 0
 
 
 class VllmChoice(Struct):
-    """One reply's part of a chunk."""
+    """Piece of a reply in a chunk of vLLM."""
 
     text: str | None = None
     token_ids: list[Token] | None = None
@@ -39,25 +43,26 @@ class VllmChoice(Struct):
 
 
 class VllmChunk(Struct):
-    """An event of vLLM's `/v1/completions`."""
+    """Event of vLLM's `/v1/completions`; the last one of a stream has `usage` and no piece."""
 
     choices: list[VllmChoice] | None = None
     usage: Usage | None = None
 
 
 class SglangFinish(Struct):
-    """Why a reply ended."""
+    """Reason for which a reply ended."""
 
     type: str = ""
 
 
 class SglangMeta(Struct):
-    """`meta_info` of an event."""
+    """Object `meta_info` of SGLang's event, about the whole reply so far."""
 
     completion_tokens: Count | None = None
     finish_reason: SglangFinish | str | None = None
     spec_verify_ct: Count | None = None
-    # One meaning under the names of several versions, see counters.py.
+    # SGLang's versions name the same counts differently; counters.py knows which names belong
+    # together.
     spec_num_correct_drafts: Count | None = None
     spec_accepted_drafts: Count | None = None
     spec_accept_token_num: Count | None = None
@@ -69,7 +74,7 @@ class SglangMeta(Struct):
 
 
 class SglangChunk(Struct):
-    """An event of SGLang's `/generate`."""
+    """Event of SGLang's `/generate`."""
 
     output_ids: list[Token] | None = None
     meta_info: SglangMeta | None = None

@@ -1,9 +1,8 @@
-"""A running vLLM or SGLang: requests of token ids, so many in flight at once, their chunks timed as
-they come.
+"""Client of a running vLLM or SGLang, which times the chunks of each reply as they arrive.
 
-No request is tried again: a second try would hide what the first one cost. Requests carry no seed,
-since engines draw seeded noise row by row, which costs speed; replies at a temperature differ from
-run to run.
+Requests are lists of token ids, a given number of them in flight at once. No request is tried
+again: a second try would hide what the first one cost. Requests carry no seed, since engines draw
+seeded noise row by row, which costs speed; replies at a temperature differ from run to run.
 """
 
 from __future__ import annotations
@@ -25,79 +24,87 @@ from ...settings import Sampling, check_url
 from .answers import ModelEntry, ModelList, SglangChunk, SglangFinish, SglangMeta, VllmChunk
 from .counters import Counters, read_counters
 
-WHOLE_REPLY_S = 600.0  # for a reply, however slowly it comes
-ANSWER_S = 30.0  # for what it says of itself
-SILENCE_S = 600.0  # a chunk that has not come by then does not come
-SETTLE_S = 3.0  # engines add up their counters a moment after the last chunk has left
+WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives
+ANSWER_S = 30.0  # limit for any other answer: models, version, counters
+SILENCE_S = 600.0  # limit between two chunks
+SETTLE_S = 3.0  # limit for counters: engines add them up a moment after the last chunk has left
+# A text in which tokenizers differ: code, digits, letters outside ASCII.
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
 
 
 @dataclass
 class EngineServer:
-    """What is known of a server before it is measured."""
+    """Address and properties of a server, known before it is measured."""
 
     url: str
     engine: str
     """vllm or sglang."""
     version: str
+    """Empty where the server does not give it."""
     model: str
+    """Name that requests give for the model."""
     context: int | None
-    """Tokens that a prompt and its reply may have together, where the server says so."""
+    """Tokens that a prompt and its reply may have together; `None` where it is not known."""
     speculates: bool | None
-    """As SGLang says of itself; vLLM's counters say it."""
+    """SGLang's own answer; `None` where it gives none, and for vLLM, whose counters show it."""
 
 
 @dataclass
 class ServerReply:
-    """What the server wrote to one prompt, and when; times are of one clock, in seconds."""
+    """The server's reply to one prompt, and its times: `time.perf_counter` in seconds."""
 
     prompt: Prompt
     turn: int
-    """From 0."""
+    """Number of the turn in its conversation, from 0."""
     sent: float
+    """The time at which the request was sent."""
     ids: list[int] | None = None
     """Token ids, the end token included; `None` where the server does not give them."""
     tokens: int = 0
     arrivals: list[float] = field(default_factory=list)
-    """When each chunk that brought tokens came."""
+    """The time at which each chunk with tokens arrived."""
     finish: str = ""
+    """The engine's reason for the end of the reply; empty until it has ended."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """SGLang's `meta_info`."""
+    """SGLang's `meta_info`; of several chunks the last value of each key."""
 
     @property
     def ttft_s(self) -> float:
-        """From sending the request, the wait in the server's queue included."""
+        """Seconds from sending the request to its first chunk, the server's queue included."""
         return self.arrivals[0] - self.sent
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per later token; `None` for a reply of one token."""
-        return (
-            (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
-        )
+        """Seconds per token after the first; `None` for a reply of one token."""
+        if self.tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
 
 
 @dataclass
 class Load:
-    """A run of requests at one concurrency."""
+    """Outcome of a run of requests at one concurrency."""
 
     replies: list[ServerReply]
-    """In the order of the prompts, turn by turn."""
+    """Replies in the order of the prompts, turn by turn."""
     seconds: float
-    """From the first request to the last chunk."""
+    """Time from the first request to the last chunk."""
     peak: int
-    """Requests that were in flight at once, at most."""
+    """Highest number of requests that were in flight at once."""
     busy: float = 0.0
-    """Share of the time in which this client was at work: near 1, what it measures is itself."""
+    """Share of the time in which this client itself used the processor. Near 1 the client is the
+    bottleneck, and the figures are its own rather than the server's."""
 
 
 Follow = Callable[[Prompt, list[int]], Prompt | None]
-"""The conversation with a reply to it and what the user says next, or `None`."""
+"""Function of a prompt and its reply's token ids: the conversation's next prompt, or `None`."""
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client without a limit of its own on connections. Raises `UserError` for what is no
-    address."""
+    """Return a client for the server at `url`, without a limit of its own on connections.
+
+    Raises `UserError` for what is no address.
+    """
     root = url.rstrip("/").removesuffix("/v1")
     check_url(url, "--server")
     # Engines close a connection that was idle for 5 s; one that is taken up at that moment would
@@ -111,40 +118,48 @@ def client_of(url: str) -> httpx.AsyncClient:
 
 
 async def connect(client: httpx.AsyncClient, target: str, model: str | None = None) -> EngineServer:
-    """Ask a server what it is. `model`: the name of the model there, if it serves several. Raises
-    `UserError`."""
+    """Ask a server for its engine, version and model, and return them.
+
+    `target` is the target's name; `model` is the server's name of it, needed if it serves several.
+    Raises `UserError` for a server that does not answer or is neither a vLLM nor an SGLang, and for
+    a model that it does not serve.
+    """
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
     try:
         models = {entry.id: entry for entry in convert(listed, ModelList).data}
     except DocumentError as error:
-        found = "" if listed is None else f" that can be read ({error})"
+        problem = "" if listed is None else f" that can be read ({error})"
         raise UserError(
-            f"{url} has no /v1/models{found}; give --server the root of a vLLM or SGLang"
+            f"{url} has no /v1/models{problem}; give --server the root of a vLLM or SGLang"
         ) from error
     name = _model(models, target, model, url)
-    about = {"model": name, "context": models[name].max_model_len, "url": url}
+    common = {"model": name, "context": models[name].max_model_len, "url": url}
+    # SGLang has one path or the other, depending on its version. Another engine may have such a
+    # path too, so SGLang's own keys decide.
     info = await _get(client, "/server_info") or await _get(client, "/get_server_info")
     if isinstance(info, dict) and ("internal_states" in info or "speculative_algorithm" in info):
-        speculates = (
-            bool(info.get("speculative_algorithm")) if "speculative_algorithm" in info else None
-        )
-        return EngineServer(
-            engine="sglang", version=str(info.get("version", "")), speculates=speculates, **about
-        )
+        speculates = None
+        if "speculative_algorithm" in info:
+            speculates = bool(info["speculative_algorithm"])
+        version = str(info.get("version", ""))
+        return EngineServer(engine="sglang", version=version, speculates=speculates, **common)
+    # vLLM is recognised by its counter of tokens, without which it could not be measured.
     if (await counters_of(client)).generated is None:
         raise UserError(
             f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM "
-            "without --disable-log-stats, "
-            "and name the engine itself, not a gateway before it"
+            "without --disable-log-stats, and name the engine itself, not a gateway before it"
         )
-    version = await _get(client, "/version")
-    named = str(version.get("version", "")) if isinstance(version, dict) else ""
-    return EngineServer(engine="vllm", version=named, speculates=None, **about)
+    answer = await _get(client, "/version")
+    version = str(answer.get("version", "")) if isinstance(answer, dict) else ""
+    return EngineServer(engine="vllm", version=version, speculates=None, **common)
 
 
 def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
-    """The name to ask for: the wanted one, the target's, or the only one that is no adapter."""
+    """Return the model's name for requests: the wanted, the target's, or the only base model's.
+
+    Raises `UserError` if the wanted one is not served, or if several base models are.
+    """
     if wanted is not None:
         if wanted not in models:
             raise UserError(f"{url} serves no model {wanted!r}; there are: {', '.join(models)}")
@@ -160,18 +175,22 @@ def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: 
 
 
 async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, tokenizer: Any) -> None:
-    """Demand that the server reads a text as `tokenizer` does, where it has /tokenize. Raises
-    `UserError`."""
+    """Raise `UserError` if the server makes other tokens of a text than `tokenizer` does.
+
+    A server without /tokenize, or with one of another form, is not checked.
+    """
     try:
         async with asyncio.timeout(ANSWER_S):
             answer = await client.post(
                 "/tokenize",
                 json={"model": server.model, "prompt": PROBE, "add_special_tokens": False},
             )
-        theirs = answer.json()["tokens"] if answer.status_code == 200 else None
+        server_ids = answer.json()["tokens"] if answer.status_code == 200 else None
     except (httpx.HTTPError, TimeoutError, ValueError, RecursionError, KeyError, TypeError):
         return
-    if theirs is not None and theirs != tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
+    if server_ids is None:
+        return
+    if server_ids != tokenizer(PROBE, add_special_tokens=False)["input_ids"]:
         raise UserError(
             f"{server.url} serves {server.model} with another tokenizer than --target's; name "
             "that model as --target"
@@ -179,31 +198,36 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
 
 
 async def counters_of(client: httpx.AsyncClient) -> Counters:
-    """vLLM's counters now. Raises `UserError` if there are none."""
+    """Return vLLM's counters as they are now. Raises `UserError` if there are none."""
     response = await _request(client, "/metrics")
     if response.status_code != 200:
         raise UserError(
             f"{client.base_url} has no /metrics (status {response.status_code}); give --server a "
-            "vLLM or an SGLang itself, "
-            "not a gateway before it"
+            "vLLM or an SGLang itself, not a gateway before it"
         )
     return read_counters(response.text)
 
 
 async def settled(client: httpx.AsyncClient, before: Counters, tokens: int) -> Counters:
-    """vLLM's counters once they hold `tokens` more than `before` and nothing runs, or after
-    `SETTLE_S` seconds."""
-    until = time.perf_counter() + SETTLE_S
+    """Return vLLM's counters once they hold `tokens` more than `before` and nothing runs.
+
+    After `SETTLE_S` seconds they are returned as they are: requests of other clients may never end.
+    Raises `UserError` if there are none.
+    """
+    deadline = time.perf_counter() + SETTLE_S
     while True:
         now = await counters_of(client)
-        there = now.generated is None or now.generated - (before.generated or 0) >= tokens
-        if (there and not now.running) or time.perf_counter() > until:
+        complete = now.generated is None or now.generated - (before.generated or 0) >= tokens
+        if (complete and not now.running) or time.perf_counter() > deadline:
             return now
         await asyncio.sleep(0.05)
 
 
 async def _get(client: httpx.AsyncClient, path: str) -> Any:
-    """The JSON there; `None` if there is none."""
+    """Return the JSON at `path`; `None` if there is none.
+
+    Raises `UserError` for a server that does not answer or wants an API key.
+    """
     response = await _request(client, path)
     if response.status_code in (401, 403):
         raise UserError(
@@ -217,8 +241,10 @@ async def _get(client: httpx.AsyncClient, path: str) -> Any:
 
 
 async def _request(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    """Return the answer to a GET request. Raises `UserError` if none arrives in `ANSWER_S`."""
     try:
-        async with asyncio.timeout(ANSWER_S):  # of the whole answer; httpx counts from byte to byte
+        # httpx's own limit is on the time between two bytes, and this one on the whole answer.
+        async with asyncio.timeout(ANSWER_S):
             return await client.get(path, timeout=ANSWER_S)
     except (httpx.HTTPError, TimeoutError) as error:
         raise UserError(
@@ -237,48 +263,53 @@ async def load(
     follow: Follow,
     done: Callable[[], Any] = lambda: None,
 ) -> Load:
-    """Send prompts, `concurrency` of them in flight as long as there are so many; the next one as
-    soon as one is answered.
+    """Send all prompts, `concurrency` of them at once, and return the replies with their times.
 
-    The later turns of a conversation follow on the reply, in its place. `done` is called for each
-    prompt. Raises `UserError` as soon as one request fails.
+    The next prompt is sent as soon as one is answered. The later turns of a conversation, which
+    `follow` makes, are sent one after the other in its place. `done` is called when a prompt and
+    its later turns are answered. Raises `UserError` as soon as one request fails.
     """
     replies: list[list[ServerReply]] = [[] for _ in prompts]
+    # All workers draw from one iterator, so that each prompt goes to the first that is free.
     waiting = iter(range(len(prompts)))
-    flying = peak = 0
+    in_flight = peak = 0
 
     async def work() -> None:
-        nonlocal flying, peak
-        for place in waiting:
-            prompt: Prompt | None = prompts[place]
+        nonlocal in_flight, peak
+        for index in waiting:
+            prompt: Prompt | None = prompts[index]
             while prompt is not None:
-                flying += 1
-                peak = max(peak, flying)
-                reply = await ask(
-                    client, server, prompt, len(replies[place]), sampling, max_new_tokens
-                )
-                flying -= 1
-                replies[place].append(reply)
+                in_flight += 1
+                peak = max(peak, in_flight)
+                turn = len(replies[index])
+                reply = await ask(client, server, prompt, turn, sampling, max_new_tokens)
+                in_flight -= 1
+                replies[index].append(reply)
                 prompt = follow(prompt, reply.ids) if reply.ids is not None else None
             done()
 
-    start, worked = time.perf_counter(), time.thread_time()
+    start, worked = time.perf_counter(), time.thread_time()  # wall time, and processor time
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(prompts))):
                 group.create_task(work())
-    except ExceptionGroup as failed:
-        mistakes = failed.subgroup(UserError)
-        if mistakes is None:
+    except ExceptionGroup as failures:
+        first = _first_user_error(failures)
+        if first is None:
             raise
-        first: BaseException = mistakes
-        while isinstance(first, ExceptionGroup):
-            first = first.exceptions[0]
-        # all that are in flight fail for the same reason: say it once
+        # All requests in flight fail for one reason (a server that has died, say): report it once.
         raise UserError(str(first)) from None
     every = [reply for turns in replies for reply in turns]
     seconds = max(reply.arrivals[-1] for reply in every) - start
     return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
+
+
+def _first_user_error(failures: ExceptionGroup) -> BaseException | None:
+    """Return the first `UserError` of a group, which may hold groups; `None` if it has none."""
+    first: BaseException | None = failures.subgroup(UserError)
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return first
 
 
 async def ask(
@@ -289,13 +320,15 @@ async def ask(
     sampling: Sampling,
     max_new_tokens: int,
 ) -> ServerReply:
-    """One request, read to its end. Raises `UserError` where it fails or breaks off."""
-    room = (
-        max_new_tokens
-        if server.context is None
-        else min(max_new_tokens, server.context - len(prompt.token_ids))
-    )
-    path, body = (_vllm if server.engine == "vllm" else _sglang)(server, prompt, sampling, room)
+    """Send one request and return its reply, read to its end.
+
+    Raises `UserError` if it fails, or if its reply breaks off or takes more than `WHOLE_REPLY_S`.
+    """
+    room = max_new_tokens
+    if server.context is not None:
+        room = min(room, server.context - len(prompt.token_ids))
+    make, read = (_vllm, _read_vllm) if server.engine == "vllm" else (_sglang, _read_sglang)
+    path, body = make(server, prompt, sampling, room)
     reply = ServerReply(prompt, turn, time.perf_counter())
     try:
         async with (
@@ -303,13 +336,8 @@ async def ask(
             client.stream("POST", path, json=body) as response,
         ):
             if response.status_code != 200:
-                raise _refusal(
-                    server,
-                    prompt,
-                    response.status_code,
-                    (await response.aread()).decode(errors="replace"),
-                )
-            read = _read_vllm if server.engine == "vllm" else _read_sglang
+                text = (await response.aread()).decode(errors="replace")
+                raise _refusal(server, prompt, response.status_code, text)
             async for event in _events(response, server):
                 read(reply, event, time.perf_counter())
     except TimeoutError as error:
@@ -322,11 +350,11 @@ async def ask(
             f"server {server.url} answers in an unknown form ({error}); is it the engine itself?"
         ) from error
     except httpx.HTTPError as error:
-        why = str(error) or type(error).__name__
         raise UserError(
-            f"server {server.url} broke off while it wrote ({why}); look at its log, then measure "
-            "again"
+            f"server {server.url} broke off while it wrote ({str(error) or type(error).__name__}); "
+            "look at its log, then measure again"
         ) from error
+    # An engine that aborts a request ends its stream like any other.
     if reply.finish in ("", "abort", "error") or not reply.arrivals:
         raise UserError(
             f"server {server.url} ended a reply to prompt {prompt.id} unfinished; look at its "
@@ -336,27 +364,31 @@ async def ask(
 
 
 def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> UserError:
-    """Why a server did not take a request, and what to do."""
+    """Return the error for a request that was answered with `status` and `body`."""
     try:
-        said = json.loads(body)
-        said = said.get("error", said) if isinstance(said, dict) else said
-        said = said.get("message", said) if isinstance(said, dict) else said
-    except ValueError:
-        said = body
-    said = " ".join(str(said).split())[:200]
+        # The message is the object itself, its `error`, or the `message` of either.
+        message = json.loads(body)
+        message = message.get("error", message) if isinstance(message, dict) else message
+        message = message.get("message", message) if isinstance(message, dict) else message
+    except (ValueError, RecursionError):
+        message = body
+    message = " ".join(str(message).split())[:200]
     if status in (429, 503):
         return UserError(
-            f"{server.url} refuses so many requests at once (status {status}: {said}); give a "
+            f"{server.url} refuses so many requests at once (status {status}: {message}); give a "
             "lower --concurrency"
         )
     return UserError(
         f"{server.url} refuses prompt {prompt.id} of {len(prompt.token_ids)} tokens (status "
-        f"{status}: {said}); check its limits"
+        f"{status}: {message}); check its limits"
     )
 
 
 async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[dict[str, Any]]:
-    """The objects of a stream of server-sent events, up to [DONE]."""
+    """Yield the objects of a stream of server-sent events, up to [DONE].
+
+    Raises `UserError` for an event that is not a JSON object, or is an error.
+    """
     async for line in response.aiter_lines():
         if not line.startswith("data:"):
             continue
@@ -381,7 +413,9 @@ async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterat
 def _vllm(
     server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
 ) -> tuple[str, dict[str, Any]]:
-    # What is left out is taken from the target's generation_config there: so everything is said.
+    """Return path and body of a request to vLLM for at most `room` tokens."""
+    # vLLM takes what a request leaves out from the model's generation_config.json, so every
+    # sampling parameter is given.
     return "/v1/completions", {
         "model": server.model,
         "prompt": prompt.token_ids,
@@ -399,7 +433,9 @@ def _vllm(
 
 
 def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
+    """Add to `reply` what an event of vLLM brought at the time `now`. Raises `DocumentError`."""
     chunk = convert(event, VllmChunk)
+    # A vLLM that sends no ids counts its tokens in the event behind the last chunk.
     if chunk.usage is not None and reply.ids is None:
         reply.tokens = chunk.usage.completion_tokens
     for choice in chunk.choices or []:
@@ -407,6 +443,7 @@ def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
             reply.ids = [*(reply.ids or []), *choice.token_ids]
             reply.tokens = len(reply.ids)
         reply.finish = choice.finish_reason or reply.finish
+        # The last chunk may be empty: an end token has no text. It counts if it is the only one.
         if choice.token_ids or choice.text or (reply.finish and not reply.arrivals):
             reply.arrivals.append(now)
 
@@ -414,11 +451,12 @@ def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
 def _sglang(
     server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
 ) -> tuple[str, dict[str, Any]]:
+    """Return path and body of a request to SGLang for at most `room` tokens."""
     parameters = {
         "max_new_tokens": room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
+        "top_k": sampling.top_k or -1,  # SGLang's sign for no limit
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty or 1.0,
         "skip_special_tokens": False,
@@ -431,6 +469,7 @@ def _sglang(
 
 
 def _read_sglang(reply: ServerReply, event: dict[str, Any], now: float) -> None:
+    """Add to `reply` what an event of SGLang brought at the time `now`. Raises `DocumentError`."""
     chunk = convert(event, SglangChunk)
     meta = chunk.meta_info or SglangMeta()
     reply.meta |= event.get("meta_info") or {}
@@ -439,11 +478,16 @@ def _read_sglang(reply: ServerReply, event: dict[str, Any], now: float) -> None:
         reply.arrivals.append(now)
         reply.tokens = total
     if (ids := chunk.output_ids) is not None:
-        # Ids of the whole reply so far, or (a server option) of this chunk: the count of tokens
-        # tells which.
-        both = [ids, [*(reply.ids or []), *ids]]
-        reply.ids = next((found for found in both if len(found) == total), None)
+        # By a server option, a chunk has the ids of the whole reply so far, or its own ids only.
+        # The number of tokens decides which; if it fits neither, the ids are not known.
+        appended = [*(reply.ids or []), *ids]
+        if len(ids) == total:
+            reply.ids = ids
+        elif len(appended) == total:
+            reply.ids = appended
+        else:
+            reply.ids = None
     reason = meta.finish_reason
-    reply.finish = (
-        reason.type if isinstance(reason, SglangFinish) else reason or ""
-    ) or reply.finish
+    if isinstance(reason, SglangFinish):
+        reason = reason.type
+    reply.finish = reason or reply.finish

@@ -1,13 +1,16 @@
-"""What serving engines count of their speculation: vLLM in Prometheus counters that all requests
-share, SGLang in every reply.
+"""Counters of speculation in serving engines, and the figures that follow from them.
 
-vLLM: `drafts` are steps in which a request had a draft. A step without one (n-grams that find
-nothing) is in no counter, so 1 + accepted / drafts can lie above the tokens a step. Drafts accepted
-behind an end token count as accepted.
+vLLM has Prometheus counters that all requests share. Its `drafts` are the steps in which a request
+had a draft. A step without one (n-grams that find nothing) is in no counter, so 1 + accepted /
+drafts can be above the tokens emitted per step. Drafts accepted behind an end token count as
+accepted.
 
-SGLang: `spec_verify_ct` are all verifications of a request. Its own `spec_accept_length` is
-completion_tokens / spec_verify_ct, with the prefill's token in the numerator; its
-`num_draft_tokens` counts the root, which the drafts here do not.
+SGLang sends its counts with every reply. `spec_verify_ct` are all verifications of a request. Its
+own `spec_accept_length` is completion_tokens / spec_verify_ct, with the prefill's token in the
+numerator; its option `--speculative-num-draft-tokens` counts the root, which the drafts here do
+not.
+
+docs/metrics.md#servers-counters compares both with draftsmith's own definitions.
 """
 
 from __future__ import annotations
@@ -18,15 +21,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+# A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
+# model's name, say), so they reach to the last closing one.
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
-POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+# A server may say anything: a position of at most three digits bounds the list of positions.
+POSITION = re.compile(r'(?:^|,)position="(\d{1,3})"')
 SPECULATION = "vllm:spec_decode_num_"
 DEFINITIONS = {
     "vllm": "1 + accepted / drafts of its counters: without steps that had no draft, with drafts "
     "accepted behind a reply's end",
-    "sglang": "1 + accepted / spec_verify_ct of our replies; its own spec_accept_length has the "
-    "prefill's token in the numerator",
-    "sglang, tokens": "(completion_tokens - 1 for the prefill's) / spec_verify_ct of our replies",
+    "sglang": "1 + accepted / spec_verify_ct of the measured replies; its own spec_accept_length "
+    "has the prefill's token in the numerator",
+    "sglang, tokens": "(completion_tokens - 1 for the prefill's) / spec_verify_ct of the measured "
+    "replies",
     "none": "1: the server does not speculate",
     "unknown": "not known: the server's replies say nothing of its speculation",
 }
@@ -34,25 +41,25 @@ DEFINITIONS = {
 
 @dataclass
 class Counters:
-    """A reading of vLLM's `/metrics`, summed over engines; or, of two readings, what came between
-    them."""
+    """A reading of vLLM's `/metrics`, summed over its engines, or a difference of two readings."""
 
     drafts: int | None = None
-    """`None` where the server does not speculate."""
+    """Steps in which a request had a draft; `None` where the server does not speculate."""
     drafted: int = 0
+    """Drafted tokens, roots excluded."""
     accepted: int = 0
     by_position: list[int] = field(default_factory=list)
     """Drafts accepted at depth 1, 2, .."""
     generated: int | None = None
-    """Tokens written, whoever asked for them; `None` where the server does not count at all."""
+    """Tokens written for all clients; `None` where the server does not count them."""
     running: int = 0
-    """Requests in the engine at this moment, waiting ones included."""
+    """Requests in the engine at the moment of the reading, waiting ones included."""
     prefix_hits: int = 0
-    """Prompt tokens found in the prefix cache, of `prefix_queries`."""
+    """Prompt tokens found in the prefix cache, of `prefix_queries` that were looked up."""
     prefix_queries: int = 0
 
     def since(self, before: Counters) -> Counters:
-        """What was counted since a reading."""
+        """Return what was counted since the reading `before`; `running` stays that of this one."""
         drafts = None if self.drafts is None else self.drafts - (before.drafts or 0)
         generated = None if self.generated is None else self.generated - (before.generated or 0)
         earlier = before.by_position + [0] * len(self.by_position)
@@ -69,25 +76,26 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """vLLM's counters from Prometheus text; names with and without the `_total` that clients of
-    Prometheus add."""
+    """Return vLLM's counters from Prometheus text; lines that are no samples are passed over."""
     sums: dict[str, int] = {}
     positions: dict[int, int] = {}
     for line in text.splitlines():
-        if (found := SAMPLE.match(line)) is None:
+        if (sample := SAMPLE.match(line)) is None:
             continue
         try:
-            value = float(found["value"])
+            value = float(sample["value"])
         except ValueError:
             continue
         if not math.isfinite(value):
             continue
-        name = found["name"].removesuffix("_total")
+        # Libraries for Prometheus add `_total` to a counter's name, depending on their version.
+        name = sample["name"].removesuffix("_total")
+        # The engines of one server differ in a label only; their counts are added up.
         sums[name] = sums.get(name, 0) + int(value)
         if name == f"{SPECULATION}accepted_tokens_per_pos" and (
-            place := POSITION.search(found["labels"] or "")
+            position := POSITION.search(sample["labels"] or "")
         ):
-            positions[int(place[1])] = positions.get(int(place[1]), 0) + int(value)
+            positions[int(position[1])] = positions.get(int(position[1]), 0) + int(value)
     return Counters(
         sums.get(f"{SPECULATION}drafts"),
         sums.get(f"{SPECULATION}draft_tokens", 0),
@@ -102,10 +110,10 @@ def read_counters(text: str) -> Counters:
 
 @dataclass
 class Speculation:
-    """What became of the drafts while our requests ran."""
+    """Figures of an engine's drafts during the measured requests; `None` for what is not known."""
 
     counted: str
-    """How tau is counted: a key of `DEFINITIONS`."""
+    """The way in which tau is counted: a key of `DEFINITIONS`."""
     tau: float | None
     """The engine's tau, as `counted` says."""
     drafts: int | None = None
@@ -115,71 +123,77 @@ class Speculation:
     survival: list[float] = field(default_factory=list)
     """Share of the drafts of which at least d tokens were accepted, d = 1, 2, .."""
     rounds: int | None = None
-    """Decoding steps of our requests, those without a draft included; from vLLM's a lower bound
-    (see `tau_kept`)."""
+    """Decoding steps of the measured requests, those without a draft included; of vLLM a lower
+    bound, see `of_vllm`."""
     tau_kept: float | None = None
-    """Tokens kept per decoding step, the prefill's excluded: what `draftsmith evaluate` calls tau
-    of a local drafter."""
+    """Tokens emitted per decoding step, the prefill's excluded: what `draftsmith evaluate` calls
+    tau of a local drafter."""
     warnings: list[str] = field(default_factory=list)
 
 
 def of_vllm(
     delta: Counters, tokens: int, replies: int, chunks: int, ran_before: int
 ) -> Speculation:
-    """What vLLM counted while `replies` of ours came, of `tokens` in `chunks`; `ran_before`:
-    requests under way before.
+    """Return the figures that vLLM's counters give for the measured requests.
 
-    The steps are not counted. There were at least as many as drafts; as chunks behind the first of
+    `delta` is what was counted while `replies` came, which have `tokens` in all and arrived in
+    `chunks`; `ran_before` are the requests under way before the first of them.
+
+    vLLM does not count steps. There were at least as many as drafts; as chunks behind the first of
     each reply (a slow reader gets two steps in one chunk); and as tokens that neither a prefill nor
-    an accepted draft gave.
+    an accepted draft gave. The largest of the three is taken.
     """
     if delta.drafts is None:
-        found = Speculation("none", 1.0, rounds=tokens - replies, tau_kept=1.0)
+        speculation = Speculation("none", 1.0, rounds=tokens - replies, tau_kept=1.0)
     else:
         tau = 1 + delta.accepted / delta.drafts if delta.drafts else 1.0
         survival = [count / delta.drafts for count in delta.by_position] if delta.drafts else []
         rounds = max(delta.drafts, chunks - replies, tokens - replies - delta.accepted)
-        found = Speculation(
+        speculation = Speculation(
             "vllm", tau, delta.drafts, delta.drafted, delta.accepted, survival, rounds
         )
         if rounds:
-            found.tau_kept = (tokens - replies) / rounds
-    found.warnings = _shared(delta, tokens, replies, ran_before)
-    if found.warnings and found.counted == "vllm":  # steps of others are among the drafts
-        found.rounds = found.tau_kept = None
+            speculation.tau_kept = (tokens - replies) / rounds
+    speculation.warnings = _shared(delta, tokens, replies, ran_before)
+    # The counters hold steps of other clients, while `tokens` are those of the measured requests.
+    if speculation.warnings and speculation.counted == "vllm":
+        speculation.rounds = speculation.tau_kept = None
     if delta.prefix_hits > 0.1 * delta.prefix_queries > 0:
         share = delta.prefix_hits / delta.prefix_queries
-        found.warnings.append(
+        speculation.warnings.append(
             f"{share:.0%} of the prompts' tokens came from the server's prefix cache, which "
             "flatters TTFT"
         )
-    return found
+    return speculation
 
 
 def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list[str]:
-    """A line where somebody else's requests are in the counters."""
+    """Return a warning if other clients' requests are in the counters, else nothing.
+
+    Parameters are those of `of_vllm`.
+    """
     if ran_before:
         return [
-            f"{ran_before} requests of others were under way before ours: its counters, and tau, "
-            "are of theirs too"
+            f"{ran_before} requests of others were under way before the measurement: its counters, "
+            "and tau, are of theirs too"
         ]
     if delta.generated is not None and delta.generated != tokens:
         return [
-            f"its counters hold {delta.generated} tokens, our requests got {tokens}: tau is of "
-            "other requests too"
+            f"its counters hold {delta.generated} tokens, draftsmith's requests got {tokens}: tau "
+            "is of other requests too"
         ]
     emitted = (delta.drafts or 0) + delta.accepted
-    # each reply may end within its last draft
+    # A reply may end within its last draft, whose tokens behind the end count as accepted.
     most = tokens - replies + replies * len(delta.by_position)
     if emitted > most:
         return [
-            f"its drafts stand for {emitted} tokens, our requests got {tokens}: tau is of other "
-            "requests too"
+            f"its drafts stand for {emitted} tokens, draftsmith's requests got {tokens}: tau is of "
+            "other requests too"
         ]
     return []
 
 
-# newest first
+# Names of the same count in SGLang's versions, newest first.
 ACCEPTED_NAMES = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 DRAFTED_NAMES = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 HISTOGRAM_NAMES = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -188,10 +202,10 @@ HISTOGRAM_NAMES = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 def of_sglang(
     metas: Iterable[Mapping[str, Any]], tokens: int, speculates: bool | None
 ) -> Speculation:
-    """What the `meta_info` of our replies, `tokens` in all, says; `speculates`: what the server
-    says of itself.
+    """Return the figures that the `meta_info` of SGLang's replies give.
 
-    A reply of one token has no verification, and then none of these fields.
+    `tokens` are those of all replies; `speculates` is the server's own answer, `None` if it gave
+    none. A reply of one token has no verification, and then no count of speculation.
     """
     metas = list(metas)
     verified = [meta for meta in metas if meta.get("spec_verify_ct")]
@@ -203,27 +217,44 @@ def of_sglang(
             )
             return Speculation("unknown", None, warnings=[why])
         return Speculation("none", 1.0, rounds=tokens - len(metas), tau_kept=1.0)
-    kept = (tokens - len(metas)) / rounds
+    # One token of each reply is the prefill's and belongs to no round.
+    tau_kept = (tokens - len(metas)) / rounds
     accepted, drafted = (_sum(verified, names) for names in (ACCEPTED_NAMES, DRAFTED_NAMES))
     if accepted is None:
         return Speculation(
-            "sglang, tokens", kept, rounds, drafted, None, rounds=rounds, tau_kept=kept
+            "sglang, tokens", tau_kept, rounds, drafted, None, rounds=rounds, tau_kept=tau_kept
         )
-    survival = []
-    histograms = [
-        next((meta[name] for name in HISTOGRAM_NAMES if meta.get(name)), None) for meta in verified
-    ]
-    if all(histograms):
-        longest = max(len(h) for h in histograms if h)
-        survival = [sum(sum(h[d:]) for h in histograms if h) / rounds for d in range(1, longest)]
+    survival = _survival(verified, rounds)
     return Speculation(
-        "sglang", 1 + accepted / rounds, rounds, drafted, accepted, survival, rounds, kept
+        "sglang", 1 + accepted / rounds, rounds, drafted, accepted, survival, rounds, tau_kept
     )
 
 
+def _survival(metas: list[Mapping[str, Any]], rounds: int) -> list[float]:
+    """Return the share of `rounds` that accepted at least d drafts, d = 1, 2, ..
+
+    Element i of a reply's histogram counts its rounds that accepted i drafts. The result is empty
+    where a reply has no histogram.
+    """
+    histograms = []
+    for meta in metas:
+        present = [meta[name] for name in HISTOGRAM_NAMES if meta.get(name)]
+        if not present:
+            return []
+        histograms.append(present[0])
+    longest = max(map(len, histograms))
+    return [sum(sum(h[d:]) for h in histograms) / rounds for d in range(1, longest)]
+
+
 def _sum(metas: list[Mapping[str, Any]], names: tuple[str, ...]) -> int | None:
-    """The sum over replies of the first of `names` that each has; `None` where one has none."""
-    values = [
-        next((meta[name] for name in names if meta.get(name) is not None), None) for meta in metas
-    ]
-    return sum(v for v in values if v is not None) if None not in values else None
+    """Return the sum over replies of the first of `names` that each has.
+
+    `None` is returned where a reply has none of them: a sum over the others would be too small.
+    """
+    total = 0
+    for meta in metas:
+        present = [meta[name] for name in names if meta.get(name) is not None]
+        if not present:
+            return None
+        total += present[0]
+    return total

@@ -1,8 +1,8 @@
-"""`draftsmith evaluate --server URL`: the acceptance and speed that a running server shows on our
-prompts, in our table.
+"""The option `draftsmith evaluate --server URL`: acceptance and speed of a running server.
 
+The server decodes the same prompts as local drafters do, and its figures stand in the same table.
 The target's tokenizer renders the prompts; its weights are loaded only where drafters are measured
-here as well.
+in this process as well. docs/metrics.md#servers-counters defines the figures.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from .client import (
 )
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 
-SHOWN = 3
-WARM_UP = 8  # tokens
-BUSY = 0.7  # of a run of a second or more; shorter ones are mostly the client's start
+SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
+WARM_UP = 8  # tokens of a first reply that is not counted
+# Share of the time from which the client counts as too slow. Only runs of a second or more are
+# checked: shorter ones are mostly the client's start.
+BUSY = 0.7
 MEANINGS = {
     "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had "
     "no draft",
     "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token "
-    "excluded: comparable with local "
-    "tau. vLLM does not count steps; where a slow reader got several in one chunk it is at most "
-    "this",
+    "excluded: comparable with local tau. vLLM does not count steps; where a slow reader got "
+    "several in one chunk it is at most this",
     "survival": "share of the drafts of which at least d tokens were accepted",
     "accept_rate": "accepted / drafted tokens, roots excluded",
     "tokens_s": "all tokens / time from the first request to the last chunk, prefills, queue and "
@@ -61,24 +62,28 @@ MEANINGS = {
     "chunk_gap_quantiles_s": "between chunks of one reply; quantiles over all gaps",
     "equal_to_plain": "greedy replies equal to plain decoding here, token for token, of `compared`",
     "client_busy": "share of the time in which the process that measures was at work itself",
-    "in_flight_peak": "requests of ours that were in flight at once",
+    "in_flight_peak": "requests of draftsmith that were in flight at once",
 }
 
 
 @dataclass
 class ServerMeasurement:
-    """What a server did: the report, and the runs it is of, in the same order."""
+    """Report about a server, and the runs that it was made of."""
 
     report: dict[str, Any]
+    """The value of `server` in the JSON; see docs/metrics.md#report-keys."""
     prompts: list[Prompt]
     tokenizer: Any
     loads: list[Load]
+    """One for each of the report's settings, in their order."""
 
 
 @dataclass
 class Reader:
-    """What renders prompts as the target wants them: its tokenizer and settings, without its
-    weights."""
+    """The target's tokenizer and generation settings, without its weights.
+
+    They suffice to render prompts as the target wants them.
+    """
 
     name: str
     tokenizer: Any
@@ -87,27 +92,32 @@ class Reader:
 
 
 def load_reader(config: TargetConfig) -> Reader:
-    """Raises `UserError` where the target's folder has no tokenizer."""
+    """Return the target's tokenizer and settings. Raises `UserError` if it has no tokenizer."""
     path, _ = base_and_adapter(config)
     with clear_errors(path, "the tokenizer of target"):
         tokenizer = read_tokenizer(path, config.trust_remote_code)
         try:
             settings = GenerationConfig.from_pretrained(path)
         except OSError:
-            own = read_config(path, config.trust_remote_code)
-            settings = GenerationConfig.from_model_config(own)
+            # There is no generation_config.json. transformers makes the settings of the model's
+            # config then.
+            model_config = read_config(path, config.trust_remote_code)
+            settings = GenerationConfig.from_model_config(model_config)
+    # The settings hold one id, several, or none; then the tokenizer's is taken, if it has one.
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    end_ids = [ends] if isinstance(ends, int) else ends or []
     penalty = getattr(settings, "repetition_penalty", None) or 1.0
-    return Reader(
-        config.path, tokenizer, frozenset([ends] if isinstance(ends, int) else ends or []), penalty
-    )
+    return Reader(config.path, tokenizer, frozenset(end_ids), penalty)
 
 
 def measure(
     options: Any, samplings: Sequence[Sampling], concurrency: Sequence[int]
 ) -> ServerMeasurement:
-    """Measure `options.server` at each sampling and concurrency. `options` are those of `evaluate`.
-    Raises `UserError`."""
+    """Measure the server at `options.server` for each sampling and concurrency.
+
+    `options` are those of `draftsmith evaluate`. Raises `UserError` for prompts that cannot be read
+    or do not fit the server, and for a server that is not there or fails.
+    """
     reader = load_reader(options.target)
     prompts = read_prompts(
         options.prompts,
@@ -117,15 +127,8 @@ def measure(
         options.split,
         options.bad_rows,
     )
-    return asyncio.run(
-        _measure(
-            options,
-            reader,
-            prompts,
-            [sampling.resolved(reader.repetition_penalty) for sampling in samplings],
-            concurrency,
-        )
-    )
+    resolved = [sampling.resolved(reader.repetition_penalty) for sampling in samplings]
+    return asyncio.run(_measure(options, reader, prompts, resolved, concurrency))
 
 
 async def _measure(
@@ -135,6 +138,7 @@ async def _measure(
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
 ) -> ServerMeasurement:
+    """Check the server, then measure every setting one after the other; see `measure`."""
     async with client_of(options.server) as client:
         server = await connect(client, reader.name, options.server_model)
         await check_tokenizer(client, server, reader.tokenizer)
@@ -147,24 +151,25 @@ async def _measure(
                 )
                 runs.append(run)
                 settings.append(figures(sampling, at_once, run, speculation))
-    about = {
+    report = {
         "url": server.url,
         "engine": server.engine,
         "version": server.version,
         "model": server.model,
+        "context": server.context,
+        "definitions": MEANINGS,
+        "settings": settings,
     }
-    report = {**about, "context": server.context, "definitions": MEANINGS, "settings": settings}
     return ServerMeasurement(report, prompts, reader.tokenizer, runs)
 
 
 def check_lengths(prompts: Sequence[Prompt], server: EngineServer) -> None:
-    """Demand that every prompt leaves room for a token. Raises `UserError`."""
+    """Raise `UserError` for a prompt that leaves no room for a token in the server's context."""
     for prompt in prompts:
         if server.context is not None and len(prompt.token_ids) >= server.context:
             raise UserError(
                 f"prompt {prompt.id} has {len(prompt.token_ids)} tokens, the server's context "
-                f"{server.context}; leave it out, "
-                "or start the server with a longer context"
+                f"{server.context}; leave it out, or start the server with a longer context"
             )
 
 
@@ -177,24 +182,22 @@ async def _one(
     at_once: int,
     options: Any,
 ) -> tuple[Load, Speculation]:
-    """One setting: warm up, then as many passes over the prompts as keep `at_once` requests in
-    flight for two rounds of them."""
+    """Measure one setting, and return its run and the engine's figures of its speculation.
+
+    A warm-up comes first. Then the prompts are sent `options.repeats` times, and more often if that
+    is needed for two times `at_once` requests. Raises `UserError`.
+    """
+    # Tokens of a later turn's prompt; without a known context, more than any conversation has.
     room = (server.context or 2**40) - options.max_new_tokens
 
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
         return next_turn(prompt, reply, reader.tokenizer, reader.name, reader.eos_ids, room)
 
-    counted = server.engine == "vllm"
-    before = await counters_of(client) if counted else None
-    warm = await load(
-        client,
-        server,
-        prompts[:1],
-        1,
-        sampling,
-        min(WARM_UP, options.max_new_tokens),
-        lambda prompt, reply: None,
-    )
+    # SGLang sends its counts with each reply. vLLM's are read before and after the run, and the
+    # warm-up has to be in the first reading.
+    before = await counters_of(client) if server.engine == "vllm" else None
+    length = min(WARM_UP, options.max_new_tokens)
+    warm = await load(client, server, prompts[:1], 1, sampling, length, lambda prompt, reply: None)
     if before is not None:
         before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
@@ -213,9 +216,13 @@ async def _one(
 
 
 def figures(sampling: Sampling, at_once: int, run: Load, found: Speculation) -> dict[str, Any]:
-    """The numbers of one setting; names as in evaluation.md, and as `MEANINGS` says."""
+    """Return the numbers of one setting, under the keys of docs/metrics.md#report-keys.
+
+    `found` are the engine's own counts during the run.
+    """
     replies = run.replies
     tokens = sum(reply.tokens for reply in replies)
+    gaps = [later - earlier for reply in replies for earlier, later in pairwise(reply.arrivals)]
     return {
         "temperature": sampling.temperature,
         "concurrency": at_once,
@@ -224,19 +231,13 @@ def figures(sampling: Sampling, at_once: int, run: Load, found: Speculation) -> 
         "tau_definition": DEFINITIONS[found.counted],
         "tau_kept": found.tau_kept,
         "survival": found.survival,
-        "accept_rate": found.accepted / found.drafted
-        if found.drafted and found.accepted is not None
-        else None,
-        "mean_n_draft": found.drafted / found.drafts
-        if found.drafts and found.drafted is not None
-        else None,
+        "accept_rate": _ratio(found.accepted, found.drafted),
+        "mean_n_draft": _ratio(found.drafted, found.drafts),
         "tokens_s": tokens / run.seconds,
         "seconds": run.seconds,
         "ttft_quantiles_s": quantiles([reply.ttft_s for reply in replies]),
         "tpot_quantiles_s": quantiles([reply.tpot_s for reply in replies]),
-        "chunk_gap_quantiles_s": quantiles(
-            [b - a for reply in replies for a, b in pairwise(reply.arrivals)]
-        ),
+        "chunk_gap_quantiles_s": quantiles(gaps),
         "requests": len(replies),
         "tokens": tokens,
         "chunks": sum(len(reply.arrivals) for reply in replies),
@@ -262,8 +263,13 @@ def figures(sampling: Sampling, at_once: int, run: Load, found: Speculation) -> 
     }
 
 
+def _ratio(count: int | None, of: int | None) -> float | None:
+    """Return `count / of`; `None` if either is not known or `of` is 0."""
+    return count / of if of and count is not None else None
+
+
 def _slow_client(run: Load) -> list[str]:
-    """A line where reading took the time that was to be measured."""
+    """Return a warning if this process, and not the server, limited the speed; else nothing."""
     if run.busy < BUSY or run.seconds < 1:
         return []
     return [
@@ -275,32 +281,34 @@ def _slow_client(run: Load) -> list[str]:
 def compare_replies(
     measured: ServerMeasurement, target: Target, results: Results, sampling: Sampling
 ) -> None:
-    """Hold the server's greedy replies against plain decoding here: adds `equal_to_plain` to the
-    report's greedy settings.
+    """Compare the server's greedy replies with plain decoding in this process, token for token.
 
-    `results` are of the same prompts under the same greedy `sampling`. Later turns of which the
-    text before differs are left out.
+    Adds `equal_to_plain`, `compared` and `divergences` to the report's greedy settings. `results`
+    are of the same prompts under the same greedy `sampling`, plain decoding first. Later turns
+    behind texts that differ are left out.
     """
     sampling = sampling.resolved(target.repetition_penalty)
-    plain = {
-        (turn.prompt.place, turn.number): turn.generation for turn in next(iter(results.values()))
-    }
+    plain_turns = next(iter(results.values()))
+    plain = {(turn.prompt.place, turn.number): turn.generation for turn in plain_turns}
     for setting, run in zip(measured.report["settings"], measured.loads, strict=True):
         if setting["temperature"] != 0:
             continue
         equal = compared = 0
         differing: dict[Any, dict[str, Any]] = {}
         for reply in run.replies:
-            ours = plain.get((reply.prompt.place, reply.turn))
-            if reply.ids is None or ours is None or ours.prompt_ids != reply.prompt.token_ids:
+            expected = plain.get((reply.prompt.place, reply.turn))
+            if reply.ids is None or expected is None:
+                continue
+            # The server's reply to an earlier turn differed, and so does everything behind it.
+            if expected.prompt_ids != reply.prompt.token_ids:
                 continue
             compared += 1
-            equal += reply.ids == ours.token_ids
+            equal += reply.ids == expected.token_ids
+            # Several passes mostly repeat a reply; one pass of the target over each is enough.
             key = (reply.prompt.place, reply.turn, tuple(reply.ids))
-            if reply.ids != ours.token_ids and key not in differing:
-                index, gap = divergence(
-                    target, ours, Generation(reply.prompt.token_ids, reply.ids), sampling
-                )
+            if reply.ids != expected.token_ids and key not in differing:
+                generation = Generation(reply.prompt.token_ids, reply.ids)
+                index, gap = divergence(target, expected, generation, sampling)
                 differing[key] = {
                     "id": reply.prompt.id,
                     "turn": reply.turn,
@@ -315,24 +323,24 @@ def compare_replies(
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print what the server did: acceptance beside the local drafters, then the times."""
+    """Print the server's figures: acceptance beside that of local drafters, then the times."""
     server = report["server"]
     for temperature in dict.fromkeys(setting["temperature"] for setting in server["settings"]):
         rows = [setting for setting in server["settings"] if setting["temperature"] == temperature]
         console.print(_acceptance(report, rows, temperature))
         console.print(_times(rows))
         for row in rows:
-            where = f"{row['concurrency']} at once"
+            label = f"{row['concurrency']} at once"
             for warning in row["warnings"]:
-                console.print(f"warning, {where}: {warning}")
+                console.print(f"warning, {label}: {warning}")
             if row["in_flight_peak"] < row["concurrency"]:
                 console.print(
-                    f"warning, {where}: only {row['in_flight_peak']} requests were in flight"
+                    f"warning, {label}: only {row['in_flight_peak']} requests were in flight"
                 )
             gaps = [d["top2_gap"] for d in row.get("divergences", []) if d["top2_gap"] is not None]
             if gaps:
                 console.print(
-                    f"{where}: where a reply first differs, the target's two best logits are at "
+                    f"{label}: where a reply first differs, the target's two best logits are at "
                     f"most {max(gaps):.2g} apart."
                 )
     if any(setting["speculates"] is False for setting in server["settings"]):
@@ -358,24 +366,15 @@ def _table(title: str | None) -> Table:
 def _acceptance(
     report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float
 ) -> Table:
-    """The columns of the local tables, the server's rows under the local drafters'."""
+    """Return the table of one temperature: local drafters, and below them the server's `rows`."""
     server = report["server"]
-    title = (
-        f"{server['engine']} {server['version']} at {server['url']}\n{server['model']}, T = "
-        f"{temperature:g}"
-    )
-    table = _table(title)
+    title = f"{server['engine']} {server['version']} at {server['url']}"
+    table = _table(f"{title}\n{server['model']}, T = {temperature:g}")
     table.add_column("drafter", overflow="fold", min_width=8)
+    accepted = f"accepted\n1-{SHOWN}"
     for column in (
-        "batch",
-        "con-\ncurrency",
-        "tau",
-        "kept",
-        f"accepted\n1-{SHOWN}",
-        "acc/\ndrafted",
-        "tok/s",
-        "identical",
-    ):
+        "batch", "con-\ncurrency", "tau", "kept", accepted, "acc/\ndrafted", "tok/s", "identical",
+    ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
 
     def number(value):
@@ -384,55 +383,54 @@ def _acceptance(
     def depths(survival):
         return " ".join(f"{x:.2f}".removeprefix("0") for x in survival[:SHOWN]) or "-"
 
-    def equal(same, of):
-        return "-" if same is None or not of else "yes" if same == of else f"{same} of {of}"
-
     for setting in report["settings"]:
         if setting["temperature"] == temperature:
             for name, s in setting["drafters"].items():
-                tau, rate = (
-                    number(s["tau_incl_bonus"]),
-                    number(s["accept_rate"] if s["mean_n_draft"] else None),
-                )
-                same = equal(s["equal_to_ar"], s["requests"])
+                tau = number(s["tau_incl_bonus"])
+                rate = number(s["accept_rate"] if s["mean_n_draft"] else None)
+                same = _identical(s["equal_to_ar"], s["requests"])
+                # A local tau counts emitted tokens of all rounds, which is the meaning of "kept".
                 row = (tau, tau, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
                 table.add_row(name, str(setting["batch"]), "-", *row)
     for s in rows:
-        tau, kept, rate = (
-            number(s["tau_incl_bonus"]),
-            number(s["tau_kept"]),
-            number(s["accept_rate"]),
-        )
-        same = equal(s.get("equal_to_plain"), s.get("compared"))
-        row = (tau, kept, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
+        tau, tau_kept = number(s["tau_incl_bonus"]), number(s["tau_kept"])
+        rate = number(s["accept_rate"])
+        same = _identical(s.get("equal_to_plain"), s.get("compared"))
+        row = (tau, tau_kept, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
         table.add_row("server", "-", str(s["concurrency"]), *row)
     return table
 
 
+def _identical(same: int | None, of: int | None) -> str:
+    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
+    if same is None or not of:
+        return "-"
+    return "yes" if same == of else f"{same} of {of}"
+
+
 def _times(rows: Sequence[dict[str, Any]]) -> Table:
-    """Milliseconds at each concurrency."""
+    """Return a table of times in milliseconds, with a row for each concurrency."""
     table = _table(None)
-    parts = {
+    # The columns' keys, and how many quantiles of p50, p95 and p99 they show.
+    columns = {
         "TTFT": ("ttft_quantiles_s", 3),
         "time per token": ("tpot_quantiles_s", 3),
         "chunk gap": ("chunk_gap_quantiles_s", 2),
     }
     table.add_column("con-\ncurrency", justify="right")
-    for name, (_, count) in parts.items():
-        table.add_column(
-            f"{name}, ms\np50 / p95" + " / p99" * (count > 2), justify="right", no_wrap=True
-        )
+    for name, (_, count) in columns.items():
+        heading = f"{name}, ms\np50 / p95" + " / p99" * (count > 2)
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("requests", justify="right")
     for s in rows:
         cells = []
-        for key, count in parts.values():
+        for key, count in columns.values():
             values = list((s[key] or {}).values())[:count]
-            cells.append(
-                " / ".join(
-                    f"{1000 * value:.3g}" if value < 1 else f"{1000 * value:.0f}"
-                    for value in values
-                )
-                or "-"
-            )
+            cells.append(" / ".join(map(_milliseconds, values)) or "-")
         table.add_row(str(s["concurrency"]), *cells, str(s["requests"]))
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    # Three digits would show a second and more as 1e+03.
+    return f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"

@@ -1,8 +1,8 @@
-"""The time that `draftsmith tune` may take: prompts, reply lengths, timings and finalists are
-reduced to fit, in that order.
+"""Time limit of `draftsmith tune`, and the amounts of work that fit into it.
 
-Everything is estimated from what was just measured on this machine, so that a run may end a little
-before or after its time.
+Prompts, reply lengths, replayed roots, timings and finalists are reduced in that order. All
+durations are estimated from what was just measured on this machine, so a run may end a little
+before or after its limit.
 """
 
 from __future__ import annotations
@@ -14,45 +14,53 @@ from dataclasses import dataclass, field
 
 FEWEST_PROMPTS = 3
 SHORTEST_REPLY = 16
-TRIAL_ROOTS = 6  # of each text, from which the time of replaying over all of them is estimated
-LEAST_WAYS = 3  # plain decoding, the default and one prediction are always measured
-# shares of the time; measuring finalists has the rest
+# The replay is tried on so many roots of each text; the time for all roots is estimated from it.
+TRIAL_ROOTS = 6
+# Plain decoding, the default tree and one finalist are always measured.
+LEAST_WAYS = 3
+# Shares of the whole time; measuring the finalists has the rest.
 VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.2, 0.1, 0.25, 0.2
 MEASURING = 1 - VERIFICATION - TEXTS - REPLAYS - DRAFTING
 
 
 @dataclass
 class Budget:
-    """Seconds that a command may take, counted from when this is made."""
+    """Seconds that a command may take, counted from the creation of this object."""
 
     seconds: float
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of_minutes(cls, minutes: float) -> Budget:
-        """0: as long as it takes."""
+        """Return a budget of `minutes` minutes from now on; 0 means no limit."""
         return cls(60 * minutes if minutes else math.inf)
 
     @property
     def left(self) -> float:
+        """Return the seconds that are left; 0 when the time is over."""
         return max(self.seconds - (time.monotonic() - self.started), 0.0)
 
 
 def texts_that_fit(
     prompts: int, tokens: int, batches: Sequence[int], seconds: float, step: Callable[[int], float]
 ) -> tuple[int, int]:
-    """Prompts and tokens of a reply for which plain replies and the fewest measurements fit into
-    their shares of `seconds`.
+    """Return how many prompts, and how many tokens of each reply, fit into `seconds`.
 
-    `step(n)`: seconds of a plain step of n rows. Prompts are halved first, down to a full batch,
-    then replies.
+    Two things have to fit into their shares of `seconds`: writing all plain replies in one batch,
+    and measuring `LEAST_WAYS` ways to decode at every batch size. A drafted reply is counted as if
+    it took as long as a plain one, and one repeat is assumed. `step(n)` gives the seconds of a
+    plain step of n rows. The prompts are halved first, down to a full batch of the largest size or
+    `FEWEST_PROMPTS`; then the replies are halved, down to `SHORTEST_REPLY`.
     """
 
-    def fits(n: int, t: int) -> bool:
-        writing = t * step(n)
-        measuring = sum(LEAST_WAYS * math.ceil(n / batch) * t * step(batch) for batch in batches)
+    def fits(count: int, length: int) -> bool:
+        writing = length * step(count)
+        measuring = sum(
+            LEAST_WAYS * math.ceil(count / batch) * length * step(batch) for batch in batches
+        )
         return writing <= TEXTS * seconds and measuring <= MEASURING * seconds
 
+    # Fewer prompts than the largest batch would time that batch half empty.
     fewest, shortest = min(prompts, max(FEWEST_PROMPTS, *batches)), min(tokens, SHORTEST_REPLY)
     while not fits(prompts, tokens) and prompts > fewest:
         prompts = max(prompts // 2, fewest)
@@ -62,8 +70,12 @@ def texts_that_fit(
 
 
 def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
-    """Roots of a text to replay in `seconds`, where replaying over `TRIAL_ROOTS` took
-    `trial_seconds`."""
+    """Return how many of the `roots` roots of a text can be replayed in `seconds`.
+
+    Replaying `TRIAL_ROOTS` roots took `trial_seconds`, and the time grows linearly with the roots.
+    At least `TRIAL_ROOTS` are returned, or all `roots` of a shorter text.
+    """
+    # Multiplied out, so that a trial of 0 seconds divides nothing.
     if trial_seconds * roots <= TRIAL_ROOTS * seconds:
         return roots
     return min(roots, max(TRIAL_ROOTS, int(TRIAL_ROOTS * seconds / trial_seconds)))
@@ -72,8 +84,10 @@ def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
 def samples_that_fit(
     samples: int, fewest: int, fixed_s: float, each_s: float, seconds: float
 ) -> int:
-    """Rounds behind a timing where `fixed_s` goes by in any case and every sample takes
-    `each_s`."""
+    """Return how many rounds can stand behind each timing: `samples` at most, `fewest` at least.
+
+    `fixed_s` seconds pass whatever the number, and every sample adds `each_s` seconds.
+    """
     if fixed_s + samples * each_s <= seconds:
         return samples
     return max(fewest, int((seconds - fixed_s) / each_s))
@@ -82,10 +96,14 @@ def samples_that_fit(
 def finalists_that_fit(
     finalists: int, repeats: int, runs: Sequence[float], seconds: float
 ) -> tuple[int, int]:
-    """Finalists and repeats whose runs fit. `runs`: seconds of one run of plain decoding, of the
-    default, and of each finalist, the most promising first. Repeats go first."""
+    """Return how many finalists, and how many repeats of their runs, fit into `seconds`.
+
+    `runs` holds the seconds of one run of plain decoding, of the default tree, and of each
+    finalist, the most promising first. Repeats are given up before finalists; one of each remains.
+    """
 
     def cost():
+        # Plain decoding and the default tree run beside the finalists.
         return repeats * sum(runs[: 2 + finalists])
 
     while cost() > seconds and repeats > 1:

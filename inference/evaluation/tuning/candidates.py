@@ -1,8 +1,10 @@
-"""Every tree that a drafter could draft, and what each would accept at every root of known texts.
+"""Candidates of `draftsmith tune`: the chains and trees that a drafter could draft, and the drafts
+that each of them would have accepted at every root of known texts.
 
-Kinds: chains of K; fixed shapes, the best of their size by measured acceptance of each depth and
-rank (`growth.grow`, which finds what Sequoia's dynamic programme does); trees that follow the
-drafter's confidence, cut to a number of nodes, at a fitted score temperature.
+There are three kinds: chains; fixed shapes, which are the best of their size by the measured
+acceptance of each depth and rank (`growth.grow`, which finds the same trees as Sequoia's dynamic
+programme, arXiv 2402.12374); and dynamic trees, which follow the drafter's confidence, cut to a
+number of nodes, at a fitted score temperature.
 """
 
 from __future__ import annotations
@@ -13,28 +15,37 @@ from itertools import takewhile
 from typing import Any
 
 from ....heads.errors import UserError
-from ...proposer import MOST, Proposer, load_proposer
-from ...proposers.autoregressive import Planned, TreePlan
+from ...drafters import load_proposer
+from ...proposer import Proposer
 from ...proposers.eagle import RANKS
 from ...proposers.early_exit import EarlyExit
-from ...proposers.growth import Ranks, grow
+from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
+from ...proposers.tree_plan import Planned, TreePlan
 from ...settings import Sampling
 from ...target import Target
+from ...tree_settings import MOST, Ranks, TreeSettings
 from .replay_roots import BEST, KnownPath, KnownText, nodes_needed, replay_roots
 
+# Lengths of chains; most levels of a tree; children of a node in a dynamic tree.
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 LEVELS = 8
 WIDTHS = (2, 4, 8)
 SCORE_TEMPERATURES = (0.3, 0.5, 0.7, 1.0, 1.4)
 MIDDLING = (5, 16)  # levels and nodes of the tree that the score temperature is fitted on
-BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of a tree
 Counts = list[list[int]]
-"""For each text, a number at each of its roots."""
+"""A number for each root of each text: `counts[text][root]`."""
 Pool = list[list[list[list[int]]]]
-"""For each text, root and number of levels: the nodes that a tree needs to hold the path that
-comes, to each depth."""
+"""Nodes that a tree needs for the path of the true tokens.
+
+`pool[text][root][levels - 1][depth - 1]` is the number of nodes with which a tree of so many levels
+holds that path to that depth."""
+
+
+Maker = Callable[..., Callable[[], Proposer]]
+"""Takes the settings of a `TreePlan`, and returns a function that makes a proposer draft by it."""
 
 
 @dataclass
@@ -44,19 +55,21 @@ class Candidate:
     kind: str
     """chain, fixed or dynamic."""
     setting: dict[str, Any]
-    """What `load_proposer` takes to draft so."""
+    """Settings with which `load_proposer` makes this proposer."""
     make: Callable[[], Proposer]
     accepted: Counts
+    """Accepted drafts at each root."""
     nodes: int
     """Drafted nodes, at most."""
     draft: tuple[int, ...]
-    """Nodes that the drafter continues at each level after the first: what drafting costs."""
+    """Nodes that the drafter is run on to make each level after the first, which is what drafting
+    costs; empty for drafters that make all levels at once."""
     drafted: Counts | None = None
-    """Nodes at each root, where that varies."""
+    """Drafted nodes at each root, for drafters that do not always draft `nodes` of them."""
 
     @property
     def label(self) -> str:
-        """As a person would name it."""
+        """Return the name that tables show: the kind and the settings."""
         setting = dict(self.setting)
         if "shape" in setting:
             shape = setting.pop("shape")
@@ -75,9 +88,11 @@ def candidates(
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """All that `spec`'s drafter can do, the default first, and what was measured on the way:
-    acceptance of each depth and rank, accepted drafts at each score temperature. `tick` is called
-    with a name before each pass over the texts.
+    """Return all candidates of the drafter `spec`, the default one first, and what was measured.
+
+    The measurements are the acceptance of each depth and rank, the accepted drafts at each score
+    temperature, and the best score temperature; there are none for lookups. `tick` is called with a
+    name before each pass over the texts.
 
     Raises `UserError` for drafters that cannot be replayed along a text.
     """
@@ -91,8 +106,11 @@ def candidates(
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
-    """Raises `UserError` for drafters that cannot be replayed along a text, and for chains that end
-    by themselves."""
+    """Raise `UserError` for a drafter that cannot be tuned.
+
+    These are drafters that cannot be replayed along a text, and chains with a threshold, which
+    choose their length themselves.
+    """
     if isinstance(proposer, Planned) and not isinstance(proposer, EarlyExit):
         if proposer.plan.threshold:
             raise UserError("tune chooses a chain's length itself; leave out threshold")
@@ -112,101 +130,128 @@ def _planned(
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    own: TreePlan = proposer.plan
+    """Return `candidates` of a drafter that follows a `TreePlan`: EAGLE, a block drafter, a draft
+    model."""
+    default_plan: TreePlan = proposer.plan
 
     def make(**setting: Any) -> Callable[[], Proposer]:
+        # All candidates share one proposer and its weights: the plan is set when a turn begins.
         def ready() -> Proposer:
-            proposer.replan(TreePlan(**{"length": 1, "width": 1, "nodes": None, **setting}))
+            proposer.replan(TreePlan(TreeSettings(**setting).or_else(length=1, width=1)))
             return proposer
 
         return ready
 
     tick("acceptance by depth and rank")
-    lengths = sorted(
-        {min(k, proposer.longest) for k in ({*LENGTHS, own.length} if own.width == 1 else LENGTHS)}
-    )
-    ranks = _ranks(target, proposer, texts, sampling, KnownPath(max(lengths[-1], own.length)))
+    wanted_lengths = {*LENGTHS}
+    if default_plan.width == 1:
+        wanted_lengths.add(default_plan.length)
+    lengths = sorted({min(length, proposer.longest) for length in wanted_lengths})
+    path = KnownPath(max(lengths[-1], default_plan.length))
+    ranks = _ranks(target, proposer, texts, sampling, path)
     table = rank_table(ranks)
-    found = [
-        Candidate(
-            "chain", {"length": k, "width": 1}, make(length=k), runs(ranks, k), k, (1,) * (k - 1)
-        )
-        for k in lengths
-    ]
-    for count in BUDGETS:
-        shape = grow(table[:LEVELS], count)
-        if len(shape) == count and max(node[-1] for node in shape):
-            made = make(shape=shape)
-            found.append(
-                Candidate(
-                    "fixed",
-                    {"shape": shape},
-                    made,
-                    along(ranks, shape),
-                    count,
-                    tuple(_inner(shape)),
-                )
-            )
-    levels = min(max(LEVELS, own.length if own.width > 1 else 0), proposer.longest)
+    ways = _chains_and_shapes(ranks, table, lengths, make)
+    most_levels = max(LEVELS, default_plan.length if default_plan.width > 1 else 0)
+    levels = min(most_levels, proposer.longest)
     pools = _Pools(target, proposer, texts, sampling, levels, tick)
-    score_temperature, taken = fitted_score_temperature(lambda h: pools.of(WIDTHS[1], h))
-    wanted = {(width, score_temperature) for width in WIDTHS} | (
-        {(own.width, own.score_temperature)} if own.width > 1 else set()
-    )
-    for width, h in sorted(wanted):
-        pool = pools.of(width, h)
-        for levels in range(1, pools.levels + 1):
-            for nodes in sorted({*BUDGETS, own.nodes}):
-                if levels <= nodes <= width + (levels - 1) * width**2:
-                    setting = {
-                        "length": levels,
-                        "width": width,
-                        "nodes": nodes,
-                        **({"score_temperature": h} if h != 1 else {}),
-                    }
-                    accepted = cut(pool, levels, nodes)
-                    found.append(
-                        Candidate(
-                            "dynamic",
-                            setting,
-                            make(**setting),
-                            accepted,
-                            nodes,
-                            (width,) * (levels - 1),
-                        )
-                    )
-    default: dict[str, Any] = {"length": own.length, "width": own.width}
-    if own.width > 1:
-        default |= {
-            "nodes": own.nodes,
-            **({"score_temperature": own.score_temperature} if own.score_temperature != 1 else {}),
-        }
-    return first_of(found, default), {
+
+    def pool_at(score_temperature: float) -> Pool:
+        return pools.of(WIDTHS[1], score_temperature)
+
+    score_temperature, accepted_at = fitted_score_temperature(pool_at)
+    ways += _dynamic(pools, default_plan, score_temperature, make)
+    return first_of(ways, _setting_of(default_plan)), {
         "rank_acceptance": table,
-        "accepted_by_score_temperature": taken,
+        "accepted_by_score_temperature": accepted_at,
         "score_temperature": score_temperature,
     }
 
 
-def fitted_score_temperature(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
-    """The score temperature at which a middling tree accepts most drafts, and what it accepts at
-    each.
+def _setting_of(plan: TreePlan) -> dict[str, Any]:
+    """Return the setting that the candidate of this chain or dynamic tree has."""
+    setting: dict[str, Any] = {"length": plan.length, "width": plan.width}
+    if plan.width > 1:
+        setting["nodes"] = plan.nodes
+        if plan.score_temperature != 1:
+            setting["score_temperature"] = plan.score_temperature
+    return setting
 
-    One temperature serves all sizes: in verification-and-trees 8.8 the best one hardly moves with
-    the number of nodes.
+
+def _chains_and_shapes(
+    ranks: list[list[list[int]]], table: list[list[float]], lengths: list[int], make: Maker
+) -> list[Candidate]:
+    """Return the chains of these `lengths`, and the best fixed shape of each size.
+
+    `ranks`: the true tokens' ranks, for each text and root. `table`: their `rank_table`.
     """
-    taken = {
-        score_temperature: sum(map(sum, cut(pool_at(score_temperature), *MIDDLING)))
-        for score_temperature in SCORE_TEMPERATURES
-    }
-    return max(
-        taken, key=lambda score_temperature: (taken[score_temperature], -abs(score_temperature - 1))
-    ), {str(score_temperature): count for score_temperature, count in taken.items()}
+    ways = []
+    for length in lengths:
+        setting = {"length": length, "width": 1}
+        accepted = runs(ranks, length)
+        ways.append(
+            Candidate("chain", setting, make(length=length), accepted, length, (1,) * (length - 1))
+        )
+    for count in BUDGETS:
+        shape = grow(table[:LEVELS], count)
+        # `grow` leaves out nodes that were never right, so a shape may be smaller than asked for;
+        # a shape of best tokens only is a chain, and those are candidates already.
+        if len(shape) == count and max(node[-1] for node in shape):
+            inner = tuple(_inner(shape))
+            accepted = along(ranks, shape)
+            ways.append(
+                Candidate("fixed", {"shape": shape}, make(shape=shape), accepted, count, inner)
+            )
+    return ways
+
+
+def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) -> list[Candidate]:
+    """Return the dynamic trees of all sizes, at each width with the score temperature `fitted`, and
+    at the width and score temperature of `default_plan`."""
+    kinds = {(width, fitted) for width in WIDTHS}
+    if default_plan.width > 1:
+        kinds.add((default_plan.width, default_plan.score_temperature))
+    ways = []
+    for width, score_temperature in sorted(kinds):
+        pool = pools.of(width, score_temperature)
+        for levels in range(1, pools.levels + 1):
+            # The first level offers `width` nodes; every further one offers `width` children of
+            # each of the `width` nodes that are continued.
+            most = width + (levels - 1) * width**2
+            for nodes in sorted({*BUDGETS, default_plan.nodes}):
+                if not levels <= nodes <= most:
+                    continue
+                setting: dict[str, Any] = {"length": levels, "width": width, "nodes": nodes}
+                if score_temperature != 1:
+                    setting["score_temperature"] = score_temperature
+                accepted = cut(pool, levels, nodes)
+                continued = (width,) * (levels - 1)
+                ways.append(
+                    Candidate("dynamic", setting, make(**setting), accepted, nodes, continued)
+                )
+    return ways
+
+
+def fitted_score_temperature(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
+    """Return the score temperature at which a tree of medium size accepts most drafts, and the
+    number of accepted drafts at each score temperature.
+
+    One value is used for trees of all sizes. See docs/verification.md#score-temperature.
+    """
+    accepted = {}
+    for score_temperature in SCORE_TEMPERATURES:
+        counts = cut(pool_at(score_temperature), *MIDDLING)
+        accepted[score_temperature] = sum(map(sum, counts))
+
+    def preference(score_temperature: float) -> tuple[int, float]:
+        # Among equals, prefer the one nearest to 1, which leaves the drafter's scores as they are.
+        return accepted[score_temperature], -abs(score_temperature - 1)
+
+    best = max(accepted, key=preference)
+    return best, {str(score_temperature): count for score_temperature, count in accepted.items()}
 
 
 class _Pools:
-    """The candidates of trees of each width and score temperature, replayed when first asked
-    for."""
+    """Pools of trees of each width and score temperature, replayed when first asked for."""
 
     def __init__(
         self,
@@ -223,17 +268,16 @@ class _Pools:
         self._found: dict[tuple[int, float], Pool] = {}
 
     def of(self, width: int, score_temperature: float) -> Pool:
+        """Return the pool of trees with up to `width` children a node and `levels` levels."""
         if (width, score_temperature) not in self._found:
             self._tick(f"trees {width} wide, score temperature {score_temperature:g}")
             target, proposer, texts, sampling = self._about
-            plan = TreePlan(
-                self.levels,
-                width,
-                min(width + (self.levels - 1) * width**2, MOST),
-                score_temperature=score_temperature,
+            nodes = min(width + (self.levels - 1) * width**2, MOST)
+            settings = TreeSettings(
+                length=self.levels, width=width, nodes=nodes, score_temperature=score_temperature
             )
-            plan.whole = True
-            proposer.replan(plan)
+            # All candidate nodes are given, so that `cut` can take any smaller tree from them.
+            proposer.replan(TreePlan(settings, give_all=True))
             self._found[width, score_temperature] = _needs(target, proposer, texts, sampling)
         return self._found[width, score_temperature]
 
@@ -245,34 +289,33 @@ def _heads(
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    count = proposer.heads
+    """Return `candidates` of Medusa heads."""
+    depths = proposer.heads
     tick("acceptance by depth and rank")
-    comb = [(0,) * depth + (rank,) for depth in range(count) for rank in range(BEST)]
-    ranks: list[list[list[int]]] = [[] for _ in texts]
-    for rows, tree, coming in replay_roots(target, proposer.with_tree(comb), texts, sampling):
-        hit = tree.tokens[:, 1:].view(len(rows), count, BEST) == coming[:, :count, None]
-        place = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
-        for row, values in zip(rows, place.tolist(), strict=True):
-            ranks[row].append(values)
+    ranks = _head_ranks(target, proposer, texts, sampling)
     table = rank_table(ranks, conditional=False)
-    found = [
-        _static("chain", proposer, ranks, [(0,) * d for d in range(1, k + 1)])
-        for k in range(1, count + 1)
-    ]
-    shapes = {len(shape): shape for n in BUDGETS if (shape := grow(table, n))}
-    found += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
+    ways = []
+    for length in range(1, depths + 1):
+        best_tokens = [(0,) * depth for depth in range(1, length + 1)]
+        ways.append(_static("chain", proposer, ranks, best_tokens))
+    shapes: dict[int, list[Ranks]] = {}
+    for count in BUDGETS:
+        # `grow` leaves out nodes that were never right: several budgets may give one shape.
+        if shape := grow(table, count):
+            shapes[len(shape)] = shape
+    ways += [_static("fixed", proposer, ranks, shape) for shape in shapes.values()]
     pools: dict[float, Pool] = {}
 
     def pool_at(score_temperature: float) -> Pool:
         if score_temperature not in pools:
             tick(f"trees, score temperature {score_temperature:g}")
+            # The best n nodes of the largest tree are the tree of n nodes.
             largest = max(*BUDGETS, proposer.max_drafted)
-            pools[score_temperature] = _needs(
-                target, proposer.with_tree(largest, score_temperature), texts, sampling
-            )
+            tree = proposer.with_tree(largest, score_temperature)
+            pools[score_temperature] = _needs(target, tree, texts, sampling)
         return pools[score_temperature]
 
-    score_temperature, taken = fitted_score_temperature(pool_at)
+    score_temperature, accepted_at = fitted_score_temperature(pool_at)
 
     def best_first(nodes: int, score_temperature: float) -> Candidate:
         setting = {"tree": "best-first", "nodes": nodes, "score_temperature": score_temperature}
@@ -280,22 +323,39 @@ def _heads(
         def ready():
             return proposer.with_tree(nodes, score_temperature)
 
-        return Candidate(
-            "dynamic", setting, ready, cut(pool_at(score_temperature), count, nodes), nodes, ()
-        )
+        accepted = cut(pool_at(score_temperature), depths, nodes)
+        return Candidate("dynamic", setting, ready, accepted, nodes, ())
 
-    found += [best_first(nodes, score_temperature) for nodes in BUDGETS]
-    ranked = proposer.ranks
-    own = (
-        _static("fixed", proposer, ranks, ranked)
-        if ranked
-        else best_first(proposer.max_drafted, proposer.score_temperature)
-    )
-    return [own, *found], {
+    ways += [best_first(nodes, score_temperature) for nodes in BUDGETS]
+    if proposer.ranks:
+        default = _static("fixed", proposer, ranks, proposer.ranks)
+    else:
+        default = best_first(proposer.max_drafted, proposer.score_temperature)
+    return [default, *ways], {
         "rank_acceptance": table,
-        "accepted_by_score_temperature": taken,
+        "accepted_by_score_temperature": accepted_at,
         "score_temperature": score_temperature,
     }
+
+
+def _head_ranks(
+    target: Target, proposer: MedusaProposer, texts: Sequence[KnownText], sampling: Sampling
+) -> list[list[list[int]]]:
+    """Return the rank of each true next token among its head's tokens, for each text and root;
+    `BEST` where it is not among the first `BEST`."""
+    depths = proposer.heads
+    # A head's tokens do not depend on the parent, so a comb shows all of them at once: a spine of
+    # best tokens, with the `BEST` first ranks of every head as children. Nodes stand in the order
+    # of their depth, then rank.
+    comb = [(0,) * depth + (rank,) for depth in range(depths) for rank in range(BEST)]
+    ranks: list[list[list[int]]] = [[] for _ in texts]
+    for rows, tree, coming in replay_roots(target, proposer.with_tree(comb), texts, sampling):
+        tokens = tree.tokens[:, 1:].view(len(rows), depths, BEST)
+        hit = tokens == coming[:, :depths, None]
+        rank_of_true = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
+        for row, values in zip(rows, rank_of_true.tolist(), strict=True):
+            ranks[row].append(values)
+    return ranks
 
 
 def _static(
@@ -304,10 +364,10 @@ def _static(
     ranks: Sequence[Sequence[Sequence[int]]],
     shape: Sequence[Ranks],
 ) -> Candidate:
+    """Return Medusa heads with the chain or fixed shape `shape` as a candidate."""
     setting = {"shape": list(shape)} if kind == "fixed" else {"tree": "chain", "nodes": len(shape)}
-    return Candidate(
-        kind, setting, lambda: proposer.with_tree(shape), along(ranks, shape), len(shape), ()
-    )
+    accepted = along(ranks, shape)
+    return Candidate(kind, setting, lambda: proposer.with_tree(shape), accepted, len(shape), ())
 
 
 def _lookups(
@@ -317,34 +377,36 @@ def _lookups(
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
+    """Return `candidates` of a lookup: chains of each length."""
     tick("guesses")
-    own: Any = load_proposer(spec, target, print)
-    lengths = sorted({*LENGTHS, own.max_drafted})
-    longest = lengths[-1]
+    default: Any = load_proposer(spec, target, print)
+    lengths = sorted({*LENGTHS, default.max_drafted})
+    longest = load_proposer(spec, target, print, {"length": lengths[-1]})
+    # A lookup has one token a position, so a right draft has rank 0; a wrong or missing one is
+    # noted as 1, which is all that `runs` has to know.
     ranks: list[list[list[int]]] = [[] for _ in texts]
-    there: list[list[int]] = [[] for _ in texts]
-    for rows, tree, coming in replay_roots(
-        target, load_proposer(spec, target, print, {"length": longest}), texts, sampling
-    ):
-        wrong = (tree.tokens[:, 1:] != coming).long()
-        for row, values, tokens in zip(
-            rows, wrong.tolist(), tree.tokens[:, 1:].tolist(), strict=True
-        ):
+    found_counts: list[list[int]] = [[] for _ in texts]
+    for rows, tree, coming in replay_roots(target, longest, texts, sampling):
+        drafts = tree.tokens[:, 1:]
+        wrong = (drafts != coming).long()
+        for row, values, tokens in zip(rows, wrong.tolist(), drafts.tolist(), strict=True):
             ranks[row].append(values)
-            there[row].append(sum(token >= 0 for token in tokens))
-    found = []
-    for k in lengths:
+            # Missing drafts are `NO_NODE`, which is negative.
+            found_counts[row].append(sum(token >= 0 for token in tokens))
+    ways = []
+    for length in lengths:
 
-        def make(k=k):
-            return load_proposer(spec, target, print, {"length": k})
+        def make(length=length):
+            return load_proposer(spec, target, print, {"length": length})
 
-        drafted = [[min(count, k) for count in counts] for counts in there]
-        found.append(Candidate("chain", {"length": k}, make, runs(ranks, k), k, (), drafted))
-    return first_of(found, {"length": own.max_drafted}), {}
+        accepted = runs(ranks, length)
+        drafted = [[min(count, length) for count in counts] for counts in found_counts]
+        ways.append(Candidate("chain", {"length": length}, make, accepted, length, (), drafted))
+    return first_of(ways, {"length": default.max_drafted}), {}
 
 
 def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]:
-    """`found` with the one of this setting first."""
+    """Return `found` with the candidate of this `setting` first, the others in their order."""
     assert any(candidate.setting == setting for candidate in found), (
         "the drafter's own tree is one of the candidates"
     )
@@ -354,29 +416,34 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
 def _ranks(
     target: Target, proposer: Any, texts: Sequence[KnownText], sampling: Sampling, path: KnownPath
 ) -> list[list[list[int]]]:
-    """For each text and root, the ranks of the tokens that come, each given those before it."""
+    """Return the ranks of the true next tokens, each given those before it: a list of them for each
+    text and root."""
     proposer.replan(path)
-    found: list[list[list[int]]] = [[] for _ in texts]
+    ranks_of_texts: list[list[list[int]]] = [[] for _ in texts]
     for rows, _, _ in replay_roots(target, proposer, texts, sampling):
         for row, ranks in zip(rows, path.ranks.tolist(), strict=True):
-            found[row].append(ranks)
-    return found
+            ranks_of_texts[row].append(ranks)
+    return ranks_of_texts
 
 
 def _needs(
     target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> Pool:
-    """For each text, root and number of levels, the nodes needed to each depth (`nodes_needed`)."""
-    found: Pool = [[] for _ in texts]
+    """Return the nodes needed to each depth (`nodes_needed`), for each text, root and number of
+    levels."""
+    pool: Pool = [[] for _ in texts]
     for rows, tree, coming in replay_roots(target, proposer, texts, sampling):
-        needed = [part.tolist() for part in nodes_needed(tree, coming)]
-        for place, row in enumerate(rows):
-            found[row].append([part[place] for part in needed])
-    return found
+        # One [rows][depths] table for each number of levels.
+        tables = [table.tolist() for table in nodes_needed(tree, coming)]
+        for index, row in enumerate(rows):
+            pool[row].append([table[index] for table in tables])
+    return pool
 
 
 def cut(pool: Pool, levels: int, nodes: int) -> Counts:
-    """What the best `nodes` of the candidates of at most `levels` levels accept."""
+    """Return the accepted drafts of the tree of the best `nodes` candidate nodes in at most
+    `levels` levels."""
+    # The needed number rises with depth, so the depths that fit are the first ones.
     return [
         [sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text]
         for text in pool
@@ -384,21 +451,24 @@ def cut(pool: Pool, levels: int, nodes: int) -> Counts:
 
 
 def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
-    """What a chain of best tokens accepts: the leading zeros of each root's ranks, `length` at
-    most."""
+    """Return the accepted drafts of a chain of best tokens: the leading zeros of each root's ranks,
+    `length` at most."""
     return [
-        [sum(1 for _ in takewhile(lambda r: r == 0, root[:length])) for root in text]
+        [sum(1 for _ in takewhile(lambda rank: rank == 0, root[:length])) for root in text]
         for text in ranks
     ]
 
 
 def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
-    """What a fixed shape accepts: the longest beginning of each root's ranks that is a node of
-    it."""
+    """Return the accepted drafts of a fixed shape: the length of the longest beginning of each
+    root's ranks that is a node of it."""
     nodes = set(shape)
 
     def depth(root: Sequence[int]) -> int:
-        return next((d for d in range(len(root)) if tuple(root[: d + 1]) not in nodes), len(root))
+        reached = 0
+        while reached < len(root) and tuple(root[: reached + 1]) in nodes:
+            reached += 1
+        return reached
 
     return [[depth(root) for root in text] for text in ranks]
 
@@ -406,25 +476,27 @@ def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> C
 def rank_table(
     ranks: Iterable[Iterable[Sequence[int]]], conditional: bool = True
 ) -> list[list[float]]:
-    """How often the rank-r draft of each depth is right; with `conditional`, where all before it
-    were among the candidates.
+    """Return the share of roots at which the draft of each depth and rank is right, `[D][RANKS]`.
 
-    Never rising in rank, since a tree offers better siblings first.
+    With `conditional`, a depth counts only the roots at which all tokens before it were among the
+    `BEST` ranks. The shares of a depth never rise with the rank, because a tree offers better
+    siblings first.
     """
     roots = [root for text in ranks for root in text]
     table = []
     for depth in range(len(roots[0]) if roots else 0):
-        reached = [
-            root for root in roots if not conditional or all(rank < BEST for rank in root[:depth])
-        ]
+        reached = roots
+        if conditional:
+            reached = [root for root in roots if all(rank < BEST for rank in root[:depth])]
         counts = [sum(root[depth] == rank for root in reached) for rank in range(RANKS)]
         shares = [count / max(len(reached), 1) for count in counts]
+        # A rank that was right more often than a better one, by chance, raises the better one.
         table.append([max(shares[rank:]) for rank in range(RANKS)])
     return table
 
 
 def _inner(shape: Sequence[Ranks]) -> list[int]:
-    """Nodes at each level that have children."""
+    """Return the number of nodes with children at each level of `shape` but the last."""
     parents = {node[:-1] for node in shape if len(node) > 1}
     return [
         sum(len(parent) == level for parent in parents) for level in range(1, max(map(len, shape)))

@@ -1,8 +1,8 @@
-"""What rounds cost on this machine: verification by batch, nodes and context; everything else by
-what is drafted.
+"""Costs of a round on this machine: verification by batch, nodes and context, and everything else
+by the shape of what is drafted; and the tokens per second that they predict for a candidate.
 
-Measured in the decode loop itself, where a round really runs: caches are as cold, and the host as
-busy, as they will be.
+Costs are measured in the decode loop itself, where caches are as cold and the host is as busy as in
+real decoding.
 """
 
 from __future__ import annotations
@@ -20,28 +20,34 @@ from torch import Tensor
 
 from ....heads.errors import UserError
 from ...decode import Request, Round, decode
-from ...proposer import Accepted, PlainDecoding, Prompts, Proposer
+from ...proposer import Accepted, Prompts, Proposer
+from ...proposers.plain import PlainDecoding
 from ...sampling import Draws
 from ...settings import GREEDY, Sampling
 from ...target import Target
 from ...tree import NO_NODE, DraftTree, TreeShape
 from ..options import SAMPLES, SWEEPS
 from .candidates import Candidate
+from .replay_roots import KnownText
 
-NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of which verification is timed
 FEWEST = 3  # samples that a median needs
-SHORTEST = 16  # prompts
+SHORTEST = 16  # tokens of a prompt
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
 
 class Filler:
-    """Drafts that are never right and cost nothing to make, of another size each round: what
-    verifying them takes."""
+    """Proposer whose drafts are never right and cost nothing to make, with another tree size each
+    round.
+
+    Its rounds show what verification takes, and each of them emits exactly one token.
+    """
 
     name = "filler"
 
     def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
         self.taps, self.max_drafted = taps, max(sizes)
+        # Every node has three children: a tree of ordinary width and depth.
         self._shapes = [TreeShape((NO_NODE, *(i // 3 for i in range(size)))) for size in sizes]
         self._round = 0
 
@@ -64,27 +70,46 @@ class Filler:
 
 @dataclass
 class VerifyCosts:
-    """Median seconds of a verification: `table[batch][context][nodes]`, drafted nodes without the
-    root."""
+    """Median seconds of a verification, `table[batch][context][nodes]`.
+
+    `nodes` are drafted nodes, without the root.
+    """
 
     table: dict[int, dict[float, dict[int, float]]]
 
     def seconds(self, batch: int, nodes: int, context: float) -> float:
-        """Linear between what was measured, in nodes and in context; at the ends, as there. `batch`
-        must have been measured."""
+        """Return the seconds of a verification of `nodes` drafts in each of `batch` rows.
+
+        They are interpolated linearly in nodes and in context, and constant outside of what was
+        measured. `batch` must have been measured.
+        """
         by_context = self.table[batch]
         return between({c: between(sizes, nodes) for c, sizes in by_context.items()}, context)
 
 
+def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
+    """Return `VerifyCosts` from their table as a journal gives it back; empty ones for None.
+
+    JSON has texts for the keys, which are numbers.
+    """
+    by_batch: dict[int, dict[float, dict[int, float]]] = {}
+    for batch, contexts in (table or {}).items():
+        by_context = by_batch[int(batch)] = {}
+        for context, sizes in contexts.items():
+            by_context[float(context)] = {int(nodes): times for nodes, times in sizes.items()}
+    return VerifyCosts(by_batch)
+
+
 def between(points: dict[Any, float], at: float) -> float:
-    """Linear interpolation through `points`; the nearest one outside of them."""
-    places = sorted(points)
-    if at <= places[0]:
-        return points[places[0]]
-    for low, high in pairwise(places):
+    """Return the linear interpolation through `points` at `at`; outside of them, the nearest
+    one."""
+    known = sorted(points)
+    if at <= known[0]:
+        return points[known[0]]
+    for low, high in pairwise(known):
         if at <= high:
             return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
-    return points[places[-1]]
+    return points[known[-1]]
 
 
 def verification(
@@ -96,14 +121,18 @@ def verification(
     samples: int = SAMPLES,
     seconds: float = math.inf,
 ) -> VerifyCosts:
-    """Time verification of every size at each batch and context; `text` is cut to prompts. Sizes
-    take turns, round by round. `samples`: rounds behind every median, fewer where positions are
-    few. `seconds`: the time for all; then there are fewer samples, and long contexts whose prompts
-    alone would take their part of it are left out.
+    """Return the times of verifying trees of all sizes at each batch size and context.
+
+    `text` is repeated and cut to make the prompts. Sizes take turns, round by round. `samples`:
+    rounds behind every median, fewer where the target's positions are few. `seconds`: the time for
+    all of it, in equal shares; with less time there are fewer samples, and contexts whose prompts
+    alone would take more than a share are left out, except for the first one of a batch size.
 
     Contexts are rounded to what fits; each row of the table names the context that its rounds had
-    on average.
+    on average. Raises `UserError` for a target with too few positions.
     """
+    # Every round emits one token, so a sweep over all sizes takes as many positions as there are
+    # sizes.
     samples = min(samples, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
     if samples < FEWEST:
         raise UserError(
@@ -114,12 +143,14 @@ def verification(
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
     fewest = SETTLE + len(NODES) * (1 + FEWEST)
     table: dict[int, dict[float, dict[int, float]]] = {}
+    # A run adds one token a round. Its prompt is shorter by half of them, so that the context asked
+    # for is the mean one.
     lengths = sorted({max(1, min(context - rounds // 2, room)) for context in contexts})
-    part = seconds / (len(batches) * len(lengths))
+    share = seconds / (len(batches) * len(lengths))
     for batch in batches:
         table[batch] = {}
         for length in lengths:
-            if table[batch] and length * batch * _token_seconds(table) > part:
+            if table[batch] and length * batch * _token_seconds(table) > share:
                 tick(
                     f"verification, batch {batch}, context {length + rounds // 2} is left out: it "
                     "takes too long"
@@ -127,22 +158,32 @@ def verification(
                 continue
             tick(f"verification, batch {batch}, context {length + rounds // 2}")
             prompt = [text[i % len(text)] for i in range(length)]
-            until = time.monotonic() + part, fewest
-            found = run(target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY, until)
-            sizes: dict[int, list[float]] = {size: [] for size in NODES}
-            for number, record in enumerate(found):
-                if number >= SETTLE + len(NODES) and record.t_verify_s:
-                    sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
-            table[batch][length + len(found) / 2] = {
-                size: statistics.median(times) for size, times in sizes.items()
-            }
+            until = time.monotonic() + share, fewest
+            records = run(
+                target, Filler(NODES), [prompt] * batch, rounds + len(NODES), GREEDY, until
+            )
+            table[batch][length + len(records) / 2] = _median_by_size(records)
     return VerifyCosts(table)
 
 
+def _median_by_size(records: Sequence[Round]) -> dict[int, float]:
+    """Return the median verification time of each of `NODES`, from a run of `Filler(NODES)`."""
+    sizes: dict[int, list[float]] = {size: [] for size in NODES}
+    for number, record in enumerate(records):
+        # The first sweep is not counted: each size is slower when it runs for the first time. A
+        # time is 0 where a device has not reported it yet.
+        if number >= SETTLE + len(NODES) and record.t_verify_s:
+            sizes[NODES[number % len(NODES)]].append(record.t_verify_s)
+    return {size: statistics.median(times) for size, times in sizes.items()}
+
+
 def _token_seconds(table: dict[int, dict[float, dict[int, float]]]) -> float:
-    """About the seconds that a token of a prompt takes: those of a node of the largest tree at the
-    first context timed."""
-    sizes = next(iter(next(iter(table.values())).values()))
+    """Return a rough estimate of the seconds that one token of a prompt takes.
+
+    It is the time of one node of the largest tree, at the first batch size and context timed.
+    """
+    first_batch = next(iter(table.values()))
+    sizes = next(iter(first_batch.values()))
     return sizes[max(NODES)] / (max(NODES) + 1)
 
 
@@ -154,50 +195,55 @@ def run(
     sampling: Sampling,
     until: tuple[float, int] = (math.inf, 0),
 ) -> list[Round]:
-    """The first `rounds` rounds of a batch that never ends; fewer where the target's positions do,
-    and (but for so many) after the moment `until`, of `time.monotonic`.
+    """Return the records of the first `rounds` rounds of a batch that no end token ends.
 
-    A record's `drafted` is the most of any row.
+    There are fewer where the target's positions end, and after the moment `until[0]` (of
+    `time.monotonic`) once there are `until[1]` of them. Each record is of one row; its `drafted` is
+    set to the largest of all rows, which is the size that was verified.
     """
-    found: list[Round] = []
+    records: list[Round] = []
     requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
     steps = decode(target, proposer, requests, target.max_positions, sampling, frozenset())
     for done in steps:
         record = done[0][1]
-        if record.drafted is None:
+        if record.drafted is None:  # the prefill
             continue
+        # Rounds of a smaller batch would be cheaper.
         if record.rows < len(requests):
             break
         record.drafted = max(step.drafted or 0 for _, step, _ in done)
-        found.append(record)
-        if len(found) == rounds or (len(found) >= until[1] and time.monotonic() > until[0]):
+        records.append(record)
+        if len(records) == rounds or (len(records) >= until[1] and time.monotonic() > until[0]):
             break
     steps.close()
-    return found
+    return records
 
 
 @dataclass
 class DraftCosts:
-    """What rounds of one drafter cost beside verification, by batch."""
+    """Costs of one drafter's rounds beside verification, by batch size."""
 
     weights: dict[int, list[float]]
-    """Of `features`, by least squares over probes."""
+    """Seconds for each of `features`, fitted by least squares over the probes."""
     verify_ratio: dict[int, float]
-    """A verification in this drafter's rounds over `VerifyCosts`': its taps, and a cache that the
-    drafter has emptied."""
+    """Time of a verification in this drafter's rounds, relative to `VerifyCosts`: larger where taps
+    are read, or where drafting has displaced the target's data from the processor's caches."""
     error: float
     """Median relative error of the fit over the probes."""
 
     def overhead(self, batch: int, candidate: Candidate) -> float:
-        """Seconds of a round without its verification."""
-        return max(
-            sum(w * x for w, x in zip(self.weights[batch], features(candidate), strict=True)), 0.0
-        )
+        """Return the seconds of a round without its verification."""
+        weighted = zip(self.weights[batch], features(candidate), strict=True)
+        return max(sum(w * x for w, x in weighted), 0.0)
 
 
 def features(candidate: Candidate) -> list[float]:
-    """What the time of a draft is linear in: levels, nodes that the drafter continues, nodes to
-    judge; for trees of either kind also what their bookkeeping adds, once and for each level."""
+    """Return the quantities in which the time of a draft is linear.
+
+    They are a constant, the levels after the first, the nodes that the drafter continues, and the
+    drafted nodes; for fixed and for dynamic trees also a constant and the levels once more, for the
+    work of building the tree.
+    """
     levels = len(candidate.draft)
     dynamic, fixed = candidate.kind == "dynamic", candidate.kind == "fixed"
     return [
@@ -215,6 +261,24 @@ def features(candidate: Candidate) -> list[float]:
 PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
 
 
+def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
+    """Return some candidates of each kind, from small to large, on which the costs of all others
+    are fitted: up to four of each kind and, for dynamic trees, of each width."""
+    probes: list[Candidate] = []
+    for kind in ("chain", "fixed", "dynamic"):
+        groups: dict[int, list[Candidate]] = {}
+        for candidate in found:
+            if candidate.kind == kind:
+                width = max(candidate.draft, default=0) if kind == "dynamic" else 0
+                groups.setdefault(width, []).append(candidate)
+        for _, group in sorted(groups.items()):
+            group.sort(key=lambda candidate: (len(candidate.draft), candidate.nodes))
+            last = len(group) - 1
+            for index in {0, len(group) // 3, 2 * len(group) // 3, last}:
+                probes.append(group[index])
+    return probes
+
+
 def drafting(
     target: Target,
     probes: Sequence[Candidate],
@@ -225,16 +289,17 @@ def drafting(
     tick: Callable[[str], None],
     samples: int = SAMPLES,
 ) -> tuple[DraftCosts, DraftCosts]:
-    """Time rounds of some candidates and of plain decoding, all taking turns, and fit what all
-    other candidates would take.
+    """Return the costs of the drafter's rounds and of plain rounds, at the same moments.
 
-    The costs of the drafter's rounds, and of plain ones at the same moments: what the one takes in
-    units of the other outlasts a machine that slows down.
+    Rounds of some candidates, the `probes`, and of plain decoding are timed in turns, and costs for
+    all other candidates are fitted to them. The ratio of the two costs remains true on a machine
+    that slows down later. Raises `UserError` for a target with too few positions.
     """
     drafter, plain = DraftCosts({}, {}, 0.0), DraftCosts({}, {}, 0.0)
     errors: list[float] = []
     for batch in batches:
         tick(f"drafting, batch {batch}")
+        # Prompts are cut so that every round of a sweep may accept all of its drafts.
         longest = SETTLE + samples // SWEEPS + 1
         room = (
             target.max_positions
@@ -243,17 +308,19 @@ def drafting(
         )
         together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
         context = statistics.mean(map(len, together)) + samples
-        records = _sweeps(target, probes, together, sampling, samples)
-        rest = [statistics.median(r.t_round_s - r.t_verify_s for r in found) for found in records]
-        slower = [  # than in the table
-            [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in found]
-            for found in records
-        ]
+        records_of = _sweeps(target, probes, together, sampling, samples)
+        rest = []
+        slowdowns = []  # of each verification, relative to the table
+        for records in records_of:
+            rest.append(statistics.median(r.t_round_s - r.t_verify_s for r in records))
+            slowdowns.append(
+                [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in records]
+            )
         plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
-        plain.verify_ratio[batch] = statistics.median(slower[0])
-        drafter.weights[batch], wrong = _fit([features(probe) for probe in probes], rest[1:])
-        drafter.verify_ratio[batch] = statistics.median(chain.from_iterable(slower[1:]))
-        errors += wrong
+        plain.verify_ratio[batch] = statistics.median(slowdowns[0])
+        drafter.weights[batch], fit_errors = _fit([features(probe) for probe in probes], rest[1:])
+        drafter.verify_ratio[batch] = statistics.median(chain.from_iterable(slowdowns[1:]))
+        errors += fit_errors
     drafter.error = statistics.median(errors)
     return drafter, plain
 
@@ -265,43 +332,127 @@ def _sweeps(
     sampling: Sampling,
     samples: int,
 ) -> list[list[Round]]:
-    """Rounds of plain decoding and of each probe, taking turns; every sweep's times are scaled to
-    make plain rounds alike."""
-    records: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
+    """Return the rounds of plain decoding and of each probe, in this order, timed in turns.
+
+    A machine may be faster in one sweep than in another, so the times of every sweep are scaled to
+    give plain rounds the same median in all of them. Raises `UserError` where a run has no round.
+    """
+    records_of: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
     paces = []
     for _ in range(SWEEPS):
         rounds = SETTLE + samples // SWEEPS
-        found = [
-            run(target, p.make(), prompts, rounds, sampling)[SETTLE:] for p in (PLAIN, *probes)
-        ]
-        # a device may not have reported the last rounds yet
-        found = [[r for r in own if r.t_verify_s] for own in found]
-        if not all(found):
+        sweep = []
+        for way in (PLAIN, *probes):
+            records = run(target, way.make(), prompts, rounds, sampling)[SETTLE:]
+            # A device may not have reported the last rounds yet; their times are still 0.
+            sweep.append([record for record in records if record.t_verify_s])
+        if not all(sweep):
             raise UserError(
                 f"{target.name} has {target.max_positions} positions, too few to time rounds of "
                 f"{max(NODES)} drafts"
             )
-        paces.append(statistics.median(r.t_round_s for r in found[0]))
-        for own, new in zip(records, found, strict=True):
+        pace = statistics.median(record.t_round_s for record in sweep[0])
+        paces.append(pace)
+        for so_far, new in zip(records_of, sweep, strict=True):
             for record in new:
-                record.t_verify_s, record.t_round_s = (
-                    record.t_verify_s / paces[-1],
-                    record.t_round_s / paces[-1],
-                )
-            own += new
+                record.t_verify_s /= pace
+                record.t_round_s /= pace
+            so_far += new
+    # Times are in plain rounds of their own sweep now; the usual plain round makes them seconds.
     usual = statistics.median(paces)
-    for record in chain.from_iterable(records):
-        record.t_verify_s, record.t_round_s = record.t_verify_s * usual, record.t_round_s * usual
-    return records
+    for record in chain.from_iterable(records_of):
+        record.t_verify_s *= usual
+        record.t_round_s *= usual
+    return records_of
 
 
 def _fit(rows: list[list[float]], seconds: list[float]) -> tuple[list[float], list[float]]:
-    """Weights of least relative error, and the errors; a slight pull to 0 settles what the rows
-    leave open."""
+    """Return weights of least squared relative error, and the relative error of each row.
+
+    `rows` are the features of each probe, `seconds` its time. A slight pull towards 0 settles
+    weights that the rows leave open, as when all probes are of one kind.
+    """
     x = torch.tensor(rows, dtype=torch.float64)
     y = torch.tensor(seconds, dtype=torch.float64)
+    # Dividing both sides by the time makes the residuals relative: every row should give 1.
     relative = x / y[:, None]
+    # In proportion to the size of each column, so that units do not matter; a column of zeros still
+    # gets a pull, or its weight would be undefined.
     pull = 1e-3 * torch.diag(relative.square().mean(0).sqrt().clamp(min=1e-9))
     goal = torch.cat([torch.ones_like(y), torch.zeros(len(pull), dtype=torch.float64)])
     weights = torch.linalg.lstsq(torch.cat([relative, pull]), goal).solution
     return weights.tolist(), (relative @ weights - 1).abs().tolist()
+
+
+def predicted(
+    candidate: Candidate,
+    texts: Sequence[KnownText],
+    batch: int,
+    verify: VerifyCosts,
+    costs: DraftCosts,
+) -> dict[str, float]:
+    """Return tau and tokens per second of decoding `texts` in batches of `batch`.
+
+    The rounds are replayed, and each is priced with the rows that are still running. Both are NaN
+    where there is no round.
+    """
+    rounds = [_rounds(candidate, text, index) for index, text in enumerate(texts)]
+    seconds, known = 0.0, {}
+    for start in range(0, len(texts), batch):
+        together = rounds[start : start + batch]
+        for number in range(max(map(len, together))):
+            running = [row[number] for row in together if number < len(row)]
+            # A batch is verified with as many nodes as its largest tree has.
+            nodes = max(drafted for _, drafted, _ in running)
+            context = sum(root for *_, root in running) / len(running)
+            # The price changes slowly with the context: rounds of 32 positions share one.
+            key = (len(running), nodes, context // 32)
+            if key not in known:
+                known[key] = _round_seconds(candidate, *key, verify, costs)
+            seconds += known[key]
+    tokens = sum(emitted for row in rounds for emitted, *_ in row)
+    count = sum(map(len, rounds))
+    return {
+        "tau": tokens / count if count else float("nan"),
+        "tokens_s": tokens / seconds if seconds else float("nan"),
+    }
+
+
+def _rounds(candidate: Candidate, text: KnownText, place: int) -> list[tuple[int, int, int]]:
+    """Return emitted tokens, drafted nodes and position of the root of each round over `text`.
+
+    `place` is the index of the text in the candidate's counts. Rounds follow each other as in
+    `replay.replay`.
+    """
+    rounds, root, end = [], text.start, len(text.ids)
+    while root < end - 1:
+        index = root - text.start
+        accepted = candidate.accepted[place][index]
+        drafted = candidate.nodes
+        if candidate.drafted is not None:
+            drafted = candidate.drafted[place][index]
+        # The last round is cut where the text ends.
+        rounds.append((min(accepted + 1, end - 1 - root), drafted, root))
+        root += accepted + 1
+    return rounds
+
+
+def _round_seconds(
+    candidate: Candidate,
+    rows: int,
+    nodes: int,
+    bucket: float,
+    verify: VerifyCosts,
+    costs: DraftCosts,
+) -> float:
+    """Return the seconds of a round of `rows` requests, interpolated between the batch sizes that
+    were measured.
+
+    `bucket` is the context in units of 32 positions, rounded down; its middle is priced.
+    """
+    context = 32 * bucket + 16
+    by_batch = {}
+    for batch in costs.weights:
+        verifying = costs.verify_ratio[batch] * verify.seconds(batch, nodes, context)
+        by_batch[batch] = costs.overhead(batch, candidate) + verifying
+    return between(by_batch, rows)

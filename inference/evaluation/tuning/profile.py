@@ -1,10 +1,13 @@
-"""The profile that `draftsmith tune` writes and `evaluate` and `generate` read: which tree pays on
-one machine for one target."""
+"""Profile that `draftsmith tune` writes and `evaluate` and `generate` read: the best settings of
+each drafter for one target on one machine."""
 
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,16 @@ from ....heads.documents import read_document
 from ....heads.errors import UserError
 from ...decode import Generation, Request, generate
 from ...documents import ProfileFile
-from ...proposer import load_proposer, parse_spec, without_tree
+from ...drafters import load_proposer, parse_spec, without_tree
 from ...settings import Sampling
 from ...target import Target
+from ..options import TuneOptions
 
 SCHEMA = 1
 
 
 def machine_of(target: Target) -> dict[str, Any]:
-    """What the times of a profile hold for."""
+    """Return the facts about machine and target on which times depend; a profile holds for them."""
     cuda = target.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(target.device) if cuda else "cpu",
@@ -33,59 +37,91 @@ def machine_of(target: Target) -> dict[str, Any]:
     }
 
 
+def empty_profile(options: TuneOptions, target: Target, prompts: int) -> dict[str, Any]:
+    """Return a profile that says what it is about, with no result for any drafter yet.
+
+    `prompts`: how many there are.
+    """
+    return {
+        "schema_version": SCHEMA,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "target": target.fingerprint().as_dict(),
+        "machine": machine_of(target),
+        "prompts": {
+            "path": options.prompts,
+            "count": prompts,
+            "max_new_tokens": options.max_new_tokens,
+        },
+        "drafters": {key_of(spec): [] for spec in options.drafter},
+    }
+
+
 class TuningProfile:
-    """What was found for each drafter, temperature and batch size."""
+    """Best setting for each drafter, temperature and batch size."""
 
     def __init__(self, path: str, target: Target) -> None:
-        """Raises `UserError` for what is no profile, and for one of another target or machine."""
+        """Read the profile at `path`.
+
+        Raises `UserError` for a file that is not a profile, and for a profile of another target or
+        machine.
+        """
         self.path = path
-        _, found = read_document(
+        _, facts = read_document(
             Path(path), ProfileFile, "write the profile again with draftsmith tune"
         )
-        if lacking := [key for key in ("target", "drafters", "machine") if not found.get(key)]:
+        if lacking := [key for key in ("target", "drafters", "machine") if not facts.get(key)]:
             raise UserError(
                 f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune"
             )
-        made_for, self._drafters, machine = found["target"], found["drafters"], found["machine"]
-        own = target.fingerprint().as_dict()
-        if {**made_for, "name": None} != {**own, "name": None}:
+        made_for, self._drafters, machine = facts["target"], facts["drafters"], facts["machine"]
+        # The name is a path, which may differ for the same weights.
+        fingerprint = target.fingerprint().as_dict()
+        if {**made_for, "name": None} != {**fingerprint, "name": None}:
             raise UserError(
-                f"{path} was tuned for target {made_for.get('name')}, which is not {own['name']}; "
-                "tune again"
+                f"{path} was tuned for target {made_for.get('name')}, which is not "
+                f"{fingerprint['name']}; tune again"
             )
-        here = machine_of(target)
-        threads = ("threads",) if here["device"] == "cpu" else ()
+        this_machine = machine_of(target)
+        # Another version of torch is accepted; the number of threads counts on a CPU only.
+        threads = ("threads",) if this_machine["device"] == "cpu" else ()
         for name in ("device", "dtype", "compiled", *threads):
-            if machine.get(name) != here[name]:
+            if machine.get(name) != this_machine[name]:
                 raise UserError(
-                    f"{path} was tuned with {name} {machine.get(name)}, this is {here[name]}; "
-                    "tune again here"
+                    f"{path} was tuned with {name} {machine.get(name)}, this is "
+                    f"{this_machine[name]}; tune again here"
                 )
 
     def setting(self, spec: str, temperature: float, batch: int) -> dict[str, Any]:
-        """What `load_proposer` takes as `tuned`: of the nearest temperature that was tuned, and
-        there of the nearest batch size. Raises `UserError` for a drafter that is not in the
-        profile."""
+        """Return the settings that `load_proposer` takes as `tuned`.
+
+        They are those of the nearest temperature that was tuned and, there, of the nearest batch
+        size. Raises `UserError` for a drafter that is not in the profile.
+        """
         rows = self._drafters.get(key_of(spec))
         if not rows:
             raise UserError(
                 f"{self.path} knows no drafter {spec}; it has: {', '.join(self._drafters)}"
             )
 
-        def far(row):
+        def distance(row):
+            # Batch sizes are compared by their ratio: 8 is as far from 4 as from 16.
             return (
                 abs(row["temperature"] - temperature),
                 abs(math.log(row["batch"] / batch)),
             )
 
-        return min(rows, key=far)["setting"]
+        return min(rows, key=distance)["setting"]
 
     def __contains__(self, spec: str) -> bool:
         return key_of(spec) in self._drafters
 
 
 class Tuned:
-    """A drafter as a way to decode: with what a profile says for one temperature and batch size."""
+    """Drafter with its setting from a profile for one temperature and batch size.
+
+    It is a way to decode: a `measure.Loop`.
+    """
 
     def __init__(
         self, profile: TuningProfile, spec: str, target: Target, sampling: Sampling, batch: int
@@ -99,13 +135,16 @@ class Tuned:
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
     ) -> list[Generation]:
-        """As `decode.generate`."""
+        """Decode like `decode.generate`."""
         return generate(self._target, self._proposer, requests, max_new_tokens, sampling)
 
 
 def key_of(spec: str) -> str:
-    """A drafter's name in a profile: its folder, or its own name, with the settings that are not
-    about its tree."""
+    """Return a drafter's name in a profile.
+
+    It is the absolute path of its folder, or its own name, followed by the settings that do not
+    concern its tree.
+    """
     name, _ = parse_spec(spec)
-    kept = without_tree(spec)
-    return str(Path(name).resolve()) + kept.removeprefix(name) if Path(name).is_dir() else kept
+    short = without_tree(spec)
+    return str(Path(name).resolve()) + short.removeprefix(name) if Path(name).is_dir() else short

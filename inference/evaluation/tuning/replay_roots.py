@@ -1,10 +1,9 @@
-"""What a drafter would get right at every root of known texts: acceptance for all trees at once,
-without verifying any.
+"""Replay at every root of known texts: acceptance for all trees at once, without verifying any.
 
 The texts are the target's own, so the next tokens are known; the features of a whole text come from
-one forward. What a drafter drafts at a root depends on the text before it only, never on where
-rounds began, so one pass over all roots shows what any number of tree sizes would accept, and
-`replay` picks the roots that decoding with each of them visits.
+one forward pass. Drafts at a root depend on the text before it only, never on where rounds began.
+So one pass over all roots shows what any number of tree sizes would accept, and `replay` picks the
+roots that decoding with each of them visits.
 
 Shapes: B texts replayed together, N tree nodes with the root, D levels, H hidden size.
 """
@@ -36,25 +35,27 @@ BEST = 10
 
 @dataclass
 class KnownText:
-    """A reply of the target, and the noise that it was sampled with."""
+    """Reply of the target, and the noise that it was sampled with."""
 
     ids: list[int]
     start: int
-    """Where the reply begins: its first root."""
+    """Position where the reply begins: its first root."""
     request: tuple[int, int]
     """Id and sample of the request."""
 
     @classmethod
-    def of(cls, found: Generation, request: tuple[int, int]) -> KnownText:
-        return cls(found.prompt_ids + found.token_ids, len(found.prompt_ids), request)
+    def of(cls, generation: Generation, request: tuple[int, int]) -> KnownText:
+        """Return a decoded reply as a known text."""
+        ids = generation.prompt_ids + generation.token_ids
+        return cls(ids, len(generation.prompt_ids), request)
 
     def begin(self, roots: int) -> KnownText:
-        """Its first `roots` roots."""
+        """Return the text up to its first `roots` roots."""
         return KnownText(self.ids[: self.start + roots + 1], self.start, self.request)
 
     @property
     def roots(self) -> range:
-        """Positions that have a next token to guess."""
+        """Positions that have a next token to draft."""
         return range(self.start, len(self.ids) - 1)
 
 
@@ -62,172 +63,183 @@ class KnownText:
 def replay_roots(
     target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
-    """Yield, root by root: the texts still running, the tree drafted at each root, and the tokens
-    `[B, D]` that really come.
+    """Yield, root by root: the indices of the texts still running, the trees drafted at their
+    roots, and the tokens `[B, D]` that really follow.
 
     The proposer is fed as the decode loop feeds it when nothing is accepted. It may read features
-    and its own cache; those that work in the target's cache (early exit) or read its choices
+    and its own cache; drafters that work in the target's cache (early exit) or read its choices
     (lookahead) cannot be replayed.
     """
     device = target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     longest = int(lengths.max())
-    ids = torch.tensor(
-        [text.ids + [0] * (longest - len(text.ids)) for text in texts], device=device
-    )
+    padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
+    ids = torch.tensor(padded, device=device)
     hidden = target.forward(ids, taps=proposer.taps)
     rows = [row for row, text in enumerate(texts) if text.roots]
-    at = torch.tensor([texts[row].start for row in rows], device=device)
-
-    def cut(states):
-        return states[rows, : int(at.max())]
-
-    before = Hidden(cut(hidden.last), tuple(map(cut, hidden.taps)))
-    proposer.prefill(
-        Prompts(
-            [texts[row].ids[: texts[row].start + 1] for row in rows],
-            cut(ids),
-            at,
-            before,
-            TreeCache(0, 0),
-        )
-    )
+    roots = torch.tensor([texts[row].start for row in rows], device=device)
+    proposer.prefill(_prompts(texts, rows, ids, roots, hidden))
     keys = row_keys(sampling.seed, [texts[row].request for row in rows], device)
-    draws = Draws(sampling, keys, _known_text(ids[rows], at, longest), at)
+    draws = Draws(sampling, keys, _text_before(ids[rows], roots, longest), roots)
     try:
         while rows:
             index = torch.tensor(rows, device=device)
-            root = ids[index, at]
+            root_ids = ids[index, roots]
             plan = getattr(proposer, "plan", None)
             if isinstance(plan, KnownPath):
-                plan.coming = _coming(ids[index], lengths[index], at, plan.length)
-            tree = proposer.propose(root, draws)
-            yield rows, tree, _coming(ids[index], lengths[index], at, tree.levels)
-            at = at + 1
-            going = [place for place, row in enumerate(rows) if int(at[place]) in texts[row].roots]
-            _commit_root(proposer, texts, rows, root, at, hidden, index)
+                plan.following = _following(ids[index], lengths[index], roots, plan.length)
+            tree = proposer.propose(root_ids, draws)
+            yield rows, tree, _following(ids[index], lengths[index], roots, tree.levels)
+
+            roots = roots + 1
+            _commit_root(proposer, texts, rows, root_ids, roots, hidden, index)
             draws.reserve(longest)
-            draws.extend(root[:, None], torch.ones_like(at))
+            draws.extend(root_ids[:, None], torch.ones_like(roots))
+            going = []
+            for number, row in enumerate(rows):
+                if int(roots[number]) in texts[row].roots:
+                    going.append(number)
             if len(going) < len(rows):
-                rows = [rows[place] for place in going]
+                rows = [rows[number] for number in going]
                 if going:
-                    kept = torch.tensor(going, device=device)
-                    draws.keep(kept)
+                    still = torch.tensor(going, device=device)
+                    draws.keep(still)
                     proposer.keep(going)
-                    at = at[kept]
+                    roots = roots[still]
     finally:
         proposer.finish()
 
 
-def _known_text(ids: Tensor, at: Tensor, longest: int) -> Tensor:
-    """What `Draws` wants of the texts before their roots `at`: at and after those, a token that the
-    row holds anyway."""
-    places = torch.arange(longest, device=ids.device)
-    return torch.where(places < at[:, None], ids, ids[:, :1])
+def _prompts(
+    texts: Sequence[KnownText], rows: list[int], ids: Tensor, roots: Tensor, hidden: Hidden
+) -> Prompts:
+    """Return the texts before their first roots, as the proposer gets prompts."""
+    longest = int(roots.max())
 
+    def before(states: Tensor) -> Tensor:
+        return states[rows, :longest]
 
-def _coming(ids: Tensor, lengths: Tensor, at: Tensor, levels: int) -> Tensor:
-    """The `levels` tokens after each root; past a text's end, what no draft equals."""
-    places = at[:, None] + torch.arange(1, levels + 1, device=ids.device)
-    return torch.where(
-        places < lengths[:, None], ids.gather(1, places.clamp(max=ids.shape[1] - 1)), UNKNOWN
+    return Prompts(
+        tokens=[texts[row].ids[: texts[row].start + 1] for row in rows],
+        ids=before(ids),
+        lengths=roots,
+        hidden=Hidden(before(hidden.last), tuple(map(before, hidden.taps))),
+        cache=TreeCache(0, 0),
     )
+
+
+def _text_before(ids: Tensor, roots: Tensor, longest: int) -> Tensor:
+    """Return the texts up to their roots, as `Draws` wants them: padded with a token that the row
+    holds in any case, so that padding changes no penalty."""
+    positions = torch.arange(longest, device=ids.device)
+    return torch.where(positions < roots[:, None], ids, ids[:, :1])
+
+
+def _following(ids: Tensor, lengths: Tensor, roots: Tensor, levels: int) -> Tensor:
+    """Return the `levels` tokens after each root `[B, levels]`; past a text's end `UNKNOWN`, which
+    no draft equals."""
+    positions = roots[:, None] + torch.arange(1, levels + 1, device=ids.device)
+    tokens = ids.gather(1, positions.clamp(max=ids.shape[1] - 1))
+    return torch.where(positions < lengths[:, None], tokens, UNKNOWN)
 
 
 def _commit_root(
     proposer: Proposer,
     texts: Sequence[KnownText],
     rows: list[int],
-    root: Tensor,
-    at: Tensor,
+    root_ids: Tensor,
+    next_roots: Tensor,
     hidden: Hidden,
     index: Tensor,
 ) -> None:
-    """Tell the proposer that nothing was accepted, and that the target's own token is the text's;
-    `at`: the next roots."""
-    there = at - 1
+    """Commit a round in which nothing was accepted and the bonus token is the text's own."""
+    roots = next_roots - 1
 
-    def here(states):
-        return states[index, there][:, None]
+    def at_root(states: Tensor) -> Tensor:
+        return states[index, roots][:, None]
 
-    following = [[texts[row].ids[place]] for row, place in zip(rows, at.tolist(), strict=True)]
-    nothing = torch.zeros(len(rows), 1, dtype=torch.long, device=root.device)
-    own = Hidden(here(hidden.last), tuple(map(here, hidden.taps)))
+    bonus = [[texts[row].ids[at]] for row, at in zip(rows, next_roots.tolist(), strict=True)]
     proposer.commit(
-        Accepted(following, [[0]] * len(rows), nothing, root[:, None], torch.ones_like(at), own)
+        Accepted(
+            tokens=bonus,
+            nodes=[[0]] * len(rows),
+            path=torch.zeros(len(rows), 1, dtype=torch.long, device=root_ids.device),
+            ids=root_ids[:, None],
+            counts=torch.ones_like(next_roots),
+            hidden=Hidden(at_root(hidden.last), tuple(map(at_root, hidden.taps))),
+        )
     )
 
 
-def nodes_needed(tree: DraftTree, coming: Tensor) -> list[Tensor]:
-    """For each number of levels l = 1 .. D, how many nodes `[B, l]` a tree of l levels needs to
-    hold the path that comes, to each depth; `NEVER` where no candidate is right.
+def nodes_needed(tree: DraftTree, following: Tensor) -> list[Tensor]:
+    """Return, for each number of levels l = 1 .. D, how many nodes `[B, l]` a tree of l levels
+    needs to hold the path that follows, to each depth; `NEVER` where no candidate is right.
 
-    `tree` holds the whole pool of candidates with its `scores`: the tree of l levels and n nodes is
-    the best n of those at most l deep, of equals the earlier (`growth.grow_dynamic`). Along a path
-    scores fall, so the needed number rises.
+    `tree` holds all candidates with their `scores`: the tree of l levels and n nodes is the best n
+    of those at most l deep, of equals the earlier (`growth.grow_dynamic`). Along a path scores
+    fall, so the needed number rises.
     """
     assert tree.scores is not None, "only trees chosen by scores can be cut"
     tables = tree.tables
     depths = tables.depths.expand_as(tree.tokens)
     parents = tables.parents.expand_as(tree.tokens)
-    there = tree.tokens >= 0
-    right = there & (tree.tokens == coming.gather(1, (depths - 1).clamp(min=0)))
+    exists = tree.tokens >= 0
+    right = exists & (tree.tokens == following.gather(1, (depths - 1).clamp(min=0)))
     right[:, 0] = True
-    levels = coming.shape[1]
-    for _ in range(levels):  # right with all its ancestors
+    levels = following.shape[1]
+    # After l passes a node is right only if its l nearest ancestors are right too.
+    for _ in range(levels):
         right = right & right.gather(1, parents)
     order = torch.arange(tree.nodes, device=tree.tokens.device)
-    # 0: none
+    # The right node of each depth; 0, the root, where there is none.
     path = [torch.where(right & (depths == d), order, 0).amax(1) for d in range(1, levels + 1)]
-    found = []
+    needed_by_limit = []
     for limit in range(1, levels + 1):
-        among = there & (depths <= limit) & (depths > 0)
+        in_tree = exists & (depths <= limit) & (depths > 0)
         needed = []
         for node in path[:limit]:
-            own = tree.scores.gather(1, node[:, None])
-            before = (tree.scores > own) | ((tree.scores == own) & (order < node[:, None]))
-            needed.append(torch.where(node > 0, (among & before).sum(1) + 1, NEVER))
-        found.append(torch.stack(needed, dim=1))
-    return found
+            score = tree.scores.gather(1, node[:, None])
+            # Nodes that are taken before this one.
+            before = (tree.scores > score) | ((tree.scores == score) & (order < node[:, None]))
+            needed.append(torch.where(node > 0, (in_tree & before).sum(1) + 1, NEVER))
+        needed_by_limit.append(torch.stack(needed, dim=1))
+    return needed_by_limit
 
 
 class KnownPath:
-    """In place of a proposer's `TreePlan`: goes along the text that comes, and notes each true
-    token's rank among the drafts.
+    """`Planner` that goes along the text that follows, and notes each true token's rank among the
+    drafts.
 
-    One node a level, whatever the tree: what fixed shapes and chains of any length accept follows
-    from the ranks.
+    It runs one node a level: what fixed shapes and chains of any length accept follows from the
+    ranks.
     """
 
+    threshold = 0.0
+    width = 1
+
     def __init__(self, length: int) -> None:
-        self.length, self.width, self.nodes, self.expanded, self.threshold = (
-            length,
-            1,
-            length,
-            length,
-            0.0,
-        )
+        self.length = self.nodes = self.expanded = length
         self.ranks: Tensor
-        """[B, length]: place of the true token among the `BEST` likeliest; `BEST` where it is not
+        """[B, length]: rank of the true token among the `BEST` likeliest; `BEST` where it is not
         among them."""
-        self.coming: Tensor
+        self.following: Tensor
         """[B, length], to be set before each `draft`."""
 
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """As `TreePlan.draft`."""
-        logits, found = first[:, None], []
+        """Draft as `Planner.draft` says."""
+        logits, ranks = first[:, None], []
         path = root[:, None]
         above = torch.zeros_like(path)
         for depth in range(self.length):
-            token = self.coming[:, depth : depth + 1]
+            token = self.following[:, depth : depth + 1]
             best, _ = draws.rank(logits, depth, BEST, path[:, None])
             hit = best[:, 0] == token
-            found.append(torch.where(hit.any(-1), hit.int().argmax(-1), BEST))
-            token = token.clamp(min=0)
+            ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), BEST))
+            token = token.clamp(min=0)  # past the text's end: any token, its rank does not count
             path = torch.cat([path, token], dim=1)
             if depth + 1 < self.length:
                 logits = go_on(Level(token, above, None, depth + 1))
-        self.ranks = torch.stack(found, dim=1)
+        self.ranks = torch.stack(ranks, dim=1)
         return DraftTree(path, TreeShape.chain(self.length)), first.new_zeros(0)

@@ -1,5 +1,9 @@
-"""`draftsmith tune`: which tree, which K, will it pay: the most tokens a second on this machine,
-predicted, then measured."""
+"""`draftsmith tune`: the chain or tree of most tokens per second on this machine, for each drafter,
+temperature and batch size.
+
+Every candidate's tokens per second are predicted from known texts and timed rounds; then the best
+predictions are measured, and the fastest goes into the profile.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,10 @@ import hashlib
 import json
 import logging
 import math
-import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -24,7 +26,8 @@ from ...console import Console, Progress
 from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ...conversations.sources import source_files
 from ...decode import Generation, Request, generate
-from ...proposer import PlainDecoding, check_spec, load_proposer
+from ...drafters import check_spec, load_proposer
+from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...target import Target, load_target
 from ..evaluate import numbers, origin
@@ -52,19 +55,20 @@ from .costs import (
     SHORTEST,
     DraftCosts,
     VerifyCosts,
-    between,
     drafting,
+    predicted,
+    probes_of,
+    stored_costs,
     verification,
 )
-from .profile import SCHEMA, key_of, machine_of
+from .profile import empty_profile, key_of
 from .replay_roots import KnownText
 
 log = logging.getLogger(__name__)
 
 
 def if_interrupted(options: Options) -> str:
-    """A line for a person who stopped a tuning: which file holds what was tuned, and how to go
-    on."""
+    """Return a line for a person who stopped a tuning: how to continue it."""
     return (
         f"{options.out} holds what was tuned so far, if anything was; the same command goes on "
         "where it stopped"
@@ -72,71 +76,47 @@ def if_interrupted(options: Options) -> str:
 
 
 def run(options: Options) -> None:
+    """Tune every drafter at every temperature and batch size, and write the profile.
+
+    The profile is written after each drafter and temperature too, marked partial; the same command
+    continues there.
+    """
     samplings, batches, contexts = check(options)
     target = load_target(options.target)
-    prompts = read_prompts(
-        options.prompts,
-        target.tokenizer,
-        target.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
-    # what is counted and what is timed are first turns
-    prompts = [replace(prompt, later=[]) for prompt in prompts]
-    check_room(prompts, target.max_positions)
-    check_batches(batches, prompts)
+    prompts = _prompts(options, target, batches)
+
+    def warn(message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
     for spec in options.drafter:
-        check_tunable(
-            load_proposer(
-                spec, target, lambda message: print(f"warning: {message}", file=sys.stderr)
-            ),
-            spec,
-        )
-    drafters: dict[str, list[dict[str, Any]]] = {key_of(spec): [] for spec in options.drafter}
-    profile = {
-        "schema_version": SCHEMA,
-        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
-        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "target": target.fingerprint().as_dict(),
-        "machine": machine_of(target),
-        "prompts": {
-            "path": options.prompts,
-            "count": len(prompts),
-            "max_new_tokens": options.max_new_tokens,
-        },
-        "drafters": drafters,
-    }
+        check_tunable(load_proposer(spec, target, warn), spec)
+    profile = empty_profile(options, target, len(prompts))
+    drafters: dict[str, list[dict[str, Any]]] = profile["drafters"]
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     budget = Budget.of_minutes(options.budget)
-    parts = [(sampling, spec) for sampling in samplings for spec in options.drafter]
-    announce(options, parts, batches)
+    pairs = [(sampling, spec) for sampling in samplings for spec in options.drafter]
+    announce(options, pairs, batches)
     with Progress(desc="tuning", unit=" steps") as progress:
 
         def tick(what: str) -> None:
             progress.now(what)
             progress.update()
 
-        bench = Bench(
-            target, prompts, options, sorted({1, *batches}), contexts, tick, journal, budget.left
-        )
+        # Batch size 1 is timed in any case: `Bench._step` needs a size below any other.
+        timed = sorted({1, *batches})
+        bench = Bench(target, prompts, options, timed, contexts, tick, journal, budget.left)
         profile["verification_s"] = bench.verify.table
-        for number, (sampling, spec) in enumerate(parts):
+        for number, (sampling, spec) in enumerate(pairs):
             key = f"{key_of(spec)}, T {sampling.temperature:g}"
             if (rows := journal.get(key)) is None:
-                rows = bench.tune(
-                    spec, sampling, batches, Budget(budget.left / (len(parts) - number))
-                )
+                # What earlier pairs have left of the time is shared by those that remain.
+                share = Budget(budget.left / (len(pairs) - number))
+                rows = bench.tune(spec, sampling, batches, share)
                 journal.put(key, rows)
             drafters[key_of(spec)] += rows
-            if number + 1 < len(parts):
-                write(
-                    {
-                        **profile,
-                        "partial": f"{number + 1} of {len(parts)} drafters and temperatures",
-                    },
-                    options,
-                )
+            if number + 1 < len(pairs):
+                partial = f"{number + 1} of {len(pairs)} drafters and temperatures"
+                write({**profile, "partial": partial}, options)
     write(profile, options)
     journal.finish()
     show(profile, Console())
@@ -146,8 +126,27 @@ def run(options: Options) -> None:
         )
 
 
+def _prompts(options: Options, target: Target, batches: Sequence[int]) -> list[Prompt]:
+    """Return the calibration prompts, without the later turns of conversations.
+
+    Raises `UserError` for prompts that leave no room for a reply, or that are too few for a batch.
+    """
+    prompts = read_prompts(
+        options.prompts,
+        target.tokenizer,
+        target.name,
+        options.limit,
+        options.split,
+        options.bad_rows,
+    )
+    prompts = [replace(prompt, later=[]) for prompt in prompts]
+    check_room(prompts, target.max_positions)
+    check_batches(batches, prompts)
+    return prompts
+
+
 def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> None:
-    """Say what is about to be done and how long it takes."""
+    """Log what will be tuned, and for how long; `parts` are the pairs of sampling and drafter."""
     what = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
     if options.budget:
         more = (
@@ -160,6 +159,7 @@ def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> 
 
 
 def write(profile: dict[str, Any], options: Options) -> None:
+    """Write the profile whole or not at all."""
     with whole_file(options.out) as aside:
         write_json(aside, profile)
 
@@ -167,24 +167,29 @@ def write(profile: dict[str, Any], options: Options) -> None:
 def identity(
     profile: dict[str, Any], prompts: Sequence[Prompt], options: Options
 ) -> dict[str, Any]:
-    """All that the figures depend on, as JSON: a stopped tuning goes on only where it is the
-    same."""
+    """Return everything that the figures depend on, as JSON.
+
+    A stopped tuning is continued only where all of it is the same.
+    """
     texts = hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
-    asked = {key: value for key, value in asdict(options).items() if key != "out"}
+    settings = {key: value for key, value in asdict(options).items() if key != "out"}
     weights = [origin(spec) for spec in options.drafter]
-    found = {
+    facts = {
         "target": profile["target"],
         "machine": profile["machine"],
         "prompts": texts,
-        "options": asked,
+        "options": settings,
         "drafters": weights,
     }
-    return json.loads(json.dumps(found, default=str))
+    # Through JSON and back, since it is compared with what a journal holds.
+    return json.loads(json.dumps(facts, default=str))
 
 
 def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
-    """Distributions, batch sizes and contexts. Raises `UserError` for what is known to be wrong
-    before a large target loads."""
+    """Return the sampling of each temperature, the batch sizes and the contexts.
+
+    Raises `UserError` for everything that is known to be wrong before a large target is loaded.
+    """
     for spec in options.drafter:
         check_spec(spec)
     keys = [key_of(spec) for spec in options.drafter]
@@ -196,18 +201,42 @@ def check(options: Options) -> tuple[list[Sampling], list[int], list[int]]:
     check_output(options.out, "--out")
     batches = sorted(set(numbers(options.batch_sizes, "--batch-sizes", int, 1)))
     contexts = sorted(set(numbers(options.contexts, "--contexts", int, 1)))
-    temperatures = numbers(options.temperatures, "--temperatures", float) or [
-        options.sampling.temperature
-    ]
-    return (
-        [replace(options.sampling, temperature=temperature) for temperature in temperatures],
-        batches,
-        contexts,
-    )
+    temperatures = numbers(options.temperatures, "--temperatures", float)
+    temperatures = temperatures or [options.sampling.temperature]
+    samplings = [replace(options.sampling, temperature=t) for t in temperatures]
+    return samplings, batches, contexts
+
+
+@dataclass
+class _Search:
+    """Candidates of one drafter at one temperature, and everything that predicts their speed."""
+
+    sampling: Sampling
+    ways: list[Candidate]
+    """All candidates, the default one first."""
+    texts: list[KnownText]
+    verify: VerifyCosts
+    costs: DraftCosts
+    plain: Candidate
+    """Plain decoding, which accepts nothing at any root."""
+    plain_costs: DraftCosts
+    prompts: int
+    """Prompts on which finalists are measured."""
+    tokens: int
+    """Longest reply to them."""
+
+    def predict(self, way: Candidate, batch: int) -> dict[str, float]:
+        """Return `predicted` of `plain` or of one of `ways`."""
+        costs = self.plain_costs if way is self.plain else self.costs
+        return predicted(way, self.texts, batch, self.verify, costs)
+
+    def ranked(self, batch: int) -> list[Candidate]:
+        """Return the candidates, those of most predicted tokens per second first."""
+        return sorted(self.ways, key=lambda way: -self.predict(way, batch)["tokens_s"])
 
 
 class Bench:
-    """Target, prompts and this machine's costs."""
+    """Target, prompts and this machine's verification times, with which drafters are tuned."""
 
     def __init__(
         self,
@@ -220,30 +249,25 @@ class Bench:
         journal: Journal,
         seconds: float,
     ) -> None:
-        """`seconds`: for the whole tuning, of which timing verification takes its share."""
-        self.target, self.prompts, self.options, self.batches, self.tick = (
-            target,
-            prompts,
-            options,
-            batches,
-            tick,
-        )
-        words = [token for prompt in prompts for token in prompt.token_ids]
+        """Time verification, unless the journal has it already.
+
+        `seconds`: the time for the whole tuning, of which timing verification takes its share.
+        """
+        self.target, self.prompts, self.options = target, prompts, options
+        self.batches, self.tick = batches, tick
+        ids = [token for prompt in prompts for token in prompt.token_ids]
         self.verify = stored_costs(journal.get("verification"))
         if not self.verify.table:
             share = VERIFICATION * seconds
-            self.verify = verification(
-                target, batches, contexts, words, tick, options.samples, share
-            )
+            self.verify = verification(target, batches, contexts, ids, tick, options.samples, share)
             journal.put("verification", self.verify.table)
 
     def tune(
         self, spec: str, sampling: Sampling, batches: Sequence[int], budget: Budget
     ) -> list[dict[str, Any]]:
-        """A row of the profile for each batch size.
+        """Return a row of the profile for each batch size.
 
-        Times are predicted in plain rounds, and plain decoding's own time is that of the moment at
-        which the finalists are measured, since machines speed up and slow down.
+        Raises `UserError` where the target's replies leave nothing to draft.
         """
         target, options = self.target, self.options
         sampling = sampling.resolved(target.repetition_penalty)
@@ -254,83 +278,87 @@ class Bench:
         prompts = [prompt.token_ids for prompt in self.prompts[:count]]
         texts = self._texts(prompts, tokens, sampling)
         texts = self._begun(texts, spec, sampling, REPLAYS * seconds)
-        found, about = candidates(target, spec, texts, sampling, self.tick)
-        probes = probes_of(found)
+        ways, facts = candidates(target, spec, texts, sampling, self.tick)
+        probes = probes_of(ways)
         samples = self._samples(probes, prompts, DRAFTING * seconds)
         costs, plain_costs = drafting(
             target, probes, prompts, self.batches, self.verify, sampling, self.tick, samples
         )
-        about["effort"] = {"prompts": count, "max_new_tokens": tokens, "samples": samples}
+        facts["effort"] = {"prompts": count, "max_new_tokens": tokens, "samples": samples}
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
+        search = _Search(
+            sampling, ways, texts, self.verify, costs, plain, plain_costs, count, tokens
+        )
         rows = []
         for number, batch in enumerate(batches):
-
-            def price(c, b=batch):
-                return predicted(c, texts, b, self.verify, costs)
-
-            ranked = sorted(found, key=lambda c: -price(c)["tokens_s"])
-            foretold = [
-                predicted(plain, texts, batch, self.verify, plain_costs),
-                *map(price, [found[0], *ranked[: options.finalists]]),
-            ]
-            written = count * tokens
-            runs = [written / way["tokens_s"] for way in foretold]
+            ranked = search.ranked(batch)
+            # Measuring gets all the time that is left, or its share where earlier work took more
+            # than was estimated.
             share = (budget.left or MEASURING * seconds) / (len(batches) - number)
-            finalists, repeats = finalists_that_fit(options.finalists, options.repeats, runs, share)
-            promising = ranked[:finalists]
-            chosen = [*promising, *([found[0]] if found[0] not in promising else [])]
-            predictions = [foretold[0], *map(price, chosen)]
-            self.tick(f"{len(chosen)} finalists, T = {sampling.temperature:g}, batch {batch}")
-            measurements = self._measure(
-                [plain, *chosen],
-                sampling,
-                Setting(sampling, batch, tokens, repeats),
-                self.prompts[:count],
-            )
-            pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
-            predictions = [
-                {**p, "tokens_s": p["tokens_s"] * pace, "tokens_s_unscaled": p["tokens_s"]}
-                for p in predictions
-            ]
-            finals = [
-                {
-                    "kind": c.kind,
-                    "label": c.label,
-                    "setting": c.setting,
-                    "predicted": p,
-                    "measured": m,
-                }
-                for c, p, m in zip([plain, *chosen], predictions, measurements, strict=True)
-            ]
-            best = max(finals[1:], key=lambda row: row["measured"]["tokens_s"])
-            default = finals[1 + chosen.index(found[0])]
-            rows.append(
-                {
-                    "temperature": sampling.temperature,
-                    "batch": batch,
-                    **best,
-                    "plain": finals[0],
-                    "default": default,
-                }
-                | {
-                    "finalists": finals[1:],
-                    "candidates": len(found),
-                    "cost_fit_error": costs.error,
-                    "pace": pace,
-                    **about,
-                }
-            )
+            rows.append(self._measured_row(search, batch, ranked, share) | facts)
         return rows
 
+    def _measured_row(
+        self, search: _Search, batch: int, ranked: Sequence[Candidate], seconds: float
+    ) -> dict[str, Any]:
+        """Measure the best of `ranked`, the default and plain decoding in about `seconds`, and
+        return a row of the profile.
+
+        Predictions are scaled by `pace`, plain decoding's measured speed over its predicted one:
+        machines speed up and slow down, and candidates are compared with plain decoding at the
+        moment at which the finalists were measured.
+        """
+        default = search.ways[0]
+        promising = [search.plain, default, *ranked[: self.options.finalists]]
+        speeds = [search.predict(way, batch)["tokens_s"] for way in promising]
+        runs = [search.prompts * search.tokens / speed for speed in speeds]
+        finalists, repeats = finalists_that_fit(
+            self.options.finalists, self.options.repeats, runs, seconds
+        )
+        chosen = list(ranked[:finalists])
+        if default not in chosen:
+            chosen.append(default)
+        ways = [search.plain, *chosen]
+        predictions = [search.predict(way, batch) for way in ways]
+        sampling = search.sampling
+        self.tick(f"{len(chosen)} finalists, T = {sampling.temperature:g}, batch {batch}")
+        setting = Setting(sampling, batch, search.tokens, repeats)
+        measurements = self._measure(ways, sampling, setting, self.prompts[: search.prompts])
+        pace = measurements[0]["tokens_s"] / predictions[0]["tokens_s"]
+        finals = []
+        for way, prediction, measurement in zip(ways, predictions, measurements, strict=True):
+            unscaled = prediction["tokens_s"]
+            scaled = {**prediction, "tokens_s": unscaled * pace, "tokens_s_unscaled": unscaled}
+            final = {"kind": way.kind, "label": way.label, "setting": way.setting}
+            finals.append({**final, "predicted": scaled, "measured": measurement})
+        best = max(finals[1:], key=lambda final: final["measured"]["tokens_s"])
+        return {
+            "temperature": sampling.temperature,
+            "batch": batch,
+            **best,
+            "plain": finals[0],
+            "default": finals[1 + chosen.index(default)],
+            "finalists": finals[1:],
+            "candidates": len(search.ways),
+            "cost_fit_error": search.costs.error,
+            "pace": pace,
+        }
+
     def _step(self, rows: int) -> float:
-        """Seconds of a plain step, about: a row more costs what a node more of a tree does."""
+        """Return a rough estimate of the seconds of a plain step of `rows` rows.
+
+        Rows beyond the nearest smaller batch size that was timed cost as much as nodes of a tree.
+        """
         batch = max(b for b in self.verify.table if b <= rows)
         return self.verify.seconds(batch, min(rows - batch, max(NODES)), SHORTEST)
 
     def _texts(
         self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling
     ) -> list[KnownText]:
-        """The target's own replies. Raises `UserError` where they leave nothing to draft."""
+        """Return the target's own replies to `prompts`, of `tokens` tokens at most.
+
+        Raises `UserError` where they leave nothing to draft.
+        """
         self.tick(
             f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = "
             f"{sampling.temperature:g}"
@@ -351,8 +379,11 @@ class Bench:
     def _begun(
         self, texts: list[KnownText], spec: str, sampling: Sampling, seconds: float
     ) -> list[KnownText]:
-        """As much of the beginnings of `texts` as can be expanded over in `seconds`; all of them
-        where there is no limit."""
+        """Return the beginnings of `texts` over which candidates can be replayed in `seconds`.
+
+        The time is estimated from a trial over the first roots of each text; without a limit the
+        texts are returned whole.
+        """
         if math.isinf(seconds):
             return texts
         self.tick("a first look at what the drafter takes")
@@ -371,14 +402,15 @@ class Bench:
     def _samples(
         self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float
     ) -> int:
-        """Rounds of each probe that fit into `seconds`, on top of its prompts and of the rounds
-        that are not counted."""
-        # a draft takes about as long again
+        """Return how many rounds of each probe fit into `seconds`.
+
+        Its prompts have to be read and the uncounted first rounds run besides, in every sweep.
+        """
+        # Drafting takes about as long as verifying; plain decoding runs beside the probes.
         rounds = [2 * self._step(batch) * (1 + len(probes)) for batch in self.batches]
-        words = sum(map(len, prompts)) / len(prompts)
-        reading = sum(
-            words * batch * self._step(max(NODES)) / max(NODES) for batch in self.batches
-        ) * (1 + len(probes))
+        prompt_tokens = sum(map(len, prompts)) / len(prompts)
+        token_s = self._step(max(NODES)) / max(NODES)
+        reading = sum(prompt_tokens * batch * token_s for batch in self.batches) * (1 + len(probes))
         fixed = SWEEPS * (reading + SETTLE * sum(rounds))
         return samples_that_fit(self.options.samples, SWEEPS, fixed, sum(rounds), seconds)
 
@@ -389,35 +421,23 @@ class Bench:
         setting: Setting,
         prompts: Sequence[Prompt],
     ) -> list[dict[str, float]]:
-        """Decode calibration prompts with each, taking turns."""
+        """Decode `prompts` with each of `chosen` in turns, and return tau, tokens per second and
+        speed-up of each."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
         results = compare(self.target, ways, prompts, setting, progress_bar=False)
-        found = measured(self.target, results, setting)["drafters"].values()
+        summaries = measured(self.target, results, setting)["drafters"].values()
         return [
             {"tau": s["tau_incl_bonus"], "tokens_s": s["tokens_s"], "speedup": s["speedup"]}
-            for s in found
+            for s in summaries
         ]
 
 
-def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
-    """`VerifyCosts` from its table as JSON gives it back, with texts for numbers; empty for
-    None."""
-    by_batch = (table or {}).items()
-
-    def number(sizes):
-        return {int(nodes): seconds for nodes, seconds in sizes.items()}
-
-    return VerifyCosts(
-        {
-            int(b): {float(c): number(sizes) for c, sizes in contexts.items()}
-            for b, contexts in by_batch
-        }
-    )
-
-
 class _Ready:
-    """A candidate as a way to decode: candidates of one drafter share its weights, so each is set
-    up when its turn comes."""
+    """Candidate as a way to decode (a `measure.Loop`).
+
+    Candidates of one drafter share its weights and its proposer, so each is set up when its turn
+    comes.
+    """
 
     def __init__(self, target: Target, candidate: Candidate) -> None:
         self.name, self._target, self._candidate = candidate.label, target, candidate
@@ -425,131 +445,15 @@ class _Ready:
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
     ) -> list[Generation]:
+        """Decode like `decode.generate`."""
         return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)
 
 
-def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
-    """Some of each kind, from small to large: what the costs of all the others are fitted on."""
-    chosen: dict[tuple[Any, ...], Candidate] = {}
-    for kind in ("chain", "fixed", "dynamic"):
-        those = [candidate for candidate in found if candidate.kind == kind]
-        widths = (
-            sorted({max(candidate.draft, default=0) for candidate in those})
-            if kind == "dynamic"
-            else [None]
-        )
-        for width in widths:
-            own = [c for c in those if width is None or max(c.draft, default=0) == width]
-            own.sort(key=lambda c: (len(c.draft), c.nodes))
-            for place in {0, len(own) // 3, 2 * len(own) // 3, len(own) - 1} if own else ():
-                chosen[kind, width, place] = own[place]
-    return list(chosen.values())
-
-
-def predicted(
-    candidate: Candidate,
-    texts: Sequence[KnownText],
-    batch: int,
-    verify: VerifyCosts,
-    costs: DraftCosts,
-) -> dict[str, float]:
-    """Tau and tokens a second when `texts` are decoded in batches: their rounds are replayed, and
-    each is priced with the rows that are still running."""
-    rounds = [_rounds(candidate, text, place) for place, text in enumerate(texts)]
-    seconds, known = 0.0, {}
-    for start in range(0, len(texts), batch):
-        together = rounds[start : start + batch]
-        for number in range(max(map(len, together))):
-            alive = [row[number] for row in together if number < len(row)]
-            nodes = max(drafted for _, drafted, _ in alive)
-            context = sum(root for *_, root in alive) / len(alive)
-            key = (len(alive), nodes, context // 32)
-            if key not in known:
-                known[key] = _round_seconds(candidate, *key, verify, costs)
-            seconds += known[key]
-    tokens = sum(kept for row in rounds for kept, *_ in row)
-    count = sum(map(len, rounds))
-    return {
-        "tau": tokens / count if count else float("nan"),
-        "tokens_s": tokens / seconds if seconds else float("nan"),
-    }
-
-
-def _rounds(candidate: Candidate, text: KnownText, place: int) -> list[tuple[int, int, int]]:
-    """Tokens kept, nodes drafted and the root's position of each round, as `replay.replay` replays
-    them."""
-    found, root, end = [], text.start, len(text.ids)
-    while root < end - 1:
-        here = root - text.start
-        accepted = candidate.accepted[place][here]
-        drafted = (
-            candidate.drafted[place][here] if candidate.drafted is not None else candidate.nodes
-        )
-        found.append((min(accepted + 1, end - 1 - root), drafted, root))
-        root += accepted + 1
-    return found
-
-
-def _round_seconds(
-    candidate: Candidate,
-    rows: int,
-    nodes: int,
-    bucket: float,
-    verify: VerifyCosts,
-    costs: DraftCosts,
-) -> float:
-    """A round of `rows` requests, between the batch sizes that were measured."""
-    context = 32 * bucket + 16
-    return between(
-        {
-            batch: costs.overhead(batch, candidate)
-            + costs.verify_ratio[batch] * verify.seconds(batch, nodes, context)
-            for batch in costs.weights
-        },
-        rows,
-    )
-
-
 def show(profile: dict[str, Any], console: Console) -> None:
-    """Print what was found for each drafter, predicted beside measured."""
+    """Print the results of each drafter, predicted beside measured."""
     for name, rows in profile["drafters"].items():
         for row in rows:
-            title = (
-                f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "
-                f"{row['candidates']} chains and trees"
-            )
-            table = Table(
-                title=title,
-                title_justify="left",
-                box=box.SIMPLE_HEAD,
-                pad_edge=False,
-                padding=(0, 1, 0, 0),
-            )
-            table.add_column("", no_wrap=True)
-            table.add_column("drafts", overflow="fold")
-            for column in ("tau", "predicted", "tok/s", "predicted", "off by", "speed-up"):
-                table.add_column(column, justify="right", no_wrap=True)
-            for final in (row["plain"], *row["finalists"]):
-                p, m = final["predicted"], final["measured"]
-                mark = (
-                    ("chosen" if final["setting"] == row["setting"] else "")
-                    if final["kind"] != PLAIN.kind
-                    else ""
-                )
-                mark += (
-                    " default"
-                    if final["setting"] == row["default"]["setting"] and final["kind"] != PLAIN.kind
-                    else ""
-                )
-                taus, speeds = (
-                    (f"{m['tau']:.2f}", f"{p['tau']:.2f}"),
-                    (f"{m['tokens_s']:.0f}", f"{p['tokens_s']:.0f}"),
-                )
-                off = f"{p['tokens_s'] / m['tokens_s'] - 1:+.0%}"
-                table.add_row(
-                    mark.strip(), final["label"], *taus, *speeds, off, f"{m['speedup']:.2f}x"
-                )
-            console.print(table)
+            console.print(_table(name, row))
             if row["measured"]["speedup"] < 1:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
     console.print(
@@ -558,3 +462,38 @@ def show(profile: dict[str, Any], console: Console) -> None:
         "chosen one is the fastest of few that are close, so expect a little less elsewhere; "
         "evaluate --profile measures it."
     )
+
+
+def _table(name: str, row: dict[str, Any]) -> Table:
+    """Return the table of one row of the profile: plain decoding and the finalists of drafter
+    `name`."""
+    title = (
+        f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "
+        f"{row['candidates']} chains and trees"
+    )
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("drafts", overflow="fold")
+    for column in ("tau", "predicted", "tok/s", "predicted", "off by", "speed-up"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for final in (row["plain"], *row["finalists"]):
+        prediction, measurement = final["predicted"], final["measured"]
+        marks = []
+        if final["kind"] != PLAIN.kind:
+            if final["setting"] == row["setting"]:
+                marks.append("chosen")
+            if final["setting"] == row["default"]["setting"]:
+                marks.append("default")
+        table.add_row(
+            " ".join(marks),
+            final["label"],
+            f"{measurement['tau']:.2f}",
+            f"{prediction['tau']:.2f}",
+            f"{measurement['tokens_s']:.0f}",
+            f"{prediction['tokens_s']:.0f}",
+            f"{prediction['tokens_s'] / measurement['tokens_s'] - 1:+.0%}",
+            f"{measurement['speedup']:.2f}x",
+        )
+    return table

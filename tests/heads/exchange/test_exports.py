@@ -21,14 +21,12 @@ from draftsmith.heads.exchange.exports import (
     ENGINES,
     RECIPES,
     EngineName,
-    ExportRequest,
-    files_for,
     kind_of,
     recipe_for,
-    sglang_taps,
     vllm_guess,
 )
 from draftsmith.heads.exchange.foreign import Answers, TargetSide
+from draftsmith.heads.exchange.layouts import ExportRequest, files_for, sglang_taps
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
 from draftsmith.inference.target import Target

@@ -14,8 +14,9 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export
-from draftsmith.heads.exchange.exports import files_for, recipe_for
+from draftsmith.heads.exchange.exports import recipe_for
 from draftsmith.heads.exchange.foreign import Answers
+from draftsmith.heads.exchange.layouts import files_for
 from safetensors.torch import load_file
 
 from tests.heads.exchange.test_exports import TAPS, TARGET, block, order
@@ -251,7 +252,7 @@ REFUSED: list[
         z_lab,
         "dflash",
         inside(input_embedding_scale=5.6),
-        "says input_embedding_scale 5.6, and our drafters have none but 1",
+        "says input_embedding_scale 5.6, and draftsmith.s drafters have none but 1",
     ),
     (z_lab, "dflash", at_top(output_multiplier=0.5), "says output_multiplier 0.5"),
     (z_lab, "dflash", at_top(is_neox_style=False), "turn neighbours"),

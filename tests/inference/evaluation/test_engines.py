@@ -9,10 +9,11 @@ import pytest
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import AsIn, Engine
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
-from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 

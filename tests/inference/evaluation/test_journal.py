@@ -29,7 +29,12 @@ def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: P
     report, identity = str(tmp_path / "o.json"), {"target": "t", "options": {"limit": None}}
     first = Journal(report, identity, "an evaluation")
     reply = Generation(
-        [1, 2], [3, 4], [Round([4], 2, 1, 2, "greedy", overlap=[0.5])], "eos", 0.25, 0.5
+        [1, 2],
+        [3, 4],
+        [Round(tokens=[4], drafted=2, accepted=1, offered=2, rule="greedy", overlap=[0.5])],
+        "eos",
+        0.25,
+        0.5,
     )
     first.put("a", as_json({"plain": [reply]}))
     with journal_path(report).open("a") as file:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
     roots_that_fit,
@@ -31,7 +32,7 @@ from draftsmith.inference.evaluation.tuning.costs import (
 from draftsmith.inference.evaluation.tuning.profile import Tuned, TuningProfile, key_of
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText
 from draftsmith.inference.evaluation.tuning.tune import Options, check, predicted, probes_of
-from draftsmith.inference.proposer import PlainDecoding, load_proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
 from draftsmith.inference.target import Target
 

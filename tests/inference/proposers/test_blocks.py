@@ -10,6 +10,7 @@ import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.errors import UserError
+from draftsmith.inference import drafters
 from draftsmith.inference.accept import match
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
@@ -212,7 +213,6 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
     artifact = Artifact(
         random_block(target, kind), target.fingerprint(), {"length": 3, "tree_nodes": 12}
     )
-    make: Any = dspark.make_proposer if kind == "dspark" else dflash.make_proposer
     shapes = {
         (): (3, 8 if kind == "dspark" else 12, 12),
         (("width", 1),): (3, 1, 3),
@@ -222,7 +222,7 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
         (("length", 2), ("width", 2)): (2, 2, 6),  # two levels of two children have no more
     }
     for settings, expected in shapes.items():
-        plan = make(artifact, **dict(settings)).plan
+        plan = drafters.proposer_of(artifact, **dict(settings)).plan
         assert (plan.length, plan.width, plan.nodes) == expected
     for wrong in (
         {"length": 9},
@@ -235,7 +235,7 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
         {"shape": [[0] * depth for depth in range(1, 6)]},
     ):
         with pytest.raises(UserError):
-            make(artifact, **wrong)
+            drafters.proposer_of(artifact, **wrong)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.proposer import Accepted, Prompts, load_proposer, parse_spec
+from draftsmith.inference.drafters import load_proposer, parse_spec
+from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
 from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
 from draftsmith.inference.proposers.lookahead import Lookahead
@@ -17,6 +18,7 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,15 +98,29 @@ def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
     proposer = Lookahead(window=3, ngram=3, candidates=1)
     # root 1; row 0 = nodes 1 2 3 (chain), row 1 = nodes 4 5 6 (below 1 2 3); candidate = nodes 7 8
     assert proposer.shape.parents == (-1, 0, 1, 2, 1, 2, 3, 0, 7)
-    empty = torch.zeros(1, 1, 1)
-    prompts = Prompts([[7, 8, 9]], torch.tensor([[7, 8]]), torch.tensor([2]), None, None)  # type: ignore[arg-type]
+    unused: Any = None  # lookahead reads tokens only
+    prompts = Prompts(
+        tokens=[[7, 8, 9]],
+        ids=torch.tensor([[7, 8]]),
+        lengths=torch.tensor([2]),
+        hidden=unused,
+        cache=unused,
+    )
     proposer.prefill(prompts)
     row = proposer._rows[0]
     row.rows = [[10, 11, 12], [21, 22, 23]]  # guesses for places 1 2 3 and 2 3 4 after the root
     tree = proposer.propose(torch.tensor([9]), None)  # type: ignore[arg-type]
     assert tree.tokens.tolist() == [[9, 10, 11, 12, 21, 22, 23, -1, -1]]
     choices = [[0, 0, 0, 0, 32, 33, 34, 0, 0]]  # the target's answers below row 1: for places 3 4 5
-    accepted = Accepted([[50, 51]], [[0, 1]], empty, empty, torch.tensor([2]), None, choices)  # type: ignore[arg-type]
+    accepted = Accepted(
+        tokens=[[50, 51]],
+        nodes=[[0, 1]],
+        path=unused,
+        ids=unused,
+        counts=torch.tensor([2]),
+        hidden=unused,
+        choices=choices,
+    )
     proposer.commit(accepted)
     # Two tokens were decided, so places move by two: row 0 now guesses places 1 2 3, old row 1
     # guessed old 2 3 4 = new 0 1 2.
@@ -130,7 +146,9 @@ def test_a_draft_models_cache_holds_the_decided_text_after_every_round(
     full = 0
     for noise in (0.0, 0.05):
         drafter = near_copy(target, noise)
-        proposer = DraftModelProposer(drafter, target.vocab_size, length=3, **settings_)
+        proposer = DraftModelProposer(
+            drafter, target.vocab_size, TreeSettings(length=3, **settings_)
+        )
         checked = 0
 
         def check(original, accepted, proposer=proposer, drafter=drafter) -> None:
@@ -195,7 +213,7 @@ def test_a_draft_model_with_fewer_positions_than_the_text_drafts_badly_and_not_w
     for settings_ in both:
         found = generate(
             target,
-            DraftModelProposer(drafter, target.vocab_size, **settings_),
+            DraftModelProposer(drafter, target.vocab_size, TreeSettings(**settings_)),
             prompts,
             30,
             eos_ids=NONE,
@@ -237,7 +255,7 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
     )
     with pytest.raises(UserError, match="has 2 layers, 3 were asked for"):
         EarlyExit(target, 3)
-    whole = EarlyExit(target, 2, length=3)
+    whole = EarlyExit(target, 2, TreeSettings(length=3))
     found = generate(target, whole, [[5, 6, 7], [8]], 13, eos_ids=NONE)
     assert all(r.accepted == 3 for g in found for r in g.rounds), "all layers are the target itself"
 

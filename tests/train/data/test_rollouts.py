@@ -151,7 +151,11 @@ def test_prompts_are_what_stands_before_a_reply_and_leaves_room_for_one() -> Non
 def decoded() -> Generation:
     """Prompt of 3; the first token by the prefill; rounds: 2 of 3 right; 0 of 3; all 3 right, cut
     after the first."""
-    rounds = [Round([11, 12, 13], 3, 2), Round([14], 3), Round([15], 3, 3)]
+    rounds = [
+        Round(tokens=[11, 12, 13], drafted=3, accepted=2),
+        Round(tokens=[14], drafted=3),
+        Round(tokens=[15], drafted=3, accepted=3),
+    ]
     return Generation([1, 2, 3], [10, 11, 12, 13, 14, 15], rounds)
 
 

@@ -18,8 +18,8 @@ import torch
 import yaml
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.decode import generate_one
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.stored import (
     EMBEDDING_AND_HEAD_FILE,

@@ -14,8 +14,8 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
+from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import tau
-from draftsmith.inference.proposer import load_proposer
 from draftsmith.inference.proposers.draft_model import (
     accepted_runs,
     best_adaptive,
@@ -25,6 +25,7 @@ from draftsmith.inference.proposers.draft_model import (
 )
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
+from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.rollouts import Errors, Rollouts
@@ -220,7 +221,7 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
         2
     ] > 1
     for threshold, longest, expected, _ in found[:: len(found) // 4]:
-        proposer = make_proposer(artifact, length=int(longest), threshold=threshold)
+        proposer = make_proposer(artifact, TreeSettings(length=int(longest), threshold=threshold))
         kept = []
         for ids, start in texts:
             (text,) = generate(quickstart, proposer, [ids[:start]], 40)
@@ -234,7 +235,7 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
     """sum min(p, q) at the positions that decoding drafted from, 1e-4 in float32."""
     artifact = distilled(quickstart)
     sampling = Sampling(temperature=0.8, rule="rejection", seed=3)
-    proposer = make_proposer(artifact, length=3)
+    proposer = make_proposer(artifact, TreeSettings(length=3))
     checked = 0
     for text in generate(quickstart, proposer, [[5, 90, 40, 11], [7, 8, 9]], 60, sampling):
         ids = torch.tensor([text.prompt_ids + text.token_ids])

@@ -1,0 +1,201 @@
+"""Drafters by name: the text that a user gives, the kinds of drafters there are, and how one is
+loaded.
+
+A method's module in `proposers/` is imported when a drafter of that method is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.errors import UserError
+from ..heads.layout import place
+from .proposer import Proposer
+from .target import Target
+from .tree_settings import TREE_SETTINGS, TreeSettings
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of drafter: where its proposer is made, and which settings a user may give."""
+
+    module: str
+    """Module in `proposers/`."""
+    make: str
+    """Class or function there. It takes `settings` (a `TreeSettings`) if `tree` below is not empty,
+    and the settings `own` by their names."""
+    tree: tuple[str, ...] = ()
+    """Fields of `TreeSettings` that it follows."""
+    own: tuple[str, ...] = ()
+    """Further settings."""
+
+    def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of `make` for a user's settings. Raises `UserError` for a
+        setting that this kind does not have."""
+        known = (*self.tree, *self.own)
+        if unknown := sorted(settings.keys() - set(known)):
+            raise UserError(
+                f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
+                f"{', '.join(known) or 'no settings'}"
+            )
+        arguments = {name: value for name, value in settings.items() if name not in self.tree}
+        if self.tree:
+            tree = {name: value for name, value in settings.items() if name in self.tree}
+            arguments["settings"] = TreeSettings(**tree)
+        return arguments
+
+    @property
+    def maker(self) -> Callable[..., Any]:
+        """The class or function itself."""
+        return getattr(importlib.import_module(f".proposers.{self.module}", __package__), self.make)
+
+
+UNTRAINED = {
+    "none": Kind("plain", "PlainDecoding"),
+    "ngram": Kind("ngram", "NgramLookup", own=("length", "longest", "shortest")),
+    "suffix": Kind("suffix", "SuffixLookup", own=("length", "shortest")),
+    "lookahead": Kind("lookahead", "Lookahead", own=("window", "ngram", "candidates")),
+    "early-exit": Kind("early_exit", "EarlyExit", ("length", "width", "nodes"), ("layers",)),
+}
+"""Drafters that need no training, by the name that a user gives."""
+
+TRAINED = {
+    "medusa": Kind("medusa", "make_proposer", ("nodes", "score_temperature", "shape"), ("tree",)),
+    "eagle": Kind(
+        "eagle", "make_proposer", ("length", "width", "nodes", "score_temperature", "shape")
+    ),
+    "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",)),
+    "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",)),
+    "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",)),
+}
+"""Trained drafters, by the method that their artifact names."""
+
+MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS)
+"""Any small model of the target's tokenizer, in a Hugging Face folder."""
+
+SPELLING = (
+    f"a drafter's folder, a small model's folder, or one of {', '.join(UNTRAINED)}; settings "
+    "follow a colon: ngram:length=8"
+)
+
+NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = (
+    (int, r"-?[0-9]+"),
+    (float, r"-?[0-9]*\.[0-9]+"),
+)
+
+FORMER_SETTINGS = {"heat": "score_temperature"}
+"""Settings that have another name now; the old one is accepted."""
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Split `name[:key=value,...]` into name and settings. Raises `UserError` for a malformed
+    setting."""
+    name, colon, rest = spec.rpartition(":")
+    if not colon or "=" not in rest or "/" in rest:
+        return spec, {}
+    settings: dict[str, Any] = {}
+    for item in rest.split(","):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"drafter {spec!r}: {item!r} is not key=value")
+        key = key.strip().replace("-", "_")
+        key = FORMER_SETTINGS.get(key, key)
+        if key in settings:
+            raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
+        settings[key] = _number_or_text(value.strip())
+    return name, settings
+
+
+def _number_or_text(value: str) -> Any:
+    for kind, form in NUMBERS:
+        if re.fullmatch(form, value):
+            return kind(value)
+    return value
+
+
+def former_settings(spec: str) -> list[str]:
+    """Return a notice for each setting of `spec` that is given by a former name."""
+    keys = [item.partition("=")[0].strip() for item in spec.rpartition(":")[2].split(",")]
+    return [
+        f"the drafter setting {key} is called {FORMER_SETTINGS[key]} now; the old name still works"
+        for key in keys
+        if key in FORMER_SETTINGS
+    ]
+
+
+def without_tree(spec: str | Path) -> str:
+    """Return `spec` with only the settings that are not about its tree:
+    `ngram:longest=5,length=9` -> `ngram:longest=5`."""
+    name, settings = parse_spec(str(spec))
+    about_tree = (*TREE_SETTINGS, "tree", "cost")
+    rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
+    return f"{name}:{rest}" if rest else name
+
+
+def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
+    """Return name and settings of `spec`, whose name must be a drafter's as far as one can see
+    without a target. Raises `UserError`."""
+    name, settings = parse_spec(str(spec))
+    if name not in UNTRAINED and not Path(name).is_dir():
+        near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
+        meant = f"did you mean {near[0]}? Give" if near else "give"
+        raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
+    return name, settings
+
+
+def load_proposer(
+    spec: str | Path,
+    target: Target,
+    warn: Callable[[str], None],
+    tuned: dict[str, Any] | None = None,
+) -> Proposer:
+    """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`; with the
+    tree settings `tuned` in place of its own. Raises `UserError`."""
+    for notice in former_settings(str(spec)):
+        warn(notice)
+    name, settings = check_spec(spec if tuned is None else without_tree(spec))
+    settings |= tuned or {}
+    if name in UNTRAINED:
+        kind = UNTRAINED[name]
+        given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
+    elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
+        artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
+        place(artifact.drafter, target.device, target.dtype)
+        kind, given = TRAINED[artifact.method], (artifact,)
+    else:
+        kind, given = MODEL_FOLDER, (name, target)
+    proposer = kind.maker(*given, **kind.split(name, settings))
+    if tuned is not None:
+        proposer.name += ":tuned"
+    elif settings:
+        proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
+    return proposer
+
+
+def proposer_of(artifact: Artifact, **settings: Any) -> Any:
+    """Return a loaded drafter at work with these settings. Raises `UserError`."""
+    kind = TRAINED[artifact.method]
+    return kind.maker(artifact, **kind.split(artifact.method, settings))
+
+
+def weight_bytes(proposer: Proposer, target: Target) -> int:
+    """Return the bytes of a drafter's own weights; those of the target, which some drafters use,
+    are not counted."""
+    of_target = {id(parameter) for parameter in target.model.parameters()}
+    own = {id(p): p for attribute in vars(proposer).values() for p in _weights(attribute)}
+    return sum(p.numel() * p.element_size() for key, p in own.items() if key not in of_target)
+
+
+def _weights(attribute: Any) -> Iterable[Tensor]:
+    if isinstance(attribute, Target):  # a draft model runs behind a target's interface
+        return attribute.model.parameters()
+    return attribute.parameters() if isinstance(attribute, nn.Module) else ()

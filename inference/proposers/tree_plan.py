@@ -1,0 +1,163 @@
+"""Plans of draft trees: chains, trees that follow the drafter's confidence, trees of fixed shape.
+
+Shapes: B batch, N tree nodes with the root, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ...heads.errors import UserError
+from ..sampling import Draws
+from ..tree import DraftTree, TreeShape
+from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from .growth import (
+    Continue,
+    Slots,
+    grow,
+    grow_chain,
+    grow_dynamic,
+    grow_fixed,
+    shape_of_ranks,
+)
+
+# How often the child drawn first, second, .. is the accepted one, where fixed shapes have to be
+# chosen before anything is known: measured on the quickstart target at T = 0.7 and 1
+# (EXPERIMENTS.md, "Which kind of draft"). Any values are lossless.
+SAMPLED_ACCEPTANCE = (0.67, 0.115, 0.045, 0.035, 0.015, 0.012, 0.01, 0.01)
+
+
+class Planner(Protocol):
+    """Plan that a drafter follows when it drafts: `TreePlan`, or one that measures."""
+
+    length: int
+    """Levels at most."""
+    width: int
+    """Children of a node at most; 1 is a chain."""
+    nodes: int
+    """Drafted nodes at most."""
+    expanded: int
+    """Nodes that the drafter itself runs in a round at most, the root included."""
+    threshold: float
+    """Above 0: chains end early."""
+
+    def draft(
+        self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
+    ) -> tuple[DraftTree, Tensor]:
+        """Draft a tree below `root` `[B]`, whose logits are `first` `[B, V]`; `go_on` gives those
+        after any node. Return the tree, and the place of each of its nodes `[B, N]` among those
+        that `go_on` has run (see `grow_dynamic`); empty for a chain, where node d is the d-th."""
+        ...
+
+
+class TreePlan:
+    """Plan from `TreeSettings` with a length and a width: a chain, or a tree.
+
+    `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is
+    surest (EAGLE-2, arXiv 2406.16858), except under a rule that compares distributions, which needs
+    its shape fixed beforehand: there it is the shape of greatest expected acceptance. `shape` fixes
+    the tree for every rule, whatever the drafter is sure of.
+    """
+
+    def __init__(self, settings: TreeSettings, give_all: bool = False) -> None:
+        """`give_all`: give all candidate nodes of a slot-wise tree instead of the best ones, so
+        that smaller trees can be cut from them (`tune`). Raises `UserError`."""
+        length, width, nodes = settings.length, settings.width, settings.nodes
+        self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
+        if self.fixed is not None:
+            length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
+            nodes = len(self.fixed) if width > 1 else None
+        self.length, self.width = positive("length", length), positive("width", width)
+        self.threshold = _checked_threshold(settings.threshold, self.width)
+        self.score_temperature = float(settings.score_temperature)
+        self.give_all = give_all
+        self.nodes = self._node_count(nodes)
+        self.expanded = 1 + self.width * (self.length - 1)
+        if self.width == 1:
+            self.shape = TreeShape.chain(self.length)
+        else:
+            acceptance = [SAMPLED_ACCEPTANCE[: self.width]] * self.length
+            self.shape = shape_of_ranks(self.fixed or grow(acceptance, self.nodes))
+
+    def _node_count(self, nodes: int | None) -> int:
+        """Return the number of drafted nodes; 4 per level if `nodes` is None."""
+        length, width = self.length, self.width
+        if self.fixed is not None:
+            return len(self.fixed)
+        if width == 1:
+            if nodes is not None:
+                raise UserError("nodes is about trees; give width above 1 too")
+            return length
+        if nodes is not None and positive("nodes", nodes) < length:
+            raise UserError(
+                f"a tree of {length} levels needs at least as many nodes, not {nodes}; give more "
+                "nodes or a smaller length"
+            )
+        # A dynamic tree has `width` candidates below the root, and `width` below each of the
+        # `width` nodes that it expands on every further level.
+        candidates = width + (length - 1) * width * width
+        return min(nodes if nodes is not None else 4 * length, candidates)
+
+    def draft(
+        self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
+    ) -> tuple[DraftTree, Tensor]:
+        """Draft as `Planner.draft` says."""
+        no_places = first.new_zeros(0)
+        if self.width == 1:
+            chain = grow_chain(first, root, draws, go_on, self.length, self.threshold)
+            return chain, no_places
+        if self.fixed is not None or draws.sampling.compares_distributions:
+            return grow_fixed(first, root, draws, go_on, self.shape)
+        if isinstance(go_on, Slots):  # a block's drafts do not depend on each other
+            tree = go_on.tree(
+                root, draws, self.width, self.nodes, self.score_temperature, self.give_all
+            )
+            return tree, no_places
+        return grow_dynamic(
+            first, root, draws, go_on, self.length, self.width, self.nodes, self.score_temperature
+        )
+
+
+def _checked_threshold(threshold: Any, width: int) -> float:
+    """Return a chain's threshold as a float. Raises `UserError`."""
+    known = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not known or not 0 <= threshold < 1:
+        raise UserError(
+            f"threshold must be a probability between 0 (never stop early) and 1, not {threshold!r}"
+        )
+    if threshold and width > 1:
+        raise UserError("threshold is about chains; leave out width, or the threshold")
+    return float(threshold)
+
+
+def ranks_of(shape: Any) -> list[Ranks]:
+    """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
+    Raises `UserError` where siblings have gaps."""
+    try:
+        nodes = {tuple(map(int, node)) for node in shape}
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}"
+        ) from error
+    ranks = sorted(nodes, key=lambda node: (len(node), node))
+    for node in ranks:
+        if not node or min(node) < 0 or (node[-1] and (*node[:-1], node[-1] - 1) not in nodes):
+            raise UserError(f"shape: node {list(node)} needs all its better siblings in the tree")
+    if not ranks:
+        raise UserError("shape must hold at least one node")
+    return ranks
+
+
+class Planned:
+    """A proposer whose drafting follows a plan."""
+
+    plan: Planner
+    max_drafted: int
+    longest: int = MOST
+    """Levels that the drafter has at most."""
+
+    def replan(self, plan: Planner) -> None:
+        """Draft by another plan from the next batch on."""
+        self.plan, self.max_drafted = plan, plan.nodes

@@ -1,0 +1,63 @@
+"""Settings of draft trees: how far and how wide a drafter drafts, whatever drafter it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ..heads.errors import UserError
+
+MOST = 1024  # drafted nodes of a round, and any size that drafted nodes are made of
+
+Ranks = tuple[int, ...]
+"""A node of a tree by the ranks on its path: (0, 2) is the third best child of the best child."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSettings:
+    """Size and form of the draft tree. None leaves a setting to the drafter, which takes what its
+    calibration or its own default says."""
+
+    length: int | None = None
+    """Levels of the tree; drafts of a chain."""
+    width: int | None = None
+    """Children of a node at most; 1 makes a chain."""
+    nodes: int | None = None
+    """Drafted nodes of a tree, without the root."""
+    threshold: float | str = 0.0
+    """Above 0: a chain ends once its drafts are less likely than this, all together (see
+    `growth.grow_chain`); "auto" takes the calibrated value of a trained draft model."""
+    score_temperature: float = 1.0
+    """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
+    shape: Sequence[Ranks] | None = None
+    """Rank tuples as in `growth.shape_of_ranks`, which fix the tree for every rule and text."""
+
+    def __post_init__(self) -> None:
+        temperature = self.score_temperature
+        if (
+            isinstance(temperature, bool)
+            or not isinstance(temperature, int | float)
+            or not 0 < temperature < float("inf")
+        ):
+            raise UserError(f"score_temperature must be above 0, not {temperature!r}")
+
+    def or_else(self, **defaults: Any) -> TreeSettings:
+        """Return these settings with `defaults` for those that are None."""
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+TREE_SETTINGS = tuple(field.name for field in fields(TreeSettings))
+
+
+def positive(name: str, value: Any, least: int = 1) -> int:
+    """Return `value`, a setting that must be a whole number between `least` and `MOST`. Raises
+    `UserError`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if value > MOST:
+        raise UserError(
+            f"{name} can be {MOST} at most, not {value}: every drafted token is verified"
+        )
+    return value

@@ -17,7 +17,7 @@ from draftsmith.inference.api import Reply
 from draftsmith.inference.detokenize import StreamedText
 
 QUICKSTART = Path("scripts/quickstart")
-PROMPT = "def __init__(self, name, value):"
+PROMPT = "def __eq__(self, other):"
 CHARACTER, LINE, LEFT, TOP = 8.43, 22, 24, 96  # pixels; a monospaced font of 14 px
 DRAFTED, OWN, TEXT, SOFT = "#bfe3c4", "#ffd9a8", "#1c2024", "#5c656f"
 

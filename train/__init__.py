@@ -1,2 +1,1 @@
-"""Training of drafters: configuration, data, the frozen target's features, objectives, the training
-loop, checkpoints, and the console commands."""
+"""Training of drafters, and the console commands."""

@@ -1,7 +1,7 @@
-"""Command lines: jsonargparse over dataclasses, with hyphens in every option and one clear line for
-every mistake.
+"""Command lines, read by jsonargparse into dataclasses.
 
-The fields of a dataclass become its options, and their docstrings become the help text.
+The fields of a dataclass become its options, with hyphens, and their docstrings become the help
+text. Every mistake is answered in one clear line.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def build_parser(config_class: Any, prog: str) -> Parser:
     """Return the parser of a dataclass with a class variable `example`, for the program `prog`."""
     # Docstrings under the fields are the help of the options.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    words = "".join(f"{word}... " for word in positional(config_class).values())
+    usage_words = "".join(f"{word}... " for word in positional(config_class).values())
     parser = Parser(
         prog=prog,
-        usage=f"%(prog)s {words}[--config FILE] [--option VALUE ...]",
+        usage=f"%(prog)s {usage_words}[--config FILE] [--option VALUE ...]",
         description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {config_class.example}",
         formatter_class=RawDescription,
         default_meta=False,
@@ -115,8 +115,10 @@ def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> N
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with up to three of the options `known` that are spelled like
-    `word`; an empty text if there are none."""
+    """Return `; did you mean ...?` with up to three of `known` that are spelled like `word`.
+
+    It is an empty text if there are none.
+    """
     # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
     for name in known:
@@ -130,8 +132,7 @@ def near(word: str, known: Iterable[str]) -> str:
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every field of a dataclass; those of nested dataclasses stand under their
-    dotted names."""
+    """Return the type of every field of a dataclass, those of nested ones by their dotted names."""
     types: dict[str, Any] = {}
     for name, kind in get_type_hints(config_class).items():
         types[prefix + name] = kind
@@ -141,8 +142,10 @@ def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:
 
 
 def positional(config_class: Any) -> dict[str, str]:
-    """Return the field, a list, that takes values given without an option's name, and its word in
-    the usage line; empty if the dataclass has none."""
+    """Return the field that takes values without an option's name, and its word in the usage.
+
+    The field is a list. The result is empty if the dataclass has no such field.
+    """
     return {
         option.name: option.metadata["positional"]
         for option in fields(config_class)

@@ -127,8 +127,10 @@ class Optim:
 
 @dataclass
 class Evaluation:
-    """Decoding of held-out prompts during training. The measured tau, never a loss, decides which
-    checkpoint is the best."""
+    """Decoding of held-out prompts during training.
+
+    The measured tau, never a loss, decides which checkpoint is the best.
+    """
 
     every: int = 200
     """Number of steps between evaluations; there is always one at the end."""
@@ -169,8 +171,7 @@ class Checkpoints:
 
 @dataclass
 class FeatureOptions:
-    """Source of the target's features: the target in this process, unless a store or a server is
-    given."""
+    """Source of the target's features: a store, a server, or the target in this process."""
 
     store: str | None = None
     """Feature store that `draftsmith data extract` wrote for this run. The target itself is not

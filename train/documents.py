@@ -11,10 +11,10 @@ from ..heads.documents import Count, Document, FileFacts
 
 
 class TrainerState(Document, kw_only=True):
-    """`trainer.json` of a checkpoint: the facts that a resume needs besides weights, optimiser and
-    random number generators.
+    """`trainer.json` of a checkpoint: facts that a resume needs.
 
-    The position in the data is not among them: it is a function of the step.
+    Weights, optimiser and random number generators are stored beside it. The position in the data
+    is a function of the step.
     """
 
     what: ClassVar[str] = "the state of a training run"
@@ -55,8 +55,7 @@ class TrainerState(Document, kw_only=True):
 
 
 class Counts(Document):
-    """`counts.json` beside the token tables of a run: the data that they were made of, and the fate
-    of its rows."""
+    """`counts.json` beside the token tables of a run: the origin and the size of the tables."""
 
     what: ClassVar[str] = "the note of a run's tables of tokens"
 

@@ -64,8 +64,10 @@ def fail(message: str) -> NoReturn:
 
 
 def say_for_all_ranks(line: str) -> None:
-    """Print a last line on stderr: on the first rank at once, on another one only if the first has
-    not ended them all by then."""
+    """Print a last line on stderr.
+
+    The first rank prints at once, another one only if the first has not ended them all by then.
+    """
     if not is_main_rank():
         # While it waits, the launcher may end it in the ordinary way: training's own handler would
         # only note the wish to stop.
@@ -186,8 +188,7 @@ def _installed(name: str) -> bool:
 
 
 def _open_closed_streams() -> None:
-    """Replace standard streams that the caller has closed (`>&-`) by ones that read as empty and
-    discard what is written.
+    """Replace standard streams that the caller has closed (`>&-`) by the null device.
 
     Python sets a closed stream to None, which has no `isatty`; and the next file that is opened
     would get the number of the closed stream, so that output meant for it goes into that file.
@@ -309,8 +310,7 @@ def _watch(parent: int) -> None:
 
 
 class Stopped(Exception):
-    """Raised by a run that was asked to stop and has saved a checkpoint; `status`: its exit
-    status."""
+    """Exception of a run that was asked to stop and has saved a checkpoint."""
 
     def __init__(self, status: int) -> None:
         self.status = status

@@ -141,24 +141,26 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, fl
 
 
 def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
-    """Raise `UserError` where `run` asks for far more memory or work than makes sense on this
-    machine, or for larger checkpoints than the disk has room for.
+    """Raise `UserError` where `run` asks for far more than makes sense on this machine.
 
-    A run from a feature store is not looked at, since its target may not be on this machine; nor is
-    one that begins with a drafter, whose shape is that drafter's. `ranks`: how many there are.
+    Memory, work and the size of a checkpoint on the disk are looked at; `ranks`: how many there
+    are. A run from a feature store is not looked at, since its target may not be on this machine;
+    nor is one that begins with a drafter, whose shape is that drafter's.
     """
     if run.features.store is not None or run.init_from is not None:
         return
-    for part, name in COUNTS:
-        value = getattr(getattr(run, part, None), name, None)
+    for group, name in COUNTS:
+        value = getattr(getattr(run, group, None), name, None)
         if value is not None and value > run.data.max_length:
             raise UserError(
-                f"{part}.{name} is {value}, more than the {run.data.max_length} tokens of a row; "
+                f"{group}.{name} is {value}, more than the {run.data.max_length} tokens of a row; "
                 "lower it"
             )
     shape = shape_of(method, run)
     plan = plan_for(shape, PlanOptions(""), run)
-    sizes = [f"{part}.{name}" for part, name in COUNTS if hasattr(getattr(run, part, None), name)]
+    sizes = [
+        f"{group}.{name}" for group, name in COUNTS if hasattr(getattr(run, group, None), name)
+    ]
     lower = f"lower {', '.join(sizes) or 'the size of the student'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     checkpoint = plan["drafter_bytes"] * 3 / 4

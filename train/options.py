@@ -65,11 +65,10 @@ class PlanOptions:
 
 @dataclass
 class ExtractOptions:
-    """Store the target's features that the method of a training run reads, so that the run needs no
-    target.
+    """Store the target's features that a training run reads, so that it needs no target.
 
     With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE
-    --out STORE
+    --out STORE.
     """
 
     example: ClassVar[str] = (
@@ -154,8 +153,10 @@ class ServerOptions:
 
 @dataclass
 class RegenerateOptions:
-    """Let the target write the replies of a data set: prompts are kept, and everything that an
-    assistant said is replaced."""
+    """Let the target write the replies of a data set.
+
+    Prompts are kept, and everything that an assistant said is replaced.
+    """
 
     example: ClassVar[str] = (
         "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl "
@@ -193,8 +194,10 @@ LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 @dataclass
 class ExportOptions:
-    """Write a drafter in the layout that an engine loads, with the command that serves it and a
-    model card."""
+    """Write a drafter in the layout that a serving engine loads.
+
+    The command that serves it is printed, and a model card stands in the folder.
+    """
 
     example: ClassVar[str] = (
         "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine --report "
@@ -254,8 +257,10 @@ class ExportOptions:
 
 @dataclass
 class ImportOptions:
-    """Make a drafter of a public checkpoint, or of an export of draftsmith, for the target that it
-    was trained for."""
+    """Make a drafter of a public checkpoint, or of an export of draftsmith.
+
+    The target is the one that the drafter was trained for.
+    """
 
     example: ClassVar[str] = (
         "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B "
@@ -316,8 +321,10 @@ class GenerateOptions:
 
 @dataclass
 class DoctorOptions:
-    """Check this machine, and a target and a training config if given. The exit status is 2 if
-    something would not run."""
+    """Check this machine, and a target and a training config if given.
+
+    The exit status is 2 if something would not run.
+    """
 
     example: ClassVar[str] = (
         "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"

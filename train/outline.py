@@ -1,6 +1,4 @@
-"""Outline of a run from its configs alone: its drafter without weights, and the amount of work in
-training it.
-"""
+"""Outline of a run from its configs alone: a drafter without weights, and the work to train it."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class Outline:
 
 
 class ConfigOnly:
-    """Stand-in for a target that has only its config, under the attributes of a target that methods
-    read."""
+    """Config of a target, under the attributes of a target that methods read."""
 
     def __init__(self, config: Any) -> None:
         self.config = config.get_text_config()

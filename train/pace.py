@@ -23,8 +23,7 @@ and backward passes; optimiser: clipping, and the change of the weights."""
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the FLOP/s in bf16 on this GPU's data sheet; None for one that is not listed, and for
-    a CPU."""
+    """Return the FLOP/s in bf16 on this GPU's data sheet; None for others, and for a CPU."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

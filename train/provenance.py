@@ -23,8 +23,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of Python and of each of `PACKAGES`; None for one that is
-    absent."""
+    """Return the versions of Python and of each of `PACKAGES`; None for one that is absent."""
     installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Layouts that engines read: draftsmith's as it is (native), speculators' and SGLang's, made from an
+"""Layouts that engines read: native (draftsmith's own), speculators' and SGLang's, made from an
 artifact's own `config.json` and tensors.
 
 See docs/checkpoint-formats.md#what-each-engine-reads.

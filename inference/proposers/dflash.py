@@ -98,7 +98,7 @@ class DFlashProposer(Planned):
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
         """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, from the drafts
         before it alone: that every acceptance rule stays lossless where chains are cut rests on it
-        (verification-and-trees 1, non-anticipation). Of the first one it is sure; of a later one as
+        (docs/verification.md#non-anticipation). Of the first one it is sure; of a later one as
         its distribution was of the draft before."""
         probs = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
         said = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]

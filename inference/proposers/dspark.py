@@ -2,8 +2,8 @@
 long as it is confident.
 
 How sure the drafter is of a draft is known before the draft is chosen, so what is cut depends on
-earlier drafts alone, and every acceptance rule stays lossless (verification-and-trees 1,
-non-anticipation).
+earlier drafts alone, and every acceptance rule stays lossless
+(docs/verification.md#non-anticipation).
 
 Shapes: B batch, D drafts, M nodes of a level, H hidden size, V vocabulary, S text positions.
 """

@@ -47,7 +47,7 @@ def random_case(
 
 
 def naive(name: str, z: torch.Tensor, log_p: torch.Tensor, label: int) -> Any:
-    """One row, token by token, straight from the formulas of reference/objectives.md section 2."""
+    """One row, token by token, straight from the formulas of docs/objectives.md#divergences."""
     q = [torch.exp(z[v]) / sum(torch.exp(x) for x in z) for v in range(len(z))]
     p = [torch.exp(x) for x in log_p]
     whole = [x / sum(p) for x in p]

@@ -201,7 +201,7 @@ def test_a_ragged_batch_drafts_what_each_row_drafts_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str) -> None:
-    """Pitfall 58: nothing of a block stays, and what was accepted has come again with the target's
+    """Nothing of a block stays, and what was accepted has come again with the target's
     features."""
     target = tiny_target(seed=5, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)

@@ -150,7 +150,7 @@ def compare(
     ):
         for root, logits in here.items():
             for k in range(min(steps, len(ids) - 1 - root)):
-                # Row t of the table in drafter-recipes 0.3 is the root's position less one.
+                # Row t of docs/objectives.md#index-tables is the root's position less one.
                 one, other = there[k][root - 1], logits[k]
                 assert torch.equal(one.isinf(), other.isinf()), "the same tokens can be drafted"
                 one, other = one[~one.isinf()], other[~other.isinf()]

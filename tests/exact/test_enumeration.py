@@ -2,8 +2,8 @@
 enumerated, on the functions that the loop calls.
 
 The joint distribution of three tokens (those that the round emits, completed by the target itself)
-must equal the target's. Every mistake of verification-and-trees 6.2 is planted the same way, and
-must be seen.
+must equal the target's. Every mistake of docs/verification.md#planted-mistakes is planted the same
+way, and must be seen.
 """
 
 from __future__ import annotations
@@ -338,8 +338,8 @@ def test_traversal_accepts_more_than_recursive_rejection() -> None:
         )
 
 
-# The mistakes of verification-and-trees 6.2. Each gives the joint distribution that a wrong program
-# would have.
+# The mistakes of docs/verification.md#planted-mistakes. Each gives the joint distribution that a
+# wrong program would have.
 
 
 def deterministic_children_by_ratio(models: ToyModels) -> tuple[Tensor, float]:

@@ -1,5 +1,4 @@
-"""`draftsmith` command line: finds the command that was named, reads its options, and runs its
-module.
+"""`draftsmith` command line: reads the options of the command that was named, and runs it.
 
 The module of a command is imported only when it runs.
 """
@@ -89,8 +88,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _main(argv: list[str]) -> None:
-    """Run one command, or print a usage text. Exits with status 2 for an unknown command or
-    option."""
+    """Run one command, or print a usage text.
+
+    Exits with status 2 for an unknown command or option.
+    """
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
         return

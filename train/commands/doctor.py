@@ -138,10 +138,10 @@ def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetCon
 
 
 def check_target(config: TargetConfig) -> Iterator[Finding]:
-    """Yield the findings about a target: its weights and memory, its head, packed documents, its
-    end token and its chat template.
+    """Yield the findings about a target.
 
-    Later checks are left out once the target cannot be loaded.
+    They are about its memory, weights, head, packed documents, end token and chat template. If the
+    target cannot be loaded, the others are left out.
     """
     try:
         fits = check_memory(config)
@@ -211,8 +211,7 @@ def check_memory(config: TargetConfig) -> Finding | None:
 
 
 def check_template(target: Target) -> Finding:
-    """Return the finding about the chat template: the text of a probe that training would learn
-    from."""
+    """Return the finding about the chat template: what training would learn from a probe."""
     if not target.tokenizer.chat_template:
         return Finding("chat template", "warning", "none; only plain text can be learned from")
     probe = Conversation(

@@ -81,13 +81,13 @@ def drafts_for(artifact: Artifact, asked: int | None) -> int:
     """
     drafter = artifact.drafter
     if artifact.method == "medusa":
-        most, what = drafter.config.num_heads, "heads that there are"
+        most, unit = drafter.config.num_heads, "heads that there are"
     elif artifact.method in BLOCKS:
-        most, what = drafter.drafts, "drafts of a block"
+        most, unit = drafter.drafts, "drafts of a block"
     else:
         return asked or DRAFTS
     if asked is not None and asked > most:
-        raise UserError(f"--drafts {asked} is more than the {most} {what}")
+        raise UserError(f"--drafts {asked} is more than the {most} {unit}")
     return asked or most
 
 
@@ -177,24 +177,24 @@ def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch
 
 
 def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
-    """Return the figures that the report at `path` has of this very drafter, one for each setting
-    and tree.
+    """Return the figures that the report at `path` has of this very drafter.
 
-    Raises `UserError` if the report is about other drafters.
+    There are figures for each setting of the report and each tree of the drafter. Raises
+    `UserError` if the report is about other drafters.
     """
     report = load_measured(path)
-    # A drafter is known by its weights: names and folders change.
+    # A drafter is recognised by its weights: names and folders change.
     weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
-    known: dict[str, Any] = report.get("drafters", {})
-    names = {name for name, facts in known.items() if facts.get("sha256") == weights_hash}
+    listed: dict[str, Any] = report.get("drafters", {})
+    names = {name for name, facts in listed.items() if facts.get("sha256") == weights_hash}
     if not names:
-        with_weights = [name for name, facts in known.items() if facts.get("sha256")]
+        with_weights = [name for name, facts in listed.items() if facts.get("sha256")]
         measured = ", ".join(with_weights) or "none with weights"
         raise UserError(
             f"{path} is not about {drafter}: the drafters that it measured ({measured}) have "
             "other weights"
         )
-    specs = {facts["spec"] for name, facts in known.items() if name in names}
+    specs = {facts["spec"] for name, facts in listed.items() if name in names}
     prompts = report["prompt_set"]
     source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
     rows = []

@@ -1,11 +1,13 @@
-"""`draftsmith import`: reads a public Medusa, EAGLE, DFlash or DSpark checkpoint, or an export that
-draftsmith wrote, and writes a drafter.
+"""`draftsmith import`: makes a drafter of a public checkpoint, or of an export of draftsmith.
+
+Public checkpoints are those of Medusa, EAGLE, DFlash and DSpark.
 """
 
 from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -50,19 +52,19 @@ def run(options: Options) -> None:
         options.target_embedding,
     )
     # Exports and drafters of draftsmith have this file; checkpoints of other projects have not.
-    own = None
+    own_file = None
     if (folder / OWN_FILE).is_file():
         remedy = "copy or export the drafter again"
-        own, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
-    if own is not None and own.export is None:
+        own_file, _ = read_document(folder / OWN_FILE, OwnFile, remedy)
+    if own_file is not None and own_file.export is None:
         raise UserError(f"{folder} is a drafter of draftsmith already; use it as it is")
-    if own is not None and own.method == "draft_model":
+    if own_file is not None and own_file.method == "draft_model":
         raise UserError(f"{folder} is an ordinary model; give it to --drafter as it is")
     target = embedding_and_head_in(options.target, torch.device("cpu"), "auto")
-    if own is None:
+    if own_file is None:
         public, artifact = foreign(folder, target, answers)
     else:
-        public, artifact = exported(folder, target, answers, own)
+        public, artifact = exported(folder, target, answers, own_file)
     artifact.save(options.out, public.dtype)
     for note in public.notes:
         print(f"taken for granted: {note}")

@@ -1,5 +1,4 @@
-"""Candidates of `draftsmith tune`: the chains and trees that a drafter could draft, and the drafts
-that each of them would have accepted at every root of known texts.
+"""Candidates of `draftsmith tune`: chains and trees, and what each would accept on known texts.
 
 There are three kinds: chains; fixed shapes, which are the best of their size by the measured
 acceptance of each depth and rank (`growth.grow`, which finds the same trees as Sequoia's dynamic
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -130,8 +130,7 @@ def _planned(
     sampling: Sampling,
     tick: Callable[[str], None],
 ) -> tuple[list[Candidate], dict[str, Any]]:
-    """Return `candidates` of a drafter that follows a `TreePlan`: EAGLE, a block drafter, a draft
-    model."""
+    """Return `candidates` of a drafter that follows a `TreePlan`, such as EAGLE."""
     default_plan: TreePlan = proposer.plan
 
     def make(**setting: Any) -> Callable[[], Proposer]:
@@ -205,8 +204,8 @@ def _chains_and_shapes(
 
 
 def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) -> list[Candidate]:
-    """Return the dynamic trees of all sizes, at each width with the score temperature `fitted`, and
-    at the width and score temperature of `default_plan`."""
+    """Return the dynamic trees of all sizes, at each width and the score temperature `fitted`."""
+    # And at those of the default tree, which has to be one of the candidates.
     kinds = {(width, fitted) for width in WIDTHS}
     if default_plan.width > 1:
         kinds.add((default_plan.width, default_plan.score_temperature))
@@ -232,10 +231,9 @@ def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) 
 
 
 def fitted_score_temperature(pool_at: Callable[[float], Pool]) -> tuple[float, dict[str, int]]:
-    """Return the score temperature at which a tree of medium size accepts most drafts, and the
-    number of accepted drafts at each score temperature.
+    """Return the best score temperature, and the number of accepted drafts at each of them.
 
-    One value is used for trees of all sizes. See docs/verification.md#score-temperature.
+    A tree of medium size is counted (docs/verification.md#score-temperature).
     """
     accepted = {}
     for score_temperature in SCORE_TEMPERATURES:
@@ -319,12 +317,9 @@ def _heads(
 
     def best_first(nodes: int, score_temperature: float) -> Candidate:
         setting = {"tree": "best-first", "nodes": nodes, "score_temperature": score_temperature}
-
-        def ready():
-            return proposer.with_tree(nodes, score_temperature)
-
         accepted = cut(pool_at(score_temperature), depths, nodes)
-        return Candidate("dynamic", setting, ready, accepted, nodes, ())
+        make = partial(proposer.with_tree, nodes, score_temperature)
+        return Candidate("dynamic", setting, make, accepted, nodes, ())
 
     ways += [best_first(nodes, score_temperature) for nodes in BUDGETS]
     if proposer.ranks:
@@ -341,17 +336,19 @@ def _heads(
 def _head_ranks(
     target: Target, proposer: MedusaProposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> list[list[list[int]]]:
-    """Return the rank of each true next token among its head's tokens, for each text and root;
-    `BEST` where it is not among the first `BEST`."""
+    """Return the ranks of the true next tokens, each among its own head's, for each text and root.
+
+    It is `BEST` where the token is not among the first `BEST`.
+    """
     depths = proposer.heads
     # A head's tokens do not depend on the parent, so a comb shows all of them at once: a spine of
     # best tokens, with the `BEST` first ranks of every head as children. Nodes stand in the order
     # of their depth, then rank.
     comb = [(0,) * depth + (rank,) for depth in range(depths) for rank in range(BEST)]
     ranks: list[list[list[int]]] = [[] for _ in texts]
-    for rows, tree, coming in replay_roots(target, proposer.with_tree(comb), texts, sampling):
+    for rows, tree, true_tokens in replay_roots(target, proposer.with_tree(comb), texts, sampling):
         tokens = tree.tokens[:, 1:].view(len(rows), depths, BEST)
-        hit = tokens == coming[:, :depths, None]
+        hit = tokens == true_tokens[:, :depths, None]
         rank_of_true = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
         for row, values in zip(rows, rank_of_true.tolist(), strict=True):
             ranks[row].append(values)
@@ -386,9 +383,9 @@ def _lookups(
     # noted as 1, which is all that `runs` has to know.
     ranks: list[list[list[int]]] = [[] for _ in texts]
     found_counts: list[list[int]] = [[] for _ in texts]
-    for rows, tree, coming in replay_roots(target, longest, texts, sampling):
+    for rows, tree, true_tokens in replay_roots(target, longest, texts, sampling):
         drafts = tree.tokens[:, 1:]
-        wrong = (drafts != coming).long()
+        wrong = (drafts != true_tokens).long()
         for row, values, tokens in zip(rows, wrong.tolist(), drafts.tolist(), strict=True):
             ranks[row].append(values)
             # Missing drafts are `NO_NODE`, which is negative.
@@ -416,8 +413,7 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
 def _ranks(
     target: Target, proposer: Any, texts: Sequence[KnownText], sampling: Sampling, path: KnownPath
 ) -> list[list[list[int]]]:
-    """Return the ranks of the true next tokens, each given those before it: a list of them for each
-    text and root."""
+    """Return the ranks of the true next tokens, given those before them, for each text and root."""
     proposer.replan(path)
     ranks_of_texts: list[list[list[int]]] = [[] for _ in texts]
     for rows, _, _ in replay_roots(target, proposer, texts, sampling):
@@ -429,20 +425,18 @@ def _ranks(
 def _needs(
     target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> Pool:
-    """Return the nodes needed to each depth (`nodes_needed`), for each text, root and number of
-    levels."""
+    """Return the pool of what `proposer` drafts: `nodes_needed` at each root."""
     pool: Pool = [[] for _ in texts]
-    for rows, tree, coming in replay_roots(target, proposer, texts, sampling):
+    for rows, tree, true_tokens in replay_roots(target, proposer, texts, sampling):
         # One [rows][depths] table for each number of levels.
-        tables = [table.tolist() for table in nodes_needed(tree, coming)]
+        tables = [table.tolist() for table in nodes_needed(tree, true_tokens)]
         for index, row in enumerate(rows):
             pool[row].append([table[index] for table in tables])
     return pool
 
 
 def cut(pool: Pool, levels: int, nodes: int) -> Counts:
-    """Return the accepted drafts of the tree of the best `nodes` candidate nodes in at most
-    `levels` levels."""
+    """Return the accepted drafts of trees of the best `nodes` nodes in at most `levels` levels."""
     # The needed number rises with depth, so the depths that fit are the first ones.
     return [
         [sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text]
@@ -451,8 +445,7 @@ def cut(pool: Pool, levels: int, nodes: int) -> Counts:
 
 
 def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
-    """Return the accepted drafts of a chain of best tokens: the leading zeros of each root's ranks,
-    `length` at most."""
+    """Return the accepted drafts of chains: each root's leading zero ranks, `length` at most."""
     return [
         [sum(1 for _ in takewhile(lambda rank: rank == 0, root[:length])) for root in text]
         for text in ranks
@@ -460,8 +453,10 @@ def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
 
 
 def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
-    """Return the accepted drafts of a fixed shape: the length of the longest beginning of each
-    root's ranks that is a node of it."""
+    """Return the accepted drafts of a fixed shape.
+
+    They are as many as the longest beginning of a root's ranks that is a node of the shape.
+    """
     nodes = set(shape)
 
     def depth(root: Sequence[int]) -> int:

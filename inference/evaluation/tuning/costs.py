@@ -1,8 +1,8 @@
-"""Costs of a round on this machine: verification by batch, nodes and context, and everything else
-by the shape of what is drafted; and the tokens per second that they predict for a candidate.
+"""Costs of a round on this machine, and the tokens per second that they predict for a candidate.
 
-Costs are measured in the decode loop itself, where caches are as cold and the host is as busy as in
-real decoding.
+Verification is timed by batch, nodes and context; everything else is fitted to the shape of what is
+drafted. Both are measured in the decode loop itself, where caches are as cold and the host is as
+busy as in real decoding.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefi
 
 
 class Filler:
-    """Proposer whose drafts are never right and cost nothing to make, with another tree size each
-    round.
+    """Proposer whose drafts are never right and cost nothing to make.
 
-    Its rounds show what verification takes, and each of them emits exactly one token.
+    Each round has a tree of another size. The rounds show what verification takes, and each of them
+    emits exactly one token.
     """
 
     name = "filler"
@@ -101,15 +101,14 @@ def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
 
 
 def between(points: dict[Any, float], at: float) -> float:
-    """Return the linear interpolation through `points` at `at`; outside of them, the nearest
-    one."""
-    known = sorted(points)
-    if at <= known[0]:
-        return points[known[0]]
-    for low, high in pairwise(known):
+    """Return the linear interpolation of `points` at `at`; outside of them, the nearest value."""
+    measured = sorted(points)
+    if at <= measured[0]:
+        return points[measured[0]]
+    for low, high in pairwise(measured):
         if at <= high:
             return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
-    return points[known[-1]]
+    return points[measured[-1]]
 
 
 def verification(
@@ -262,8 +261,10 @@ PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
 
 
 def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return some candidates of each kind, from small to large, on which the costs of all others
-    are fitted: up to four of each kind and, for dynamic trees, of each width."""
+    """Return the candidates that are timed, from small to large, to fit the costs of all others.
+
+    They are up to four of each kind and, for dynamic trees, of each width.
+    """
     probes: list[Candidate] = []
     for kind in ("chain", "fixed", "dynamic"):
         groups: dict[int, list[Candidate]] = {}
@@ -397,7 +398,7 @@ def predicted(
     where there is no round.
     """
     rounds = [_rounds(candidate, text, index) for index, text in enumerate(texts)]
-    seconds, known = 0.0, {}
+    seconds, prices = 0.0, {}
     for start in range(0, len(texts), batch):
         together = rounds[start : start + batch]
         for number in range(max(map(len, together))):
@@ -407,9 +408,9 @@ def predicted(
             context = sum(root for *_, root in running) / len(running)
             # The price changes slowly with the context: rounds of 32 positions share one.
             key = (len(running), nodes, context // 32)
-            if key not in known:
-                known[key] = _round_seconds(candidate, *key, verify, costs)
-            seconds += known[key]
+            if key not in prices:
+                prices[key] = _round_seconds(candidate, *key, verify, costs)
+            seconds += prices[key]
     tokens = sum(emitted for row in rounds for emitted, *_ in row)
     count = sum(map(len, rounds))
     return {
@@ -445,8 +446,7 @@ def _round_seconds(
     verify: VerifyCosts,
     costs: DraftCosts,
 ) -> float:
-    """Return the seconds of a round of `rows` requests, interpolated between the batch sizes that
-    were measured.
+    """Return the seconds of a round of `rows` requests, between the batch sizes measured.
 
     `bucket` is the context in units of 32 positions, rounded down; its middle is priced.
     """

@@ -1,5 +1,7 @@
-"""Profile that `draftsmith tune` writes and `evaluate` and `generate` read: the best settings of
-each drafter for one target on one machine."""
+"""Profile that `draftsmith tune` writes and `evaluate` and `generate` read.
+
+It holds the best settings of each drafter for one target on one machine.
+"""
 
 from __future__ import annotations
 

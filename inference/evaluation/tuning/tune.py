@@ -1,5 +1,4 @@
-"""`draftsmith tune`: the chain or tree of most tokens per second on this machine, for each drafter,
-temperature and batch size.
+"""`draftsmith tune`: finds the chain or tree of most tokens per second on this machine.
 
 Every candidate's tokens per second are predicted from known texts and timed rounds; then the best
 predictions are measured, and the fastest goes into the profile.
@@ -147,15 +146,15 @@ def _prompts(options: Options, target: Target, batches: Sequence[int]) -> list[P
 
 def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> None:
     """Log what will be tuned, and for how long; `parts` are the pairs of sampling and drafter."""
-    what = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
+    scope = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
     if options.budget:
         more = (
             "a larger --budget gives more prompts, timings and finalists, --budget 0 all that the "
             "options name"
         )
-        log.info("tuning %s: at most about %g minutes; %s", what, options.budget, more)
+        log.info("tuning %s: at most about %g minutes; %s", scope, options.budget, more)
     else:
-        log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", what)
+        log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", scope)
 
 
 def write(profile: dict[str, Any], options: Options) -> None:
@@ -301,12 +300,11 @@ class Bench:
     def _measured_row(
         self, search: _Search, batch: int, ranked: Sequence[Candidate], seconds: float
     ) -> dict[str, Any]:
-        """Measure the best of `ranked`, the default and plain decoding in about `seconds`, and
-        return a row of the profile.
+        """Measure the best of `ranked` in about `seconds`, and return a row of the profile.
 
-        Predictions are scaled by `pace`, plain decoding's measured speed over its predicted one:
-        machines speed up and slow down, and candidates are compared with plain decoding at the
-        moment at which the finalists were measured.
+        The default and plain decoding are measured beside them. Predictions are scaled by `pace`,
+        plain decoding's measured speed over its predicted one: machines speed up and slow down, and
+        candidates are compared with plain decoding at the moment of the measurement.
         """
         default = search.ways[0]
         promising = [search.plain, default, *ranked[: self.options.finalists]]
@@ -421,8 +419,7 @@ class Bench:
         setting: Setting,
         prompts: Sequence[Prompt],
     ) -> list[dict[str, float]]:
-        """Decode `prompts` with each of `chosen` in turns, and return tau, tokens per second and
-        speed-up of each."""
+        """Decode `prompts` with each of `chosen` in turns, and return the figures of each."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
         results = compare(self.target, ways, prompts, setting, progress_bar=False)
         summaries = measured(self.target, results, setting)["drafters"].values()
@@ -465,8 +462,7 @@ def show(profile: dict[str, Any], console: Console) -> None:
 
 
 def _table(name: str, row: dict[str, Any]) -> Table:
-    """Return the table of one row of the profile: plain decoding and the finalists of drafter
-    `name`."""
+    """Return the table of a row of the profile: plain decoding and the finalists of `name`."""
     title = (
         f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "
         f"{row['candidates']} chains and trees"

@@ -38,9 +38,9 @@ from transformers import AutoTokenizer
 from tests.inference.evaluation.test_simulate import run_cli
 from tests.train.data.test_regenerate import alone
 
-# The worked example of evaluation.md, chains of 3 of which 0, 2 and 3 are accepted, behind the
-# prefill's token and before a step without a draft: 1 + (1 + 3 + 4) + 1 tokens. (tokens of the
-# chunk, tokens drafted)
+# The worked example of docs/metrics.md#servers-counters: chains of 3 of which 0, 2 and 3 are
+# accepted, behind the prefill's token and before a step without a draft: 1 + (1 + 3 + 4) + 1
+# tokens. (tokens of the chunk, tokens drafted)
 STEPS = [(1, 0), (1, 3), (3, 3), (4, 3), (1, 0)]
 TOKENS = 10
 

@@ -96,7 +96,7 @@ def test_gradient_support_is_exactly_the_rows_with_weight(loss: str) -> None:
 
 
 def test_loss_is_the_sum_that_the_index_table_says() -> None:
-    """The objective against plain loops over (head, row) of drafter-recipes 0.3."""
+    """The objective against plain loops over (head, row) of docs/objectives.md#index-tables."""
     batch = batch_of((9, [(4, 9)]), (6, [(3, 6)]))
     last = features_of(batch)
     heads = MedusaHeads(MedusaConfig(3), TARGET.hidden_size, TARGET.vocab_size)

@@ -233,7 +233,7 @@ def test_a_block_sees_what_stands_before_its_anchor_and_itself_only(backend: Bac
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_feature_at_or_after_an_anchor_has_a_gradient(kind: str) -> None:
-    """Pitfall 9, with more anchors than S / b: the loss of one block at a time against every
+    """With more anchors than S / b: the loss of one block at a time against every
     position's features."""
     target = tiny_target(seed=3, dtype=torch.float64, num_hidden_layers=3)
     drafter = random_block(target, kind)

@@ -59,7 +59,7 @@ def pairs(batch: Batch, k: int) -> list[tuple[int, int]]:
 
 def test_rows_and_labels_of_the_worked_example() -> None:
     """Prompt 0..3, reply 4..8: step 0 learns labels 5..8 at rows 3..6, step 1 labels 6..8 at rows
-    3..5 (drafter-recipes 0.3)."""
+    3..5 (docs/objectives.md#index-tables)."""
     batch = batch_of((9, [(4, 9)]))
     assert [pairs(batch, k) for k in range(3)] == [
         [(3, 5), (4, 6), (5, 7), (6, 8)],

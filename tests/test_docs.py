@@ -1,0 +1,100 @@
+"""Documents: every reference resolves inside the repository, every block marked runnable runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PYTHON, ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")])
+LOGS = ("CHANGELOG.md", "EXPERIMENTS.md")  # their older entries name what was there at the time
+CODE = sorted(
+    file
+    for folder in ("heads", "inference", "distill", "train", "scripts", "tests", "configs")
+    for file in (ROOT / folder).rglob("*")
+    if file.suffix in (".py", ".sh", ".yaml", ".md") and ".path" not in file.parts
+)
+REFERENCE = re.compile(r"\bdocs/([\w-]+\.md)(?:#([\w-]+))?")
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+BLOCK = re.compile(r"^```(bash|python) runnable\n(.*?)^```", re.DOTALL | re.MULTILINE)
+COMMANDS = """
+set -euo pipefail
+draftsmith() { "$PYTHON" -c 'from draftsmith.train.commands.cli import main; main()' "$@"; }
+accelerate() { shift; "$PYTHON" -m accelerate.commands.launch "$@"; }
+python() { "$PYTHON" "$@"; }
+"""
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Return the anchors of a document's headings, as GitHub makes them."""
+    anchors: dict[str, int] = {}
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower().replace("`", "")
+        anchor = re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+        count = anchors.get(anchor, 0)
+        anchors[anchor] = count + 1
+        found.add(f"{anchor}-{count}" if count else anchor)
+    return found
+
+
+def missing(path: Path, anchor: str | None) -> str | None:
+    """Return what is wrong with a reference; None if it resolves."""
+    if not path.exists():
+        return f"there is no {path.relative_to(ROOT)}"
+    if anchor and path.suffix == ".md" and anchor not in anchors_of(path):
+        return f"{path.relative_to(ROOT)} has no heading #{anchor}"
+    return None
+
+
+def test_references_in_code_resolve() -> None:
+    wrong = []
+    for file in [*CODE, *DOCUMENTS]:
+        if file.name in LOGS:
+            continue
+        for name, anchor in REFERENCE.findall(file.read_text()):
+            if reason := missing(ROOT / "docs" / name, anchor):
+                wrong.append(f"{file.relative_to(ROOT)}: {reason}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_of_documents_resolve(document: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    wrong = []
+    for name, anchor in LINK.findall(text):
+        target = (document.parent / name).resolve() if name else document
+        if document.name not in LOGS and (reason := missing(target, anchor)):
+            wrong.append(reason)
+    assert not wrong, wrong
+
+
+def test_no_document_outside_of_the_repository_is_cited() -> None:
+    """Notes that the code once rested on, by their names."""
+    names = ("drafter-" + "recipes", "verification-and-" + "trees", "reference/" + "checkpoint")
+    cited = [f for f in [*CODE, *DOCUMENTS] if any(name in f.read_text() for name in names)]
+    assert not [file for file in cited if file.name not in LOGS]
+
+
+RUNNABLE = [file for file in DOCUMENTS if BLOCK.search(file.read_text())]
+
+
+@pytest.mark.parametrize("document", RUNNABLE, ids=lambda p: p.stem)
+def test_runnable_blocks_run(document: Path, tmp_path: Path) -> None:
+    """In the order of the document, from a folder that looks like the checkout's root."""
+    for name in ("scripts", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "runs" / "docs").mkdir(parents=True)
+    environment = {**os.environ, "PYTHON": PYTHON, "ACCELERATE_USE_CPU": "true"}
+    for language, block in BLOCK.findall(document.read_text()):
+        command = ["bash", "-c", COMMANDS + block] if language == "bash" else [PYTHON, "-c", block]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"

@@ -25,6 +25,7 @@ from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
 from .files import differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
+from .layout import dtype_name
 
 OWN_FILE = "draftsmith.json"
 # A module that is built from a damaged config fails in any of these ways.
@@ -90,7 +91,7 @@ class Artifact:
         return {
             "schema": SCHEMA,
             "method": self.method,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype_name(dtype),
             "taps": list(self.drafter.taps),
             "shape": self.drafter.facts(),
             "target": self.fingerprint.as_dict(),

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from .errors import UserError
+from .errors import UserError, first_line
 
 LEAST_FREE = 1 << 20  # bytes that have to be free before anything is written
 CHECKSUMS = "checksums.json"
@@ -351,7 +351,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise UserError(f"{path} is not YAML ({str(error).splitlines()[0]}); mend it") from error
+        raise UserError(f"{path} is not YAML ({first_line(error)}); mend it") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a table of keys; see configs/ for examples")
     return value

@@ -24,6 +24,11 @@ from .stored_tensors import header
 
 
 @torch.no_grad()
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module: bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a drafter to a device and cast its parameters; buffers keep their dtype.
 
@@ -82,7 +87,7 @@ class EngineLayout(ABC):
         }
         write_json(
             directory / "config.json",
-            self.serving_config(target_name, str(dtype).removeprefix("torch.")),
+            self.serving_config(target_name, dtype_name(dtype)),
         )
         save_file(tensors, directory / self.weights_file, metadata={"format": "pt"})
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import rich.console
+from rich import box
+from rich.table import Table
 from tqdm import tqdm
 
 # Without a terminal a line of progress is printed every LINE_S seconds. After DENSE_S seconds of
@@ -29,6 +31,16 @@ class Console(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def plain_table(title: str | None, **more: Any) -> Table:
+    """Return an empty table without frame or padding; `more` goes to rich's `Table`."""
+    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), **more)
+
+
+def warn(message: str) -> None:
+    """Print a warning on stderr."""
+    print(f"warning: {message}", file=sys.stderr)
 
 
 class Progress(tqdm):

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from ..heads.errors import UserError
+from ..heads.layout import dtype_name
 from ..heads.stored_tensors import header
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -77,7 +78,7 @@ def too_large(found: Footprint, dtype: torch.dtype, needed: int, there: int) -> 
             "give --target.dtype bfloat16, which needs "
             f"{gigabytes(found.loaded_bytes(torch.bfloat16))}"
         )
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     return f"{gigabytes(needed)} in {name}, of {gigabytes(there)} that there are; {remedy}"
 
 

@@ -11,6 +11,7 @@ Shapes: S text positions, D drafts, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,23 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
         emitted.append(min(accepted[root] + 1, end - 1 - root))
         root += accepted[root] + 1
     return emitted
+
+
+def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
+    """Return the rank `[..]` of each token `[..]` among the best tokens `[.., K]` of a draft, best
+    first; `missing` where it is not among them."""
+    hit = best == tokens[..., None]
+    return torch.where(hit.any(-1), hit.int().argmax(-1), missing)
+
+
+def accepted_in_chains(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `ranks` `[S, D]` are the text's own tokens among the drafts, 0 the best; the chain has
+    `calibration["length"]` drafts.
+    """
+    # A running product stops at the first wrong draft: 1 1 0 1 becomes 1 1 0 0, so 2.
+    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()
 
 
 def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:

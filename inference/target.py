@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead
-from ..heads.errors import UserError
+from ..heads.errors import UserError, first_line
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import clear_errors
 from ..heads.vocabulary import spread_ids
@@ -419,7 +419,7 @@ class Target:
             NotImplementedError,
             RuntimeError,
         ) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
         paths = [
             torch.cat([ids[:3], ids[3:][torch.tensor(shape.path_to(node))]])

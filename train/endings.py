@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ..heads.errors import UserError
+from ..heads.errors import UserError, first_line
 from ..heads.files import write_failure
 
 MAIN_SPEAKS_S = 5.0  # seconds that another rank waits for the first one to report the error
@@ -260,7 +260,7 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
     except RuntimeError as error:
         if not lost_peer(error):
             raise
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         print(
             f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted}",
             file=sys.stderr,

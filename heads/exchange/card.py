@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..artifact import Artifact
+from ..layout import dtype_name
 from .exports import CHAINS_ONLY, TITLES, Recipe, kind_of
 from .layouts import ExportRequest
 
@@ -96,10 +95,6 @@ def _others(recipe: Recipe, order: ExportRequest) -> str:
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
@@ -130,7 +125,7 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool)
             "loop, not in the engine.",
         ]
         if rounded:
-            lines.append(f"Measured before the weights were rounded to {_name(order.dtype)}.")
+            lines.append(f"Measured before the weights were rounded to {dtype_name(order.dtype)}.")
         # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:
@@ -157,7 +152,7 @@ def _facts(artifact: Artifact, order: ExportRequest) -> str:
     hashes = f"tokenizer {target.tokenizer_hash}, template {target.template_hash}"
     rows = [
         ("method", f"{NAMES[kind]} ({PAPERS[kind]})"),
-        ("parameters", f"{size:,}, stored as {_name(order.dtype)}"),
+        ("parameters", f"{size:,}, stored as {dtype_name(order.dtype)}"),
         ("target", f"`{target.name}`, {sizes}, vocabulary {target.vocab_size:,}"),
         ("target's weights", f"hash {target.weights_hash}; {hashes}"),
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..fingerprint import Fingerprint
-from ..layout import stored_as
+from ..layout import dtype_name, stored_as
 from .engine_names import EngineName
 
 BLOCKS = ("dflash", "dspark")
@@ -58,8 +58,7 @@ def files_for(
     `head` `[V, H]` is the target's output matrix, which one layout stores. Raises `UserError` if it
     is needed and not given.
     """
-    dtype_name = str(order.dtype).removeprefix("torch.")
-    config = drafter.serving_config(order.target, dtype_name)
+    config = drafter.serving_config(order.target, dtype_name(order.dtype))
     tensors = {
         key: tensor.detach().to("cpu", stored_as(tensor, order.dtype)).contiguous().clone()
         for key, tensor in drafter.serving_state().items()

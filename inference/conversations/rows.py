@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...heads.errors import UserError
+from ...heads.errors import UserError, first_line
 from ...heads.files import no_constant
 from ..settings import BadRows
 from .formats import Conversation, RowError
@@ -154,6 +154,4 @@ def prompt_ids(conversation: Conversation, tokenizer: Any, name: str) -> list[in
             **conversation.template_kwargs,
         )["input_ids"]
     except Exception as error:
-        raise RowError(
-            f"the chat template cannot render it: {str(error).splitlines()[0]}"
-        ) from error
+        raise RowError(f"the chat template cannot render it: {first_line(error)}") from error

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...heads.errors import UserError
+from ...heads.errors import UserError, first_line
 from .rows import read_json_rows
 
 
@@ -66,7 +66,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
         rows = datasets.Dataset.from_parquet(str(file))
         yield from ((f"{file.name}:{i}", row) for i, row in enumerate(rows, 1))
     except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
 def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
@@ -77,7 +77,7 @@ def _hub_rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
     try:
         rows = datasets.load_dataset(source, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"data source {source!r} is no local file, and the hub says: {reason}"
         ) from error

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
-from ..console import Console
+from ..console import Console, plain_table
 from ..documents import ReportFile
 from ..metrics import bootstrap, pooled, tau
 from .evaluate import BASELINES
@@ -257,13 +254,7 @@ def show(found: Sequence[dict[str, Any]], paths: Sequence[str], console: Console
 
     for setting in found:
         title = f"T = {setting['temperature']:g}, batch {setting['batch']}; before: {paths[0]}"
-        table = Table(
-            title=title,
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
+        table = plain_table(title, title_justify="left")
         table.add_column("category")
         for column in ("requests", "before", "after", "change", "95%"):
             table.add_column(column, justify="right", no_wrap=True)

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 import transformers
-from rich import box
 from rich.table import Table
 
 from ...heads.errors import UserError
 from ...heads.files import check_output, checksum, whole_directory, whole_file, write_json
 from ...heads.fingerprint import tokenizer_hash
-from ..console import Console
+from ...heads.layout import dtype_name
+from ..console import Console, plain_table, warn
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ..conversations.sources import source_files
 from ..drafters import check_spec, load_proposer, parse_spec, weight_bytes
@@ -381,9 +381,6 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
     `UserError` for a named drafter that does not load.
     """
 
-    def warn(message):
-        return print(f"warning: {message}", file=sys.stderr)
-
     named = [spec for spec in dict.fromkeys(options.drafter) if spec != "none"]
     proposers = {"none": load_proposer("none", target, warn)}
     left_out = {}
@@ -422,7 +419,7 @@ def facts_of(
         "command": shlex.join(["draftsmith", *sys.argv[1:]]),
         "started_at": started,
         "target": target.fingerprint().as_dict() if target is not None else known,
-        "dtype": str(target.dtype).removeprefix("torch.") if target is not None else None,
+        "dtype": dtype_name(target.dtype) if target is not None else None,
         "device": str(target.device) if target is not None else None,
         "threads": torch.get_num_threads(),
         "machine": machine_of(target) if target is not None else None,
@@ -515,12 +512,9 @@ def _table_of(setting: dict[str, Any], report: dict[str, Any]) -> Table:
     if not setting["lossless"]:
         conditions += ", LOSSY typical acceptance"
     prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
-    table = Table(
-        title=f"{report['target']['name']}\n{prompts}, {conditions}, batch {setting['batch']}, "
-        f"{report['dtype']}",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
+    table = plain_table(
+        f"{report['target']['name']}\n{prompts}, {conditions}, batch {setting['batch']}, "
+        f"{report['dtype']}"
     )
     table.add_column("drafter", overflow="fold", min_width=18)
     for column in ("tau", "95%", f"accepted 1-{SHOWN}", "tok/s", "speed-up", "identical"):
@@ -550,12 +544,7 @@ def _categories(setting: dict[str, Any]) -> Table:
     for name, summary in setting["drafters"].items():
         if summary["mean_n_draft"]:
             drafting[name] = summary["by_category"]
-    table = Table(
-        title=f"tau by category, {caption(setting)}",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = plain_table(f"tau by category, {caption(setting)}")
     table.add_column("category")
     for name in drafting:
         table.add_column(name, justify="right", overflow="fold")

@@ -6,19 +6,17 @@ those of decoding them (`replay.rounds_on_text`).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import transformers
-from rich import box
-from rich.table import Table
 
 from ...heads.errors import UserError
 from ...heads.files import whole_file, write_json
-from ..console import Console, Progress
+from ...heads.layout import dtype_name
+from ..console import Console, Progress, plain_table, warn
 from ..drafters import load_proposer
 from ..metrics import bootstrap, repeats_itself, survival, tau
 from ..proposer import Proposer
@@ -43,9 +41,6 @@ def run(options: Any) -> None:
     target = load_stored(options.features, options.target.device)
     texts = load_texts(options.features)[: options.limit]
 
-    def warn(message):
-        return print(f"warning: {message}", file=sys.stderr)
-
     drafters = {}
     for spec in options.drafter:
         proposer = load_proposer(spec, target, warn)
@@ -54,7 +49,7 @@ def run(options: Any) -> None:
         "schema_version": 1,
         "replayed_from": options.features,
         "target": target.fingerprint().as_dict(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "options": asdict(options),
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
@@ -98,7 +93,7 @@ def show(report: dict[str, Any], texts: int) -> None:
         f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of "
         f"{report['replayed_from']}, {report['dtype']}"
     )
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table(title)
     table.add_column("drafter", overflow="fold", min_width=18)
     for column in ("tau", "95%", f"accepted 1-{SHOWN}"):
         table.add_column(column, justify="right", no_wrap=True)

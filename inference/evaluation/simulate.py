@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
 from ...heads.documents import convert, read_document
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
-from ..console import Console
+from ..console import Console, plain_table
 from ..documents import ProfileFile, ReportFile
 from .compare import load_measured
 from .evaluate import numbers
@@ -303,9 +302,7 @@ def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
 
 def _table(title: str, *columns: str) -> Table:
     """Return an empty table whose first column is text and whose other columns are numbers."""
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = plain_table(title, title_justify="left")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index > 0)
     return table

@@ -17,7 +17,7 @@ from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
 from ..device import send
 from ..proposer import Accepted, Prompts
-from ..replay import rank_accuracy
+from ..replay import rank_accuracy, rank_of
 from ..sampling import Draws
 from ..tree import DraftTree, TreeShape
 from ..tree_settings import Ranks, TreeSettings, positive
@@ -165,8 +165,7 @@ def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
         if rows <= 0:
             break
         best = heads.logits(last[:rows], d).topk(min(MAX_RANK, heads.vocab_size)).indices
-        hit = best == ids[2 + d :, None]
-        ranks[1 : 1 + rows, d] = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
+        ranks[1 : 1 + rows, d] = rank_of(ids[2 + d :], best)
     return ranks
 
 

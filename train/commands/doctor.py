@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 
 from ...heads.errors import UserError
+from ...heads.layout import dtype_name
 from ...inference.console import Console
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.sources import rows_of, source_files
@@ -191,7 +192,7 @@ def check_memory(config: TargetConfig) -> Finding | None:
     free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
     # `dtype` is a text, "auto", where each weight keeps the type that it is stored in.
     if isinstance(dtype, torch.dtype):
-        needed, name = stored.loaded_bytes(dtype), str(dtype).removeprefix("torch.")
+        needed, name = stored.loaded_bytes(dtype), dtype_name(dtype)
     else:
         needed, name = stored.stored_bytes, "the type it is stored in"
     if needed > free:

@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import HfApi
 
 from ...heads.artifact import OWN_FILE, Artifact
-from ...heads.errors import UserError
+from ...heads.errors import UserError, first_line
 from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
@@ -239,7 +239,7 @@ def push(folder: str, name: str) -> None:
             repo_id=name, folder_path=folder, commit_message="draftsmith export"
         )
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
             "with hf auth login"

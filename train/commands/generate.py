@@ -9,6 +9,7 @@ from typing import TextIO
 
 from ...heads.errors import UserError
 from ...inference.api import Decoder
+from ...inference.console import warn
 from ...inference.decode import Generation, Request, Round, decode
 from ...inference.detokenize import StreamedText
 from ...inference.drafters import check_spec, load_proposer
@@ -39,9 +40,7 @@ def run(options: Options) -> None:
         tuned = TuningProfile(options.profile, target).setting(
             options.drafter, options.sampling.temperature, 1
         )
-    proposer = load_proposer(
-        options.drafter, target, lambda m: print(f"warning: {m}", file=sys.stderr), tuned
-    )
+    proposer = load_proposer(options.drafter, target, warn, tuned)
     decoder = Decoder(target, proposer)
     color = options.color
     if color is None:

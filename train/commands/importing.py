@@ -21,7 +21,7 @@ from ...heads.artifact import (
     drafter_class,
 )
 from ...heads.documents import OwnFile, read_document
-from ...heads.errors import UserError
+from ...heads.errors import UserError, first_line
 from ...heads.exchange.foreign import Answers, Public, TargetSide
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
@@ -89,7 +89,7 @@ def folder_of(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=READ, ignore_patterns=["*/*"]))
     except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
         ) from error

@@ -31,6 +31,7 @@ from ...heads.files import (
     whole_file,
     write_json,
 )
+from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
 from ...inference.stored import (
@@ -207,7 +208,7 @@ def begin(
     more = {
         "tap_sizes": sizes,
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(target.dtype),
         "counts": tables.counts,
         "files": {str(path.relative_to(store)): file_facts(path) for path in ends_and_texts(store)},
         "provenance": provenance(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ...heads.errors import first_line
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.rows import template_of
 
@@ -52,9 +53,7 @@ def encode(
         raise
     # A template is a program of somebody else's and may raise anything.
     except Exception as error:
-        raise RowError(
-            f"the chat template cannot render it: {str(error).splitlines()[0]}"
-        ) from error
+        raise RowError(f"the chat template cannot render it: {first_line(error)}") from error
 
 
 def _from_spans(token_ids: list[int], spans: list[tuple[int, int]]) -> Encoded:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -36,6 +36,8 @@ from ...heads.dflash import DFlashConfig, DFlashDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...inference.proposers.dflash import RANKS, calibrate
+from ...inference.replay import accepted_in_chains as accepted_by_root
+from ...inference.replay import rank_of
 from ...inference.target import Hidden, Target
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
@@ -44,6 +46,7 @@ from ..features import Features
 from ..memory import Memory
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
 from ..outline import ConfigOnly, Outline
+from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .mask_token import mask_token_for
 from .unroll import Backend
@@ -168,7 +171,8 @@ def make_drafter(
     asks for another shape, or if no mask token is fit.
     """
     if before is not None:
-        shape = shape_before(run, target, batches, before, dflash)
+        mask_token_for(before.drafter.shape.mask_token, target, batches)
+        shape = shape_before(run, target, before, dflash)
         return DFlashDrafter(shape, target.embedding_and_head)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     shape = shape_for(run.heads, target.config, mask_token)
@@ -195,35 +199,6 @@ def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
     _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
     states = drafter.norm(outputs).to(target.device, target.dtype)
     begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
-
-
-def shape_before(run: Any, target: Target, batches: Batches, before: Artifact, method: Any) -> Any:
-    """Return the shape of the drafter that the run starts from.
-
-    Differences to what its target would have now are logged as warnings. `method` is the drafter's
-    module in heads/. Raises `UserError` if the run asks for another shape, or if the drafter's mask
-    token is not fit for the texts.
-    """
-    shape = before.drafter.shape
-    requested, defaults = asdict(run.heads), asdict(type(run.heads)())
-    stored = method.config_of(shape)
-    for name, value in requested.items():
-        # An option given as its default cannot be distinguished from one that was left out.
-        if value not in (defaults[name], stored[name]):
-            raise UserError(
-                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
-                "leave it out"
-            )
-    mask_token_for(shape.mask_token, target, batches)
-    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
-    log.info("going on from %s: %s", run.init_from, listed)
-    expected = asdict(method.shape_for(type(run.heads)(**stored), target.config, shape.mask_token))
-    for name, value in asdict(shape).items():
-        if expected[name] != value:
-            log.warning(
-                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
-            )
-    return shape
 
 
 def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:
@@ -400,17 +375,9 @@ def teacher_forced(drafter: Any, hidden: Hidden, ids: Tensor) -> Tensor:
     ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
     for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
         logits = drafter.logits(drafter.state(outputs, before))
-        ranks[roots] = ranks_among_best(logits, labels)
+        best = logits.topk(min(RANKS, logits.shape[-1])).indices
+        ranks[roots] = rank_of(labels, best)
     return ranks
-
-
-def ranks_among_best(logits: Tensor, coming: Tensor) -> Tensor:
-    """Return the place `[..]` of the tokens `coming` `[..]` among the best of `logits` `[.., V]`.
-
-    It is -1 where a token is not among the best `RANKS`; a `coming` of -1 never is.
-    """
-    hit = logits.topk(min(RANKS, logits.shape[-1])).indices == coming[..., None]
-    return torch.where(hit.any(-1), hit.int().argmax(-1), -1)
 
 
 def forced_blocks(
@@ -441,12 +408,3 @@ def forced_blocks(
         labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
         before = ids[(positions - 1).clamp(max=length - 1)]
         yield roots.to(ids.device), outputs, before, labels
-
-
-def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `ranks` `[S, D]` are those of `teacher_forced`; the chain has `calibration["length"]` drafts.
-    """
-    # a running product stops at the first draft that is wrong: 1 1 0 1 becomes 1 1 0 0, so 2
-    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -22,22 +22,22 @@ from ...heads import dspark
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkConfig, DSparkDrafter, shape_for
 from ...heads.errors import UserError
+from ...inference.proposers.dflash import RANKS
 from ...inference.proposers.dspark import calibrate
+from ...inference.replay import accepted_in_chains, rank_of
 from ...inference.target import Hidden, Target
 from ..config import RunConfig
 from ..data.batches import Batches
 from ..objectives import Sums
 from ..outline import ConfigOnly, Outline
-from . import dflash
+from .beginnings import shape_before
 from .dflash import (
     REPLAYED,
     BlockLoss,
     BlockObjective,
     forced_blocks,
     outline_of,
-    ranks_among_best,
     ready,
-    shape_before,
     start,
     writers,
 )
@@ -106,7 +106,8 @@ def make_drafter(
 ) -> DSparkDrafter:
     """Return an untrained drafter, or one of the shape of `before`, as `dflash.make_drafter`."""
     if before is not None:
-        shape = shape_before(run, target, batches, before, dspark)
+        mask_token_for(before.drafter.shape.mask_token, target, batches)
+        shape = shape_before(run, target, before, dspark)
         return DSparkDrafter(shape, target.embedding_and_head)
     mask_token = mask_token_for(run.heads.mask_token, target, batches)
     shape = shape_for(run.heads, target.config, mask_token)
@@ -154,7 +155,9 @@ def teacher_forced(drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tenso
     outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
     for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
         state = drafter.state(outputs, before)
-        outcomes[roots, :, 0] = ranks_among_best(drafter.logits(state), labels).float()
+        logits = drafter.logits(state)
+        best = logits.topk(min(RANKS, logits.shape[-1])).indices
+        outcomes[roots, :, 0] = rank_of(labels, best).float()
         outcomes[roots, :, 1] = drafter.confidence(state).float()
     return outcomes
 
@@ -164,4 +167,4 @@ def accepted_by_root(found: Tensor, calibration: dict[str, Any]) -> list[int]:
 
     `found` `[S, D, 2]` is what `teacher_forced` returns.
     """
-    return dflash.accepted_by_root(found[..., 0], calibration)
+    return accepted_in_chains(found[..., 0], calibration)

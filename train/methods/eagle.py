@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -39,12 +39,15 @@ from ...distill.divergences import (
     overlap,
     sum_in_chunks,
 )
+from ...heads import eagle
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleConfig, EagleDrafter, EagleShape, config_of, shape_for
+from ...heads.eagle import EagleConfig, EagleDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...heads.vocabulary import most_frequent
 from ...inference.proposers.eagle import RANKS, calibrate
+from ...inference.replay import accepted_in_chains as accepted_by_root
+from ...inference.replay import rank_of
 from ...inference.target import Hidden, Target
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
@@ -53,6 +56,7 @@ from ..features import Features
 from ..memory import Memory
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from ..outline import ConfigOnly, Outline
+from .beginnings import shape_before
 from .unroll import Backend, unroll
 
 log = logging.getLogger(__name__)
@@ -191,7 +195,7 @@ def make_drafter(
     vocabulary and norms, which are logged. Raises `UserError` if the run asks for others.
     """
     if before is not None:
-        return EagleDrafter(_shape_before(run, target, before), target.embedding_and_head)
+        return EagleDrafter(shape_before(run, target, before, eagle), target.embedding_and_head)
     shape = shape_for(run.heads, target.config)
     drafter = EagleDrafter(shape, target.embedding_and_head)
     ids = None
@@ -211,32 +215,6 @@ def make_drafter(
         )
         begin_unsure(drafter.norm, drafter.logits(states))
     return drafter
-
-
-def _shape_before(run: Run, target: Target, before: Artifact) -> EagleShape:
-    """Return the shape of the drafter that the run starts from.
-
-    Differences to what its target would have now are logged as warnings. Raises `UserError` if the
-    run asks for another shape.
-    """
-    shape: EagleShape = before.drafter.shape
-    requested, defaults, stored = asdict(run.heads), asdict(EagleConfig()), config_of(shape)
-    for name, value in requested.items():
-        # An option given as its default cannot be distinguished from one that was left out.
-        if value not in (defaults[name], stored[name]):
-            raise UserError(
-                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
-                "leave it out"
-            )
-    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
-    log.info("going on from %s: %s", run.init_from, listed)
-    expected = asdict(shape_for(EagleConfig(**stored), target.config))
-    for name, value in asdict(shape).items():
-        if expected[name] != value:
-            log.warning(
-                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
-            )
-    return shape
 
 
 def special_ids(target: Target) -> set[int]:
@@ -583,15 +561,5 @@ def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: in
         rows = length - 2 - k
         logits = drafter.logits(outputs[k][0, :rows])
         best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        hit = best == vocabulary.columns(ids[2 + k :])[:, None]
-        ranks[1 : 1 + rows, k] = torch.where(hit.any(-1), hit.int().argmax(-1), -1)
+        ranks[1 : 1 + rows, k] = rank_of(vocabulary.columns(ids[2 + k :]), best)
     return ranks
-
-
-def accepted_by_root(ranks: Tensor, calibration: dict) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `ranks` `[S, D]` are those of `teacher_forced`; the chain has `calibration["length"]` drafts.
-    """
-    # a running product stops at the first draft that is wrong: 1 1 0 1 becomes 1 1 0 0, so 2
-    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -15,13 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
-from rich import box
 from rich.table import Table
 from transformers import GenerationConfig
 
 from ....heads.errors import UserError
 from ....heads.pretrained import clear_errors, read_config, read_tokenizer
-from ...console import Console, Progress
+from ...console import Console, Progress, plain_table
 from ...conversations.prompts import Prompt, next_turn, read_prompts
 from ...decode import Generation
 from ...metrics import quantiles
@@ -359,17 +358,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
 
 
-def _table(title: str | None) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-
-
 def _acceptance(
     report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float
 ) -> Table:
     """Return the table of one temperature: local drafters, and below them the server's `rows`."""
     server = report["server"]
     title = f"{server['engine']} {server['version']} at {server['url']}"
-    table = _table(f"{title}\n{server['model']}, T = {temperature:g}")
+    table = plain_table(f"{title}\n{server['model']}, T = {temperature:g}")
     table.add_column("drafter", overflow="fold", min_width=8)
     accepted = f"accepted\n1-{SHOWN}"
     for column in (
@@ -410,7 +405,7 @@ def _identical(same: int | None, of: int | None) -> str:
 
 def _times(rows: Sequence[dict[str, Any]]) -> Table:
     """Return a table of times in milliseconds, with a row for each concurrency."""
-    table = _table(None)
+    table = plain_table(None)
     # The columns' keys, and how many quantiles of p50, p95 and p99 they show.
     columns = {
         "TTFT": ("ttft_quantiles_s", 3),

@@ -12,9 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -101,14 +102,10 @@ def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
 
 
 def between(points: dict[Any, float], at: float) -> float:
-    """Return the linear interpolation of `points` at `at`; outside of them, the nearest value."""
-    measured = sorted(points)
-    if at <= measured[0]:
-        return points[measured[0]]
-    for low, high in pairwise(measured):
-        if at <= high:
-            return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
-    return points[measured[-1]]
+    """Return the linear interpolation through `points` at `at`; outside of them, the nearest
+    one."""
+    known = sorted(points)
+    return float(numpy.interp(at, known, [points[size] for size in known]))
 
 
 def verification(
@@ -381,7 +378,9 @@ def _fit(rows: list[list[float]], seconds: list[float]) -> tuple[list[float], li
     # gets a pull, or its weight would be undefined.
     pull = 1e-3 * torch.diag(relative.square().mean(0).sqrt().clamp(min=1e-9))
     goal = torch.cat([torch.ones_like(y), torch.zeros(len(pull), dtype=torch.float64)])
-    weights = torch.linalg.lstsq(torch.cat([relative, pull]), goal).solution
+    # gelsd, by singular values, bears columns of zeros; torch's default on a CPU does not.
+    both = torch.cat([relative, pull])
+    weights = torch.linalg.lstsq(both, goal, driver="gelsd").solution
     return weights.tolist(), (relative @ weights - 1).abs().tolist()
 
 

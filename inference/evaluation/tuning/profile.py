@@ -17,6 +17,7 @@ import torch
 
 from ....heads.documents import read_document
 from ....heads.errors import UserError
+from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
 from ...documents import ProfileFile
 from ...drafters import load_proposer, parse_spec, without_tree
@@ -33,7 +34,7 @@ def machine_of(target: Target) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name(target.device) if cuda else "cpu",
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "compiled": target.compiled,
         "torch": torch.__version__,
     }

@@ -21,7 +21,7 @@ from ...decode import Generation
 from ...noise import row_keys
 from ...proposer import Accepted, Prompts, Proposer
 from ...proposers.growth import Continue, Level
-from ...replay import UNKNOWN
+from ...replay import UNKNOWN, rank_of
 from ...sampling import Draws
 from ...settings import Sampling
 from ...target import Hidden, Target
@@ -235,8 +235,7 @@ class KnownPath:
         for depth in range(self.length):
             token = self.following[:, depth : depth + 1]
             best, _ = draws.rank(logits, depth, BEST, path[:, None])
-            hit = best[:, 0] == token
-            ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), BEST))
+            ranks.append(rank_of(token[:, 0], best[:, 0], BEST))
             token = token.clamp(min=0)  # past the text's end: any token, its rank does not count
             path = torch.cat([path, token], dim=1)
             if depth + 1 < self.length:

@@ -10,18 +10,16 @@ import hashlib
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from ....heads.errors import UserError
 from ....heads.files import check_output, whole_file, write_json
-from ...console import Console, Progress
+from ...console import Console, Progress, plain_table, warn
 from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ...conversations.sources import source_files
 from ...decode import Generation, Request, generate
@@ -83,9 +81,6 @@ def run(options: Options) -> None:
     samplings, batches, contexts = check(options)
     target = load_target(options.target)
     prompts = _prompts(options, target, batches)
-
-    def warn(message: str) -> None:
-        print(f"warning: {message}", file=sys.stderr)
 
     for spec in options.drafter:
         check_tunable(load_proposer(spec, target, warn), spec)
@@ -467,9 +462,7 @@ def _table(name: str, row: dict[str, Any]) -> Table:
         f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "
         f"{row['candidates']} chains and trees"
     )
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = plain_table(title, title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("drafts", overflow="fold")
     for column in ("tau", "predicted", "tok/s", "predicted", "off by", "speed-up"):

@@ -421,7 +421,7 @@ def refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture) -> N
 
 def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for source, says in (
-        (DRAFTERS / "eagle3", "is a drafter of ours already"), (QUICKSTART,
+        (DRAFTERS / "eagle3", "is a drafter of draftsmith already"), (QUICKSTART,
         "is a whole language model"),
         (tmp_path / "nowhere", "is not a folder"),
     ):  # fmt: skip

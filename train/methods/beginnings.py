@@ -1,0 +1,42 @@
+"""Runs that begin with a drafter: its shape, confirmed against the run's options and the target."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+from ...heads.artifact import Artifact
+from ...heads.errors import UserError
+from ...inference.target import Target
+
+log = logging.getLogger(__name__)
+
+
+def shape_before(run: Any, target: Target, before: Artifact, heads: Any) -> Any:
+    """Return the shape of the drafter that the run begins with.
+
+    Differences to what its target would have now are logged as warnings. `heads` is the drafter's
+    module in heads/. Raises `UserError` if the run asks for another shape.
+    """
+    shape = before.drafter.shape
+    options = type(run.heads)
+    requested, defaults, stored = asdict(run.heads), asdict(options()), heads.config_of(shape)
+    for name, value in requested.items():
+        # An option given as its default cannot be distinguished from one that was left out.
+        if value not in (defaults[name], stored[name]):
+            raise UserError(
+                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
+                "leave it out"
+            )
+    listed = ", ".join(f"{name} {value}" for name, value in stored.items())
+    log.info("going on from %s: %s", run.init_from, listed)
+    # Block drafters have a token for the slots that are to be drafted, which no option names.
+    own = [shape.mask_token] if hasattr(shape, "mask_token") else []
+    expected = asdict(heads.shape_for(options(**stored), target.config, *own))
+    for name, value in asdict(shape).items():
+        if expected[name] != value:
+            log.warning(
+                "the drafter keeps %s %s, though the target has %s", name, value, expected[name]
+            )
+    return shape

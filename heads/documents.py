@@ -49,7 +49,7 @@ class Document(Struct):
     """Description of the file for error messages."""
     version_key: ClassVar[str] = "schema"
     """Key with the version of the form."""
-    newest: ClassVar[int] = SCHEMA
+    newest: ClassVar[int] = 1
     """Newest version that can be read."""
     finite: ClassVar[bool] = True
     """True if NaN and infinities are mistakes in this file."""
@@ -163,6 +163,7 @@ class OwnFile(Document):
     """
 
     what: ClassVar[str] = "what draftsmith wrote beside a drafter"
+    newest: ClassVar[int] = SCHEMA
 
     method: str
     dtype: Literal["float32", "bfloat16", "float16"]

@@ -22,11 +22,17 @@ from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import clear_errors
 from ..heads.vocabulary import spread_ids
 from .cache import TreeCache, visible_slots
-from .footprint import check_fits
 from .masks import packed_mask
 from .settings import TargetConfig
 from .spread import load_spread
-from .target_files import base_and_adapter, check_config, merge_adapter, read_model, read_tokenizer
+from .target_files import (
+    base_and_adapter,
+    check_config,
+    check_fits,
+    merge_adapter,
+    read_model,
+    read_tokenizer,
+)
 from .tree import TreeShape
 
 log = logging.getLogger(__name__)

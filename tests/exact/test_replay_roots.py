@@ -76,7 +76,7 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
 
 
 @pytest.mark.parametrize("spec", SAMPLE, ids=lambda spec: spec.split("/")[-1])
-def test_foretold_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
+def test_predicted_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
     check(quickstart, spec, Sampling(temperature=1.0, seed=3), 16, 3, 2)
 
 
@@ -88,14 +88,14 @@ def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: s
 @pytest.mark.full
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.split("/")[-1])
 @pytest.mark.parametrize(
-    "distribution",
+    "sampling",
     [Sampling(), Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2)],
-    ids=["greedy", "distribution"],
+    ids=["greedy", "sampled"],
 )
-def test_foretold_rounds_are_the_decoded_ones_full(
-    quickstart: Target, spec: str, probs: Sampling
+def test_predicted_rounds_are_the_decoded_ones_full(
+    quickstart: Target, spec: str, sampling: Sampling
 ) -> None:
-    check(quickstart, spec, probs, 96, 12, 12)
+    check(quickstart, spec, sampling, 96, 12, 12)
 
 
 @pytest.mark.parametrize(

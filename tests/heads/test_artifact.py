@@ -157,7 +157,7 @@ def test_a_drafter_without_checksums_is_told_of(folder: Path) -> None:
         ("taps", [1, "2"], r"taps\[1\]: Expected int, got str"),
         ("taps", [99], "taps .99. are not all among the target's"),
         ("dtype", "float8", "dtype: Invalid enum value 'float8'"),
-        ("schema", 2, "written by a newer draftsmith .schema 2"),
+        ("schema", 3, "written by a newer draftsmith .schema 3"),
         ("schema", 0, "schema: Expected int >= 1"),
         ("calibration", {"rank_accuracy": [[1.5]]}, "Expected float <= 1"),
         ("calibration", {"tree_nodes": 10**9}, "Expected int <= 65536"),

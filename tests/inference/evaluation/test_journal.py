@@ -22,7 +22,11 @@ from tests.inference.evaluation.test_simulate import environment, run_cli
 
 DRAFTER = str(QUICKSTART.parent / "drafters" / "eagle3")
 CLI = "from draftsmith.train.commands.cli import main; main()"
-WRITES_AT_ONCE = f"from draftsmith.inference import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; {CLI}"
+WRITES_AT_ONCE = (
+    "from draftsmith.inference.evaluation import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; " + CLI
+)
+    f"from draftsmith.inference.evaluation import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; {CLI}"
+)
 
 
 def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: Path) -> None:

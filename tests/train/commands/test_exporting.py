@@ -503,7 +503,7 @@ def hub() -> Iterator[str]:
 def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (
-        "from draftsmith.train import exporting as e; "
+        "from draftsmith.train.commands import exporting as e; "
         f"e.run(e.Options({str(DRAFTERS / 'medusa')!r}, 'tgi', "
         f"{str(tmp_path / 'out')!r}, push='me/medusa'))"
     )

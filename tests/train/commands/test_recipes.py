@@ -227,7 +227,7 @@ def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -
     drafts = slots - 1 if recipe.parent.name == "dflash" else 7
     assert (
         run.heads.block_size == (slots if recipe.parent.name == "dflash" else 7)
-        and shape.probs == drafts
+        and shape.distributions == drafts
     )
     assert f"to vLLM it is num_speculative_tokens {drafts}" in header(recipe)
     assert f"Slots to be filled hold {mask}" in header(recipe)

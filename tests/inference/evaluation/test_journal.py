@@ -25,8 +25,6 @@ CLI = "from draftsmith.train.commands.cli import main; main()"
 WRITES_AT_ONCE = (
     "from draftsmith.inference.evaluation import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; " + CLI
 )
-    f"from draftsmith.inference.evaluation import evaluate; evaluate.PARTIAL_EVERY_S = 0.0; {CLI}"
-)
 
 
 def test_a_journal_gives_back_what_was_put_and_is_gone_when_finished(tmp_path: Path) -> None:

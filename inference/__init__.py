@@ -1,8 +1,7 @@
-"""How a drafter is used: the target and its cache, trees, acceptance, proposers, the decode loop,
-evaluation.
+"""Decoding with drafters: target, caches, draft trees, acceptance, decode loop, evaluation.
 
-`load(target, drafter).generate(...)` is the Python API; it is imported when it is first asked for,
-so that importing one module of this room does not import all.
+`load(target, drafter).generate(...)` is the Python API. Its module is imported when one of its
+names is first used, so that importing one module of this package does not import all of them.
 """
 
 from __future__ import annotations

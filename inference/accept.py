@@ -1,7 +1,8 @@
-"""Acceptance of drafts: the rule by match, the choice among the rules, and the `Verdict` they give.
+"""Acceptance of drafts: the rule by match, the choice among the rules, and their `Verdict`.
 
-Shapes: B batch, N tree nodes with the root, D levels, V vocabulary. The proofs that the rules are
-lossless: docs/verification.md.
+docs/verification.md has the proofs that the rules are lossless.
+
+Shapes: B rows of a batch, N tree nodes with the root, D drafts of a chain, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ TYPICAL_EPSILON, TYPICAL_DELTA = 0.09, 0.3
 
 @dataclass(kw_only=True)
 class Verdict:
-    """Decision of a rule for each row, on the device: the deepest accepted node, and the target's
-    own token after it."""
+    """Decision of a rule for each row, on the device."""
 
     node: Tensor
     """[B]: deepest accepted node; 0 if no draft was accepted."""
@@ -37,8 +37,8 @@ class Verdict:
     """[B] float: tokens of this round in expectation over the target's randomness; for
     deterministic drafts at T > 0 only."""
     overlap: Tensor | None = None
-    """[B, N] float: sum of min(p, q) at each node, the largest acceptance that any rule could reach
-    there; for rules that compare distributions only."""
+    """[B, N] float: sum of min(p, q) at each node, the highest probability with which any rule
+    could accept one draw there; for rules that compare distributions only."""
 
 
 def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
@@ -56,8 +56,10 @@ def accepted_in_chain(drafts: Tensor, choices: Tensor) -> Tensor:
 
 
 def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
-    """Apply the sampling's rule to a drafted tree and the target's logits `[B, N, V]` at its nodes;
-    return the verdict."""
+    """Return the verdict of the sampling's rule on a draft tree.
+
+    `logits` `[B, N, V]` are the target's after each of its nodes.
+    """
     sampling, tables = draws.sampling, tree.tables
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
@@ -68,6 +70,7 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
         return _typical(tree, scores, draws)
     choices = draws.choices(scores, tables.depths, tree.levels)
     node = match(tree, choices)
+    # The expectation is defined for T > 0 and drafts that do not know the target's noise.
     known = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
     expected = None if known else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
@@ -106,19 +109,22 @@ def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
 
 
 def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
-    """Return `1 + sum of P(s)` over drafted nodes s, `[B]`: the tokens of this round in expectation
-    (docs/verification.md#expected-tokens).
+    """Return the tokens of this round in expectation `[B]`: 1 + sum of P(s) over drafted nodes s.
 
-    Exact for deterministic trees, and of less variance than counting; wrong for drafts that know
-    the target's noise. End tokens and length limits are not considered.
+    P(s) is the target's probability of the whole path to s (docs/verification.md#expected-tokens).
+    The result is exact for deterministic trees, and has less variance than a count; it is wrong for
+    drafts that know the target's noise. End tokens and length limits are not considered.
     """
     chances = token_chances(tree, scores)
+    # The product along each node's path. The root's path has probability 1: the bonus token.
     return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
 
 
 def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
-    """Return the verdict of a rule that compares the target's distribution with the drafter's
-    (docs/verification.md#rejection-rules)."""
+    """Return the verdict of a rule that compares the distributions of target and drafter.
+
+    The rules are in docs/verification.md#rejection-rules.
+    """
     probs = scores.softmax(-1)
     assert tree.probs is not None and tree.shape is not None, (
         "rules that compare distributions need trees of a shape fixed beforehand"

@@ -4,7 +4,7 @@ An acceptance rule leaves its `Verdict` on the device. The decode loop needs it 
 lists, to cut replies at end tokens and to write one record per round. Each transfer makes the host
 wait for the device, so everything travels in one packed tensor: `HostTransfer` is that packer.
 
-Shapes: B batch, N tree nodes with the root, D levels, A accepted nodes with the root.
+Shapes: B rows of a batch, N tree nodes with the root, D levels.
 """
 
 from __future__ import annotations
@@ -140,8 +140,10 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
 def _overlap_on_path(
     tree: DraftTree, nodes: list[list[int]], overlap: list[list[float]]
 ) -> list[list[float]]:
-    """Return the overlaps at each row's accepted nodes that have children; a leaf offers no draft,
-    so there is nothing to compare."""
+    """Return the overlaps at each row's accepted nodes that have children.
+
+    A leaf offers no draft, so that there is nothing to compare.
+    """
     shape = tree.shape
     assert shape is not None, "rules that compare distributions need a fixed shape"
     on_path = []

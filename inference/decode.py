@@ -2,7 +2,8 @@
 
 The loop knows no drafting method: a new drafter is a new proposer.
 
-Shapes: B batch, N tree nodes with the root, A accepted nodes with the root, V vocabulary.
+Shapes: B rows of a batch, S prompt positions, N tree nodes with the root, A accepted nodes with the
+root, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,25 +31,28 @@ from .settings import GREEDY, Sampling
 from .target import Hidden, Target
 from .tree import DraftTree
 
-FIRST_CAPACITY = 256  # new positions that a cache has room for before it doubles
+FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompt, and the name under which its noise is drawn: the same name, seed and prompt give the
-    same text in any batch."""
+    """Prompt, and the name under which its noise is drawn: `id` and `sample`.
+
+    The same name, seed and prompt give the same text in any batch.
+    """
 
     prompt_ids: Sequence[int]
     id: int = 0
     sample: int = 0
+    """Number of the reply among those to the same prompt."""
 
 
 @dataclass(kw_only=True)
 class Round:
-    """Record of one step of the loop for one request. The step that follows the prefill is not a
-    round: its `drafted` is None.
+    """Record of one step of the loop for one request.
 
-    Times are those of the whole batch's round, in seconds.
+    The step that follows the prefill is not a round: its `drafted` is None. Times are those of the
+    whole batch's round, in seconds.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -94,15 +98,17 @@ class Round:
 
 @dataclass
 class Generation:
-    """Finished request: its tokens, its rounds and why it ended (eos, stop, length, or context: the
-    target's positions)."""
+    """Finished request: its tokens, its rounds, and the reason for its end."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     finish_reason: str = ""
+    """One of eos, stop, length, and context (the target has no more positions)."""
     ttft_s: float = 0.0
+    """Seconds until the first token."""
     decode_s: float = 0.0
+    """Seconds from the first token to the last."""
 
     @property
     def lossless(self) -> bool:
@@ -119,8 +125,10 @@ def generate(
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
 ) -> list[Generation]:
-    """Decode a batch of requests until each has finished; see `decode`. Token lists become requests
-    numbered from 0."""
+    """Decode a batch of requests until each has finished; see `decode`.
+
+    Token lists become requests numbered from 0.
+    """
     named = [r if isinstance(r, Request) else Request(r, i) for i, r in enumerate(requests)]
     results = [Generation(list(request.prompt_ids)) for request in named]
     started = time.perf_counter()
@@ -145,7 +153,7 @@ def generate_one(
     max_new_tokens: int,
     **options: Any,
 ) -> Generation:
-    """`generate` for a single request."""
+    """Decode a single request; see `generate`."""
     return generate(target, proposer, [request], max_new_tokens, **options)[0]
 
 
@@ -171,7 +179,7 @@ def decode(
 
     A row ends at an end token or with the token that completes a stop string (both are yielded),
     after `max_new_tokens`, or where the target's positions end, and then leaves the batch. Raises
-    `UserError` for an empty prompt and for one that leaves no room.
+    `UserError` for an empty prompt and for one that fills the target's positions.
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
@@ -205,8 +213,10 @@ class _Row:
         """Tokens that may still be emitted."""
 
     def cut(self, tokens: list[int], ends: _EndConditions) -> tuple[list[int], str | None]:
-        """Append the tokens of a round up to the first that ends the reply; return these tokens and
-        why the reply has ended (None: it goes on)."""
+        """Append the tokens of a round, up to the first that ends the reply.
+
+        Returns the appended tokens and why the reply has ended (None: it goes on).
+        """
         emitted: list[int] = []
         for token in tokens:
             self.tokens.append(token)
@@ -251,6 +261,7 @@ class _Batch:
         sampling: Sampling,
         ends: _EndConditions,
     ) -> None:
+        """Begin with all `requests`. Raises `UserError` if one of them cannot be decoded."""
         _check(target, requests, max_new_tokens)
         self.target, self.proposer, self.ends = target, proposer, ends
         self.sampling = sampling.resolved(target.repetition_penalty)
@@ -262,6 +273,7 @@ class _Batch:
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:
+        """Return an empty cache that can grow to all of the target's positions."""
         prompt = max(len(row.tokens) for row in self.rows)
         new = max(row.left for row in self.rows)
         # A round writes its whole tree behind the last position that can still be emitted.

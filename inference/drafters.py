@@ -1,5 +1,4 @@
-"""Drafters by name: the text that a user gives, the kinds of drafters there are, and how one is
-loaded.
+"""Drafters by name: the text that a user gives, the kinds of drafters, and loading.
 
 A method's module in `proposers/` is imported when a drafter of that method is loaded.
 """
@@ -39,8 +38,10 @@ class Kind:
     """Further settings."""
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of `make` for a user's settings. Raises `UserError` for a
-        setting that this kind does not have."""
+        """Return the keyword arguments of `make` for a user's settings.
+
+        Raises `UserError` for a setting that this kind of drafter does not have.
+        """
         known = (*self.tree, *self.own)
         if unknown := sorted(settings.keys() - set(known)):
             raise UserError(
@@ -80,7 +81,7 @@ TRAINED = {
 """Trained drafters, by the method that their artifact names."""
 
 MODEL_FOLDER = Kind("draft_model", "load_draft_model", TREE_SETTINGS)
-"""Any small model of the target's tokenizer, in a Hugging Face folder."""
+"""Draft model in a Hugging Face folder: any causal language model with the target's tokenizer."""
 
 SPELLING = (
     f"a drafter's folder, a small model's folder, or one of {', '.join(UNTRAINED)}; settings "
@@ -97,9 +98,12 @@ FORMER_SETTINGS = {"heat": "score_temperature"}
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split `name[:key=value,...]` into name and settings. Raises `UserError` for a malformed
-    setting."""
+    """Split `name[:key=value,...]` into name and settings.
+
+    Raises `UserError` for a malformed setting.
+    """
     name, colon, rest = spec.rpartition(":")
+    # A colon may belong to a path: what follows it is settings only if it looks like them.
     if not colon or "=" not in rest or "/" in rest:
         return spec, {}
     settings: dict[str, Any] = {}
@@ -133,8 +137,10 @@ def former_settings(spec: str) -> list[str]:
 
 
 def without_tree(spec: str | Path) -> str:
-    """Return `spec` with only the settings that are not about its tree:
-    `ngram:longest=5,length=9` -> `ngram:longest=5`."""
+    """Return `spec` with only the settings that are not about its tree.
+
+    Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
+    """
     name, settings = parse_spec(str(spec))
     about_tree = (*TREE_SETTINGS, "tree", "cost")
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
@@ -142,8 +148,10 @@ def without_tree(spec: str | Path) -> str:
 
 
 def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return name and settings of `spec`, whose name must be a drafter's as far as one can see
-    without a target. Raises `UserError`."""
+    """Return name and settings of `spec`. Raises `UserError` unless the name may be a drafter's.
+
+    A folder passes: its files are judged when it is loaded.
+    """
     name, settings = parse_spec(str(spec))
     if name not in UNTRAINED and not Path(name).is_dir():
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
@@ -158,8 +166,11 @@ def load_proposer(
     warn: Callable[[str], None],
     tuned: dict[str, Any] | None = None,
 ) -> Proposer:
-    """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`; with the
-    tree settings `tuned` in place of its own. Raises `UserError`."""
+    """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
+
+    The settings `tuned` replace those of `spec` that are about its tree. `warn` gets notices for
+    the user. Raises `UserError`.
+    """
     for notice in former_settings(str(spec)):
         warn(notice)
     name, settings = check_spec(spec if tuned is None else without_tree(spec))
@@ -167,6 +178,7 @@ def load_proposer(
     if name in UNTRAINED:
         kind = UNTRAINED[name]
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
+    # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
         place(artifact.drafter, target.device, target.dtype)
@@ -188,11 +200,14 @@ def proposer_of(artifact: Artifact, **settings: Any) -> Any:
 
 
 def weight_bytes(proposer: Proposer, target: Target) -> int:
-    """Return the bytes of a drafter's own weights; those of the target, which some drafters use,
-    are not counted."""
+    """Return the bytes of a drafter's own weights.
+
+    Those of the target, which some drafters run too, are not counted.
+    """
+    # By identity: two attributes of a proposer may hold the same parameter.
     of_target = {id(parameter) for parameter in target.model.parameters()}
-    own = {id(p): p for attribute in vars(proposer).values() for p in _weights(attribute)}
-    return sum(p.numel() * p.element_size() for key, p in own.items() if key not in of_target)
+    held = {id(p): p for attribute in vars(proposer).values() for p in _weights(attribute)}
+    return sum(p.numel() * p.element_size() for key, p in held.items() if key not in of_target)
 
 
 def _weights(attribute: Any) -> Iterable[Tensor]:

@@ -1,7 +1,7 @@
 """The interface between the decode loop and a drafter at work, and what passes through it.
 
-Shapes: B batch, S prompt positions (padded on the right), N tree nodes with the root, A accepted
-nodes with the root, H hidden size.
+Shapes: B rows of a batch, S prompt positions (padded on the right), N tree nodes with the root, A
+accepted nodes with the root, H hidden size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .tree import DraftTree
 
 @dataclass(kw_only=True)
 class Prompts:
-    """A batch after its prefill. Rows past a prompt's own length hold nothing of meaning."""
+    """A batch after its prefill. Positions past a prompt's own length hold nothing of meaning."""
 
     tokens: list[list[int]]
     """Each prompt with the token that the target chose after it: the first root."""
@@ -35,8 +35,10 @@ class Prompts:
 
 @dataclass(kw_only=True)
 class Accepted:
-    """Result of a round as the proposer gets it. Row b has `counts[b]` nodes; entries past that
-    repeat the root and mean nothing."""
+    """Result of a round as the proposer gets it.
+
+    Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing.
+    """
 
     tokens: list[list[int]]
     """Each row's accepted drafts, then the target's own token after them: the next root."""

@@ -1,11 +1,10 @@
-"""Estimated tau by replay: the rounds that decoding would take over a known text, counted from
-teacher-forced correctness.
+"""Estimated tau by replay: the rounds of decoding over a known text, from teacher-forced drafts.
 
 The average over all positions is another number: decoding visits positions that its own accepted
 drafts select. In trials the average over positions was 4 to 13% too high. On target-greedy text in
 float32 the replay below counts exactly the rounds of the decode loop (docs/metrics.md#tau).
 
-Shapes: S text positions, D drafts, H hidden size.
+Shapes: S positions of a text, D drafts, K best tokens of a draft, H hidden size.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from .settings import GREEDY
 from .target import Hidden
 
 UNKNOWN = -2
-"""Stands past the end of a text: equal to no token and to no missing node."""
+"""Token past the end of a text: it equals no token and no missing node."""
 
 
 def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
     """Return the tokens emitted in each round of decoding that writes `start + 1 .. end - 1`.
 
     `accepted[n]` is how many drafts are right when position n is the root; `start` is the first
-    response position (chosen by the prefill, produced by no round), `end` the length of the text. A
-    round at n emits its accepted drafts and the target's next token, cut at the end of the text,
-    and the next root is n + accepted[n] + 1.
+    position of the reply (chosen by the prefill, produced by no round), `end` the length of the
+    text. A round at n emits its accepted drafts and the target's next token, cut at the end of the
+    text, and the next root is n + accepted[n] + 1.
 
     Example: `replay([0, 2, 0, 0, 1, 0], 1, 6)` is `[3, 1]`. The round at 1 emits positions 2, 3, 4;
     the round at 4 has one right draft, but only position 5 is left.
@@ -47,8 +46,10 @@ def replay(accepted: Sequence[int], start: int, end: int) -> list[int]:
 
 
 def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
-    """Return the rank `[..]` of each token `[..]` among the best tokens `[.., K]` of a draft, best
-    first; `missing` where it is not among them."""
+    """Return the rank `[...]` of each token `[...]` among the best tokens `[..., K]` of a draft.
+
+    The best tokens stand best first. The rank is `missing` where a token is not among them.
+    """
     hit = best == tokens[..., None]
     return torch.where(hit.any(-1), hit.int().argmax(-1), missing)
 
@@ -64,28 +65,27 @@ def accepted_in_chains(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
 
 
 def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:
-    """Return how often the rank-r draft is right at each depth, `[D][ranks]`, and over how many
-    roots.
+    """Return how often the rank-r draft is right at each depth, and the number of roots.
 
-    `texts`: teacher-forced ranks `[S, D]` (-1: not among the best) and the start of the reply. Only
-    roots with a token at every depth count, so that the depths are comparable.
+    The former is a table `[D][ranks]`. `texts` are teacher-forced ranks `[S, D]` (-1: not among the
+    best), each with the start of the reply. Only roots with a token at every depth count, so that
+    the depths are comparable.
     """
     depths = texts[0][0].shape[1]
-    rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
-    table = []
+    rows = torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
+    accuracy = []
     for depth in range(depths):
         hits = [int((rows[:, depth] == rank).sum()) for rank in range(ranks)]
-        table.append([count / max(len(rows), 1) for count in hits])
-    return table, len(rows)
+        accuracy.append([count / max(len(rows), 1) for count in hits])
+    return accuracy, len(rows)
 
 
 @torch.inference_mode()
 def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) -> list[int]:
     """Return the tokens emitted in each round when `proposer` drafts greedily along a known text.
 
-    `ids` `[S]` and their features `hidden` `[S, H]`, which stand in for the target; the reply
-    begins at `start`. For drafters that read features only, trees that follow their confidence
-    included: the target itself is not needed, so stored features can score a drafter.
+    The text is `ids` `[S]`, its reply begins at `start`. Its features `hidden` `[S, H]` stand in
+    for the target, so that a drafter that reads features only can be scored by stored ones.
     """
     end, root = len(ids), start
     text = [*ids.tolist(), *[UNKNOWN] * (proposer.max_drafted + 2)]

@@ -1,10 +1,12 @@
-"""What a feature store knows of its target without holding it: both ends, tokenizer, fingerprint,
-and held-out texts.
+"""The target of a feature store: embedding, final norm and head, but no decoder layers.
 
-STORE/manifest.json         what the features are of, and how they lie in shards/
-                            (train/data/store.py)
+STORE/manifest.json         target, data and layout of the features in shards/, which
+                            train/data/store.py reads
 STORE/target/               config and tokenizer; ends.safetensors: embedding, head and final norm
 STORE/held_out.safetensors  prompts with the target's own greedy replies, and their features
+STORE/sample.safetensors    taps of a sample of the data, and the sample's tokens
+
+All keys are in docs/checkpoint-formats.md#feature-store.
 """
 
 from __future__ import annotations
@@ -36,18 +38,18 @@ SAMPLE_FILE = "sample.safetensors"
 
 @dataclass
 class HeldOutText:
-    """A prompt, the target's greedy reply, and the features of every position `[S, H]` on the
-    CPU."""
+    """Prompt with the target's greedy reply, and its features."""
 
     ids: list[int]
+    """Tokens of the prompt, then of the reply."""
     start: int
-    """Where the reply begins."""
+    """Position at which the reply begins."""
     hidden: Hidden
+    """Features of all positions `[S, H]`, on the CPU."""
 
 
 class StoredTarget(Target):
-    """A target of which only embedding, final norm and head are here; its decoder layers are shapes
-    without numbers."""
+    """Target with embedding, final norm and head; its decoder layers have shapes only."""
 
     whole = False
 
@@ -59,8 +61,11 @@ class StoredTarget(Target):
         sizes: dict[int, float],
         sample: dict[str, Tensor] | None = None,
     ) -> None:
-        """`sizes`: root mean square of the taps that are stored. `sample`: of those, what
-        `tap_sample` gives, and its "ids"."""
+        """Wrap `model`, of which only embedding, final norm and head hold numbers.
+
+        `sizes` are the root mean squares of the stored taps. `sample` holds a text under "ids", and
+        its taps `[S, H]` under their numbers, for `tap_sample`; None in stores without a sample.
+        """
         super().__init__(model, tokenizer, fingerprint.name)
         self._fingerprint, self._sizes, self._sample = fingerprint, sizes, sample
 
@@ -91,7 +96,7 @@ class StoredTarget(Target):
 
 
 def save_embedding_and_head(target: Target, folder: Path) -> None:
-    """Write what `load_stored` reads: config, tokenizer, and the tensors of both ends."""
+    """Write config, tokenizer, embedding, final norm and head of `target`, for `load_stored`."""
     folder.mkdir(parents=True, exist_ok=True)
     target.model.config.save_pretrained(folder)
     target.model.generation_config.save_pretrained(folder)
@@ -99,22 +104,23 @@ def save_embedding_and_head(target: Target, folder: Path) -> None:
     wanted = [*target.model.get_input_embeddings().parameters(), *target.head_parameters]
     if (norm := target.final_norm()) is not None:
         wanted += norm.parameters()
-    ours = {id(parameter) for parameter in wanted}
+    # By identity: names differ between architectures, and a tied head has no name of its own.
+    wanted_ids = {id(parameter) for parameter in wanted}
     tensors = {
         name: p.detach().cpu().contiguous()
         for name, p in target.model.named_parameters()
-        if id(p) in ours
+        if id(p) in wanted_ids
     }
     save_file(tensors, folder / EMBEDDING_AND_HEAD_FILE)
 
 
 def manifest_of(store: str | Path) -> Manifest:
-    """What `manifest.json` says; raises `UserError` where there is none."""
+    """Return the manifest of a store. Raises `UserError` if there is none, or a damaged one."""
     return read_manifest(store)[0]
 
 
 def read_manifest(store: str | Path) -> tuple[Manifest, dict[str, Any]]:
-    """`manifest.json` as its type and as it is. Raises `UserError`."""
+    """Return the manifest of a store, and its JSON with all keys. Raises `UserError`."""
     if not Path(store, MANIFEST).is_file():
         raise UserError(
             f"{store} is not a feature store: it has no {MANIFEST}; write one with draftsmith "
@@ -124,10 +130,10 @@ def read_manifest(store: str | Path) -> tuple[Manifest, dict[str, Any]]:
 
 
 def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
-    """The ends of the store's target. Raises `UserError` if they are incomplete or have changed."""
+    """Return the target of a store. Raises `UserError` if files are missing or have changed."""
     manifest, folder = manifest_of(store), Path(store, "target")
     for name in manifest.files:
-        if name != TEXTS_FILE:
+        if name != TEXTS_FILE:  # `load_texts` checks that one
             verify_noted(Path(store), manifest, name)
     tensors = tensors_of(folder / EMBEDDING_AND_HEAD_FILE)
     model = model_of_embedding_and_head(
@@ -143,8 +149,11 @@ def load_stored(store: str | Path, device: str = "auto") -> StoredTarget:
 def model_of_embedding_and_head(
     folder: Path, device: torch.device, dtype: torch.dtype, read: Callable[[str], Tensor | None]
 ) -> Any:
-    """The model of a folder with its embedding, final norm and head, and shapes for all else.
-    `read` gives a tensor by name."""
+    """Return the model of a folder with only its embedding, final norm and head loaded.
+
+    `read` returns a parameter by name, None if there is none. All other parameters stay on the meta
+    device. Raises `UserError` if the embedding or the head is missing.
+    """
     with torch.device("meta"):
         model: Any = make_causal_lm(read_config(folder), dtype=dtype)
     shell = Target(model, None, str(folder))
@@ -152,16 +161,20 @@ def model_of_embedding_and_head(
     wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
     wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()
     embedding = model.get_input_embeddings()
-    # in no file, such as the number that Gemma multiplies embeddings by
+    # Buffers are in no file: Gemma's embedding has one, the factor of its rows. They are computed
+    # when the model is initialised.
     if buffers := dict(embedding.named_buffers()):
         for name, buffer in buffers.items():
             setattr(embedding, name, torch.empty_like(buffer, device=device))
         model.init_weights()
+    # The names are listed first, because the loop replaces the parameters that they belong to.
     for name in [name for name, p in model.named_parameters() if id(p) in wanted]:
         if (tensor := read(name)) is not None:
-            owner, _, own = name.rpartition(".")
-            there = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
-            setattr(model.get_submodule(owner), own, nn.Parameter(there, requires_grad=False))
+            owner, _, attribute = name.rpartition(".")
+            weight = tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
+            setattr(
+                model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False)
+            )
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -179,7 +192,7 @@ def model_of_embedding_and_head(
 
 
 def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
-    """Demand that a file that the manifest names is what was written. Raises `UserError`."""
+    """Raise `UserError` unless a file is what the manifest notes of it."""
     facts = manifest.files.get(name)
     if facts is None:
         raise UserError(f"{store / MANIFEST} names no {name}; extract again, into another folder")
@@ -191,7 +204,7 @@ def verify_noted(store: Path, manifest: Manifest, name: str) -> None:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file of a store. Raises `UserError`."""
+    """Return the tensors in a file of a store, by name. Raises `UserError`."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -203,20 +216,23 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
 def save_texts(
     texts: Sequence[HeldOutText], taps: tuple[int, ...], dtype: torch.dtype, path: Path
 ) -> None:
-    """Write held-out texts with their features, in the order given."""
+    """Write held-out texts and the taps `taps` of their features, in the order given.
+
+    Each tensor holds all texts end to end; `lengths` divides it.
+    """
     tensors: dict[str, Tensor] = {
         "lengths": torch.tensor([len(text.ids) for text in texts]),
         "starts": torch.tensor([text.start for text in texts]),
         "ids": torch.tensor([i for text in texts for i in text.ids]),
         "last": torch.cat([text.hidden.last for text in texts]).to(dtype),
     }
-    for place, tap in enumerate(taps):
-        tensors[f"tap{tap}"] = torch.cat([text.hidden.taps[place] for text in texts]).to(dtype)
+    for index, tap in enumerate(taps):
+        tensors[f"tap{tap}"] = torch.cat([text.hidden.taps[index] for text in texts]).to(dtype)
     save_file(tensors, path)
 
 
 def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list[HeldOutText]:
-    """The held-out texts of a store, with the taps `wanted`, or all that there are."""
+    """Return a store's held-out texts, with the taps `wanted` or all. Raises `UserError`."""
     manifest, path = manifest_of(store), Path(store, TEXTS_FILE)
     verify_noted(Path(store), manifest, TEXTS_FILE)
     tensors = tensors_of(path)

@@ -1,9 +1,9 @@
-"""The frozen target: any decoder-only model that `AutoModelForCausalLM` loads, through
-transformers' public API.
+"""The frozen target: a decoder-only causal language model, by transformers' public API alone.
 
-Shapes: B batch, N positions, H hidden size, V vocabulary, L decoder layers. Taps are indices into
-Hugging Face `hidden_states`: 0 = embeddings, i = residual stream after layer i - 1; the last hidden
-state is the one after the final norm.
+Shapes: B rows of a batch, N positions of one forward pass, S prompt positions, U undecided slots of
+the cache, H hidden size, V vocabulary. A tap is an index into Hugging Face `hidden_states`: 0 is
+the embeddings, i the residual stream after layer i - 1. The last hidden state is the one after the
+final norm.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 UNLIMITED = 1 << 20  # positions of a target that names no limit
 PREFILL_CHUNK = 2048
 
-# What `generate` would apply from a target's generation_config and decoding here does not, with the
-# neutral values.
+# Settings of a generation_config that `generate` applies and decoding here does not, each with the
+# values that leave the scores as they are.
 PROCESSORS: dict[str, tuple[Any, ...]] = {
     "encoder_repetition_penalty": (None, 1.0),
     "no_repeat_ngram_size": (None, 0),
@@ -59,29 +59,27 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Hidden:
-    """What one target forward gives: `last` `[B, N, H]` after the final norm, and one `[B, N, H]`
-    tensor for each tap."""
+    """Hidden states of one forward pass: after the final norm, and of each tap; `[B, N, H]`."""
 
     last: Tensor
     taps: tuple[Tensor, ...] = ()
 
 
 class Target:
-    """A causal language model with its tokenizer, split into decoder and head: the frozen target,
-    or a small one that drafts."""
+    """Causal language model, split into decoder and head: the frozen target, or a draft model."""
 
     whole = True
-    """False where only its ends are at hand."""
+    """False for a target of which only embedding, final norm and head are loaded."""
 
     def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
-        """Not `frozen`: a student, whose weights go on learning."""
+        """Split `model`; its weights stop needing gradients if `frozen`. Raises `UserError`."""
         self.model: Any = model.eval()
         if frozen:
             self.model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.spread = "whole"
-        """How it lies on ranks and devices, see `TargetConfig`."""
+        """Distribution over ranks and devices, see `TargetConfig`."""
         self._digest: str | None = None
         self.config = self.model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
@@ -90,21 +88,22 @@ class Target:
             raise UserError(f"target {name} has no output head; name a causal language model")
         self._output = output
         kinds = set(getattr(self.config, "layer_types", None) or ())
+        # A recurrent state cannot give refused drafts up again; other kinds need other masks.
         if unknown := kinds - {"full_attention", "sliding_attention"}:
-            found = ", ".join(sorted(unknown))
+            names = ", ".join(sorted(unknown))
             raise UserError(
-                f"target {name} ({self.config.model_type}) has layers of kind {found}, which "
+                f"target {name} ({self.config.model_type}) has layers of kind {names}, which "
                 "cannot be rolled back here"
             )
-        window = getattr(self.config, "sliding_window", None) is not None and getattr(
+        # A config that does not name the kind of each layer gives its window to all of them.
+        has_window = getattr(self.config, "sliding_window", None) is not None and getattr(
             self.config, "use_sliding_window", True
         )
-        self._sliding = "sliding_attention" in kinds or (not kinds and window)
+        self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
         self._compiled: Any = None
         self.masks_packed_rows = False
-        """Whether packed rows get a mask of ours: some models, such as GPT-OSS, take no notice of
-        positions that restart."""
+        """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None)
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -136,12 +135,12 @@ class Target:
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix `[V, H]`, with the target's own scale of the logits."""
+        """Output matrix `[V, H]`, multiplied by the target's own scale of its logits."""
         return self._output.weight if self._scale is None else self._output.weight * self._scale
 
     @property
     def head_parameters(self) -> list[Tensor]:
-        """What `head` reads."""
+        """Parameters that `head` reads."""
         return list(self._output.parameters())
 
     @property
@@ -154,18 +153,18 @@ class Target:
 
     @property
     def processors(self) -> dict[str, Any]:
-        """What the target's generation_config asks of `generate` beyond plain decoding."""
+        """Settings of generation_config that `generate` applies and decoding here does not."""
         settings = {name: getattr(self.model.generation_config, name, None) for name in PROCESSORS}
         return {name: value for name, value in settings.items() if value not in PROCESSORS[name]}
 
     @property
     def repetition_penalty(self) -> float:
-        """The penalty that `generate` would apply of its own accord; 1 is none."""
+        """Penalty that `generate` applies by default; 1 is none."""
         return getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
 
     @property
     def together(self) -> bool:
-        """Whether a forward is one of all ranks: each has to make as many as the others."""
+        """True if a forward pass is a collective operation: all ranks make equally many."""
         return self.spread in ("fsdp", "tensor")
 
     def fingerprint(self) -> Fingerprint:
@@ -173,42 +172,44 @@ class Target:
 
     @property
     def embedding_and_head(self) -> EmbeddingAndHead:
-        """What drafters borrow."""
+        """Embedding and head that drafters borrow."""
         embedding = self.model.get_input_embeddings()
+        # Gemma's embedding rounds its factor to the dtype of its weights before it multiplies.
         scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0)).to(embedding.weight.dtype)
         return EmbeddingAndHead(
             self.embed, self.head, self.vocab_size, self.tokenizer, float(scale)
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids `[...]` -> embeddings `[..., H]`."""
+        """Return the embeddings `[..., H]` of token ids `[...]`."""
         return self.model.get_input_embeddings()(ids)
 
     def final_norm(self) -> nn.Module | None:
-        """The norm before the head, whatever its name; None where none is known."""
-        found = (
+        """Return the norm before the head, by any of its usual names, or None."""
+        norms = (
             getattr(self.decoder, name, None)
             for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
         )
-        return next((norm for norm in found if getattr(norm, "weight", None) is not None), None)
+        return next((norm for norm in norms if getattr(norm, "weight", None) is not None), None)
 
     @torch.no_grad()
     def final_norm_weight(self) -> Tensor | None:
-        """`w` `[H]`, if the final norm is x / rms(x) * w: found by trying it on numbers."""
+        """Return the weight `w` `[H]` if the final norm computes x / rms(x) * w, else None."""
         norm = self.final_norm()
         weight: Any = getattr(norm, "weight", None)
         if norm is None or weight.shape != (self.hidden_size,):
             return None
+        # Tried on numbers: some norms have a bias, or multiply by 1 + w, under the same names.
         x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
-        plain = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
-        return weight if torch.allclose(norm(x).float(), plain, rtol=2e-2, atol=1e-2) else None
+        by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
+        return weight if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2) else None
 
     @torch.no_grad()
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
-        """Root mean square of each tap, the median over positions: a first token's may be ten times
-        the others'."""
+        """Return the root mean square of each tap, the median over sample positions."""
         if not taps:
             return ()
+        # The median, because the states of a text's first token may be ten times as large.
         ids = spread_ids(self.vocab_size, min(128, self.max_positions)).to(self.device)[None]
         return tuple(
             float(tap.float().square().mean(-1).sqrt().median())
@@ -216,15 +217,14 @@ class Target:
         )
 
     def tap_sample(self, ids: list[int], taps: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Each tap `[n, H]` of a text, for drafters that begin by looking at one."""
+        """Return each tap `[S, H]` of a text, to which a drafter's first weights are fitted."""
         return tuple(
             tap[0].float()
             for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps
         )
 
     def head(self, last: Tensor) -> Tensor:
-        """`[..., H]` after the final norm -> logits `[..., V]`, with the target's own soft cap or
-        scale."""
+        """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
         logits = self._output(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale
@@ -240,11 +240,11 @@ class Target:
         cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        """Run the decoder over `ids` `[B, N]`.
+        """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
-        `positions` `[B, N]`; without a cache and a mask, positions that restart mark the documents
-        of a packed row, and no document sees another. `mask` `[B, 1, N, length]` is additive (0 =
-        visible).
+        Without a cache and a mask, `positions` `[B, N]` that restart mark the documents of a packed
+        row, and no document sees another. `mask` `[1 | B, 1, N, slots]` is additive (0 = visible),
+        or a dict with a mask for each kind of layer.
         """
         if cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
@@ -255,6 +255,7 @@ class Target:
                 self.config.sliding_window if self._sliding else None,
                 self._mixed,
             )
+        # Only these passes have shapes that recur, so that a compiled decoder is used again.
         run = (
             self._compiled
             if self._compiled is not None
@@ -264,10 +265,10 @@ class Target:
             else run_decoder
         )
         last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
-        found = tuple(states[tap] for tap in taps)
+        tapped = tuple(states[tap] for tap in taps)
         if self.spread == "devices":  # each layer's states lie where the layer does
-            last, found = last.to(self.device), tuple(tap.to(self.device) for tap in found)
-        return Hidden(last, found)
+            last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
+        return Hidden(last, tapped)
 
     def prefill(
         self,
@@ -277,31 +278,31 @@ class Target:
         taps: tuple[int, ...] = (),
         chunk: int = PREFILL_CHUNK,
     ) -> Hidden:
-        """Run prompts `[B, S]` of `lengths`, padded on the right; the cache holds `lengths`
-        positions of each row afterwards.
+        """Run prompts `[B, S]`, padded on the right, and return the states of all positions.
 
-        They run `chunk` positions at a time, so that attention's work space stays bounded. Padding
-        stands behind every real token, so no token sees it, and its slots are written anew later.
+        The cache then holds `lengths` positions of each row. Prompts run `chunk` positions at a
+        time, so that the memory of attention stays bounded. Padding stands behind every real token,
+        so that no token sees it, and its slots are overwritten later.
         """
-        parts = []
+        outputs = []
         for start in range(0, ids.shape[1], chunk):
-            part = ids[:, start : start + chunk]
-            end = start + part.shape[1]
+            piece = ids[:, start : start + chunk]
+            end = start + piece.shape[1]
             positions = None
-            # a draft model's own limit: what lies past it is drafted badly, not wrongly
+            # Past a draft model's own last position its drafts are bad, but the text stays right.
             if end > self.max_positions:
                 positions = (
                     torch.arange(start, end, device=ids.device)
                     .clamp(max=self.max_positions - 1)
                     .expand(len(ids), -1)
                 )
-            parts.append(self.forward(part, positions, cache=cache, taps=taps))
-            cache.commit([part.shape[1]] * len(ids))
-        cache.lengths = list(lengths)
-        if len(parts) == 1:
-            return parts[0]
-        taps_of = [torch.cat([part.taps[i] for part in parts], dim=1) for i in range(len(taps))]
-        return Hidden(torch.cat([part.last for part in parts], dim=1), tuple(taps_of))
+            outputs.append(self.forward(piece, positions, cache=cache, taps=taps))
+            cache.commit([piece.shape[1]] * len(ids))
+        cache.lengths = list(lengths)  # padding was committed too
+        if len(outputs) == 1:
+            return outputs[0]
+        tapped = [torch.cat([piece.taps[i] for piece in outputs], dim=1) for i in range(len(taps))]
+        return Hidden(torch.cat([piece.last for piece in outputs], dim=1), tuple(tapped))
 
     def forward_tree(
         self,
@@ -312,23 +313,24 @@ class Target:
         cache: TreeCache,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        """Run tree nodes `[B, N]` over what `cache` holds: committed positions, then T undecided
-        slots, the last N being these.
+        """Run tree nodes `[B, N]` over the positions in `cache`, and return their states.
 
-        `visible` `[1 | B, N, T]` bool: which undecided slots each node sees, None: all; `depths`
-        `[1 | B, N]` of the nodes and `slot_depths` `[1 | B, T]` of the slots, the row's length
-        being the position of depth 0. NO_NODE tokens are run as token 0, unknown ones as the last.
+        Committed positions are followed by U undecided slots, of which these N nodes are the last.
+        `visible` `[1 | B, N, U]` bool is true for the undecided slots that a node sees; None: all.
+        `depths` `[1 | B, N]` are the nodes', `slot_depths` `[1 | B, U]` the slots'; depth 0 stands
+        at the position after the committed ones. NO_NODE runs as token 0, unknown ones as the last.
         """
         count, slots = tokens.shape[1], slot_depths.shape[1]
+        # A mask over a static cache is as wide as its buffer, which has to grow before.
         cache.reserve(cache.longest + cache.staged + count)
         starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
-        # A node past the last position can never be kept (the limit cuts it off); clamping keeps
+        # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
         positions = depths + starts
         if cache.longest + slots > self.max_positions:
             positions = positions.clamp(max=self.max_positions - 1)
-        # A single node of a batch of equally long rows sees everything, which is what the model
-        # does without a mask.
+        # A single node that sees all slots needs no mask: without one it sees what the cache gives.
+        # That is all it may see only if rows are equally long and no slot given is out of use.
         alone = (
             count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
         )
@@ -344,26 +346,28 @@ class Target:
         cache: TreeCache,
         count: int,
     ) -> Any:
-        """What `forward` takes as mask for `count` tree nodes; arguments as in `forward_tree`,
-        `positions` `[1 | B, N]`.
+        """Return the mask `[1 | B, 1, N, slots]` of `count` tree nodes, as `forward` takes it.
 
-        `[1 | B, 1, N, slots]`, additive, since every attention implementation that takes a 4D mask
-        takes an additive one. Layers with a sliding window see only keys less than a window back;
-        models that mix both kinds of layers take one mask for each.
+        Arguments as in `forward_tree`, `positions` `[1 | B, N]`. The mask is additive, since every
+        attention implementation that takes a 4D mask takes an additive one. Layers with a sliding
+        window see only keys less than a window back; models that mix both kinds of layers take one
+        mask for each.
         """
         width, undecided = cache.seen(count), slot_depths.shape[1]
         lowest = torch.finfo(self.dtype).min
         if visible is None:
             visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
         if cache.uniform and not self._sliding:
+            # Equally long rows have the tree in the same columns. All before it is committed, hence
+            # visible (0); what a static cache has behind it is out of use.
             tree = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
                 ~visible, lowest
             )[:, None]
-            before = torch.nn.functional.pad(tree, (cache.longest, 0))
+            padded = torch.nn.functional.pad(tree, (cache.longest, 0))
             return (
-                torch.nn.functional.pad(before, (0, width - before.shape[-1]), value=lowest)
+                torch.nn.functional.pad(padded, (0, width - padded.shape[-1]), value=lowest)
                 if cache.static
-                else before
+                else padded
             )
         see = visible_slots(visible, cache, width)
         full = torch.zeros(see.shape, dtype=self.dtype, device=see.device).masked_fill_(
@@ -373,21 +377,22 @@ class Target:
             return full
         starts = cache.starts()[:1] if cache.uniform else cache.starts()
         slots = torch.arange(width, device=visible.device)[None]
-        beyond = slots - starts[:, None]
-        inside = beyond.clamp(0, undecided - 1)
+        undecided_index = slots - starts[:, None]  # negative: the slot is committed
+        clamped = undecided_index.clamp(0, undecided - 1)
         batch = len(see)
-        depths = slot_depths.expand(batch, -1).gather(1, inside.expand(batch, -1))
-        keys = torch.where(beyond < 0, slots, starts[:, None] + depths)
-        near = positions[..., None] - keys[:, None] < self.config.sliding_window
+        depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
+        # A window counts positions: a committed slot's number is its position, while an undecided
+        # one stands at its depth, which siblings share.
+        key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
+        near = positions[..., None] - key_positions[:, None] < self.config.sliding_window
         sliding = full.masked_fill(~near[:, None], lowest)
         return {"full_attention": full, "sliding_attention": sliding} if self._mixed else sliding
 
     def compile(self) -> None:
-        """Compile the forward over trees (static caches only); on a CUDA device, for capture as a
-        graph.
+        """Compile forward passes over trees in static caches; on CUDA they become graphs.
 
-        Capacities are rounded up to powers of two. A size of tree or batch that differs from the
-        first is compiled once more, and then for all sizes.
+        A size of tree or batch that differs from the first is compiled once more, and then for all
+        sizes; capacities are powers of two.
         """
         mode = "reduce-overhead" if self.device.type == "cuda" else "default"
         self._compiled = torch.compile(run_decoder, mode=mode)
@@ -398,12 +403,10 @@ class Target:
 
     @torch.no_grad()
     def check_tree(self) -> None:
-        """Demand that a forward over a small tree gives each node what its own path gives alone;
-        raises `UserError` otherwise.
+        """Raise `UserError` unless a pass over a tree gives nodes what their paths give alone.
 
-        Catches, by trying, whatever cannot be verified as a tree: recurrent state (Mamba and
-        hybrids), attention implementations that ignore a 4D mask, position biases that are derived
-        from it.
+        The trial finds whatever cannot be verified as a tree: recurrent state (Mamba and hybrids),
+        attention that ignores a 4D mask, position biases that are derived from the mask.
         """
         shape = TreeShape((-1, 0, 0, 2, 1))  # the last node's parent is not the node before it
         ids = (torch.arange(3 + shape.nodes, device=self.device) * 7 + 3) % self.vocab_size
@@ -413,7 +416,7 @@ class Target:
             self.forward(ids[None, :3], cache=cache)
             assert len(cache) == self.num_layers, "some layers keep no keys and values"
             cache.commit([3])
-            ours = self.forward_tree(
+            in_tree = self.forward_tree(
                 ids[None, 3:], tables.ancestors, tables.depths, tables.depths, cache
             ).last[0]
         except (
@@ -433,8 +436,8 @@ class Target:
         ]
         alone = torch.stack([self.forward(path[None]).last[0, -1] for path in paths])
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        error = ((ours - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
-        if not error <= tolerance:
+        error = ((in_tree - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
+        if not error <= tolerance:  # `error > tolerance` would let NaN pass
             raise UserError(
                 f"{self._cannot()}: nodes differ from their own paths (relative difference "
                 f"{error:.1e})"
@@ -443,31 +446,29 @@ class Target:
     def _cannot(self) -> str:
         return (
             f"target {self.name} ({self.config.model_type}) cannot verify draft trees and roll "
-            "back; "
-            "try --target.attention sdpa or eager, or another target"
+            "back; try --target.attention sdpa or eager, or another target"
         )
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Demand that `head(features)` gives the model's own logits; drafters would learn from a
-        wrong teacher otherwise."""
+        """Raise `UserError` unless `head` gives the model's own logits, which drafters learn."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
-        own = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.head(self.forward(ids).last).float()
-        if not bool(own.isfinite().all()):
+        expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        logits = self.head(self.forward(ids).last).float()
+        if not bool(expected.isfinite().all()):
             raise UserError(
                 f"target {self.name} gives logits that are not finite: its weights are damaged "
-                "(download them again), or they "
-                f"overflow in {str(self.dtype).removeprefix('torch.')} (give --target.dtype "
-                "float32 or bfloat16)"
+                "(download them again), or they overflow in "
+                f"{str(self.dtype).removeprefix('torch.')} (give --target.dtype float32 or "
+                "bfloat16)"
             )
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 2e-2
-        error = (own - ours).abs().max().item() / max(own.abs().max().item(), 1e-6)
+        error = (expected - logits).abs().max().item() / max(expected.abs().max().item(), 1e-6)
         if not error <= tolerance:
             raise UserError(
                 f"target {self.name} ({self.config.model_type}) changes its logits after the head "
-                "in an unknown way "
-                f"(relative difference {error:.1e}); please report this model type"
+                f"in an unknown way (relative difference {error:.1e}); please report this "
+                "model type"
             )
 
 
@@ -479,8 +480,8 @@ def run_decoder(
     cache: TreeCache | None,
     all_states: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The last hidden state and, if asked for, the hidden states of all layers. Free of everything
-    else, so that it compiles."""
+    """Return the last hidden state, and with `all_states` those of all layers, else ()."""
+    # A function of its own, without any state of `Target`, so that it compiles.
     output = decoder(
         input_ids=ids,
         position_ids=positions,
@@ -493,8 +494,7 @@ def run_decoder(
 
 
 def load_target(config: TargetConfig) -> Target:
-    """Load model and tokenizer, merge an adapter if there is one, and check the head. Raises
-    `UserError`."""
+    """Return the loaded and checked target, its adapter merged. Raises `UserError`."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     path, adapter = base_and_adapter(config)
@@ -520,7 +520,7 @@ def load_target(config: TargetConfig) -> Target:
             model, digest = load_spread(config.spread, path, device, options)
     if adapter is not None:
         model = merge_adapter(model, adapter)
-    # a quantised model is placed as it is loaded
+    # a quantised model was placed as it was loaded
     if config.spread == "whole" and not getattr(model, "is_quantized", False):
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
@@ -529,8 +529,7 @@ def load_target(config: TargetConfig) -> Target:
 
 
 def target_of(model: Any, tokenizer: Any = None) -> Target:
-    """A target of a model that is loaded already; its weights go on needing gradients if they do.
-    `tokenizer`: read from where the model came from if None. Raises `UserError`."""
+    """Return a loaded model as a target; its weights are not frozen. Raises `UserError`."""
     source = str(getattr(model.config, "_name_or_path", "") or "")
     if tokenizer is None:
         if not source:
@@ -544,37 +543,37 @@ def target_of(model: Any, tokenizer: Any = None) -> Target:
 
 
 def checked(target: Target) -> Target:
-    """`target`, after its head and its trees have been tried, and what is odd about it has been
-    said. Raises `UserError`."""
+    """Try the target's head and trees, warn of what is odd, and return it. Raises `UserError`."""
     target.check_head()
     target.check_tree()
     for message in vocabulary_warnings(target):
         log.warning("target %s: %s", target.name, message)
     if target.processors:
-        asked = ", ".join(f"{name}={value}" for name, value in target.processors.items())
+        listed = ", ".join(f"{name}={value}" for name, value in target.processors.items())
         log.warning(
-            "target %s asks generate for %s; decoding here does not apply it", target.name, asked
+            "target %s asks generate for %s; decoding here does not apply it", target.name, listed
         )
     return target
 
 
 def vocabulary_warnings(target: Target) -> list[str]:
-    """What of the tokenizer and the end tokens has no place in the model's vocabulary."""
-    found, rows = [], target.vocab_size
+    """Return a warning for each kind of token that is not in the model's vocabulary."""
+    warnings, rows = [], target.vocab_size
     if (tokens := len(target.tokenizer)) > rows:
-        found.append(
+        warnings.append(
             f"its tokenizer has {tokens} tokens, its embedding {rows} rows; a text with one of "
             "the others cannot be read"
         )
     if outside := sorted(token for token in target.eos_ids if token >= rows):
-        found.append(
+        warnings.append(
             f"its end token {outside[0]} is none of its {rows} tokens; mend eos_token_id in "
             "generation_config.json"
         )
-    return found
+    return warnings
 
 
 def resolve_device(name: str) -> torch.device:
+    """Return the device that a `TargetConfig` names. Raises `UserError`."""
     try:
         device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -589,6 +588,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    """Return the dtype that a `TargetConfig` names; "auto" is the files'. Raises `UserError`."""
     if isinstance(name, torch.dtype):
         return name
     if name == "auto":

@@ -8,16 +8,19 @@ from typing import Any
 
 from ..heads.errors import UserError
 
-MOST = 1024  # drafted nodes of a round, and any size that drafted nodes are made of
+MOST = 1024  # bound of the drafted nodes of a round, and of every setting that makes them more
 
 Ranks = tuple[int, ...]
-"""A node of a tree by the ranks on its path: (0, 2) is the third best child of the best child."""
+"""Node of a tree by the ranks on its path: (0, 2) is the third-best child of the best child."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSettings:
-    """Size and form of the draft tree. None leaves a setting to the drafter, which takes what its
-    calibration or its own default says."""
+    """Size and form of the draft tree.
+
+    None leaves a setting to the drafter, which takes the value of its calibration, or else its own
+    default.
+    """
 
     length: int | None = None
     """Levels of the tree; drafts of a chain."""
@@ -26,12 +29,13 @@ class TreeSettings:
     nodes: int | None = None
     """Drafted nodes of a tree, without the root."""
     threshold: float | str = 0.0
-    """Above 0: a chain ends once its drafts are less likely than this, all together (see
-    `growth.grow_chain`); "auto" takes the calibrated value of a trained draft model."""
+    """Probability below which an adaptive chain ends: that of all its drafts together (see
+    `growth.grow_chain`). 0 ends no chain; "auto" is the calibrated value of a trained draft
+    model."""
     score_temperature: float = 1.0
     """Temperature of the scores by which a dynamic tree grows (`Draws.rank`)."""
     shape: Sequence[Ranks] | None = None
-    """Rank tuples as in `growth.shape_of_ranks`, which fix the tree for every rule and text."""
+    """Rank tuples as in `growth.shape_of_ranks`; they fix the tree for every rule and text."""
 
     def __post_init__(self) -> None:
         temperature = self.score_temperature
@@ -52,8 +56,10 @@ TREE_SETTINGS = tuple(field.name for field in fields(TreeSettings))
 
 
 def positive(name: str, value: Any, least: int = 1) -> int:
-    """Return `value`, a setting that must be a whole number between `least` and `MOST`. Raises
-    `UserError`."""
+    """Return `value`, a setting. Raises `UserError` unless it is a whole number in range.
+
+    The range is `least` to `MOST`.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UserError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if value > MOST:

@@ -90,7 +90,7 @@ def trained(root: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         data = Path(name, "texts.jsonl")
         source = Path(ast.__file__).read_text()
-        parts = [source[at : at + 900] for at in range(0, 90_000, 900)]
+        parts = [source[at : at + 450] for at in range(0, 60_000, 450)]
         data.write_text("".join(json.dumps({"text": part}) + "\n" for part in parts if part))
         for method in METHODS:
             out = Path(name, method)
@@ -98,7 +98,7 @@ def trained(root: Path) -> dict[str, Any]:
                 sys.executable, "-m", "draftsmith.train", method, "--config",
                 f"configs/{method}/quickstart.yaml", "--data.sources", f"[{{path: {data}}}]",
                 "--max-steps", "10", "--output", str(out), "--evaluation.prompts", "2",
-                "--evaluation.max-new-tokens", "8", "--data.max-length", "192",
+                "--evaluation.max-new-tokens", "8", "--data.max-length", "256",
                 "--data.held-out.by", "row",
             ]  # fmt: skip
             environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,7 @@
-"""Tools of drafters that write one token after another: a causal model continues the nodes of a
-level, over a cache of its own.
+"""Tools of autoregressive drafters: models that continue tree nodes, over caches of their own.
 
-Shapes: B batch, N tree nodes with the root, V vocabulary.
+Shapes: B rows of a batch, N rows of one pass or tree nodes with the root, G attention heads, Gkv
+key-value heads, E size of an attention head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .tree_plan import Planner
 
 @lru_cache(maxsize=256)
 def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return `depths` as a tensor `[1, N]`; the same few rows are needed in every round."""
+    """Return `depths` as a tensor `[1, N]`, cached, as every round needs the same few."""
     return torch.tensor([depths], device=device)
 
 
@@ -42,7 +42,7 @@ def attention_over(
         keys, values = cache.update(keys, values, layer)
         shared = queries.shape[1] // keys.shape[1]
         if shared > 1 and mask is not None and keys.device.type == "cuda":
-            # Grouped heads with a mask would fall back to a kernel that holds every score.
+            # On CUDA, grouped heads with a mask would fall back to a kernel that holds all scores.
             keys = keys.repeat_interleave(shared, 1)
             values = values.repeat_interleave(shared, 1)
             shared = 1
@@ -55,10 +55,10 @@ def attention_over(
 
 
 class TreeRunner:
-    """Causal model that continues the nodes of a level.
+    """Causal model that runs the nodes of one level after another: a `growth.Continue`.
 
     Its cache has committed the root already, so nodes of depth 1 stand first behind the committed
-    positions: depth d is d - 1 positions behind them.
+    positions. For the cache depth d is therefore d - 1.
     """
 
     def __init__(self, model: Target, cache: TreeCache, vocab_size: int) -> None:
@@ -66,6 +66,7 @@ class TreeRunner:
         self._depths: tuple[int, ...] = ()
 
     def __call__(self, level: Level) -> Tensor:
+        """Return the logits `[B, M, V]` after the M nodes of `level`."""
         count = level.tokens.shape[1]
         level_depths = (level.depth - 1,) * count
         self._depths += level_depths
@@ -82,8 +83,11 @@ class TreeRunner:
 
 
 def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
-    """Return logits over the target's vocabulary of `size` tokens: padding rows of the drafter's
-    head are cut, tokens that it lacks are never drafted."""
+    """Return logits `[..., size]` over the target's vocabulary, which has `size` tokens.
+
+    Padding rows of the drafter's head are cut. Tokens that it lacks get minus infinity, so that
+    they are never drafted.
+    """
     if logits.shape[-1] < size:
         missing = logits.new_full((*logits.shape[:-1], size - logits.shape[-1]), -torch.inf)
         logits = torch.cat([logits, missing], dim=-1)
@@ -91,17 +95,21 @@ def fit_vocabulary(logits: Tensor, size: int) -> Tensor:
 
 
 def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Accepted) -> None:
-    """Commit in a drafter's cache the accepted drafts that it has run; `slots` `[B, N]` as from
-    `Planner.draft`.
+    """Commit in a drafter's cache the accepted drafts that it has run.
 
-    A chain has run all its drafts but the last. Of a tree the accepted leaf may or may not have
-    been expanded, which only the device knows: it counts as not run, and the row is one token
-    behind, which the next round feeds again.
+    `slots` `[B, N]` are the indices of tree nodes among those run, as from `Planner.draft`.
+
+    A chain has run all its drafts but the last. Of a tree the deepest accepted node may or may not
+    have been run, which only the device knows: it counts as not run. The row's cache is then one
+    token behind the text, and the next round feeds that token again.
     """
     drafts = [len(nodes) - 1 for nodes in accepted.nodes]
     if plan.width == 1:
+        # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
         cache.commit([min(count, cache.staged) for count in drafts])
     else:
+        # Without the root, which was committed before drafting, and without the longest path's last
+        # node. Shorter paths are cut by their own counts.
         cache.commit(
             [max(count - 1, 0) for count in drafts], slots.gather(1, accepted.path[:, 1:-1])
         )

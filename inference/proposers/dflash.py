@@ -1,11 +1,15 @@
-"""Block drafter at work: all drafts of a round in one pass, as a chain or as the best-first tree of
-their distributions (DDTree).
+"""Block drafters at work: all drafts of a round in one pass, as a chain or a best-first tree.
+
+A block stands at the root: slot 0 holds the root's token, and the others mask tokens, in place of
+which the drafter predicts. The best-first tree is DDTree's (arXiv 2604.12989), of the likeliest
+paths through the slots' distributions.
 
 The drafter's cache holds keys and values of the target's fused features for the positions before
 the root, and nothing else: a block's own rows are overwritten in the next round, and what was
 accepted comes again with the target's features.
 
-Shapes: B batch, S positions, A accepted nodes with the root, D drafts, H hidden size, V vocabulary.
+Shapes: B rows of a batch, A positions that are new to the cache, D drafts, b slots of a block, H
+hidden size, V vocabulary, S positions of a text.
 """
 
 from __future__ import annotations
@@ -35,17 +39,14 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
-RANKS = 10  # places among the best that `calibrate` counts
+RANKS = 10  # best tokens of a draft whose accuracies `calibrate` counts
 
 
 class DFlashProposer(Planned):
-    """Block drafter at work.
+    """DFlash drafter at work.
 
-    Drafts of a block do not depend on each other, so trees are the `nodes` likeliest paths
-    (`growth.best_first`), `width` candidates a slot, and going deeper costs nothing.
-
-    `slots` of a block are run, all if None. Slots see each other, so fewer of them draft otherwise:
-    as engines do where they are asked for fewer drafts than a block has.
+    Drafts of a block do not depend on each other. So a tree has the `nodes` likeliest paths, with
+    `width` candidates for each slot (`growth.best_first`), and deeper trees cost nothing.
     """
 
     def __init__(
@@ -55,6 +56,12 @@ class DFlashProposer(Planned):
         slots: int | None = None,
         name: str = "dflash",
     ) -> None:
+        """Put a drafter to work. Raises `UserError` for more drafts or slots than a block has.
+
+        `slots` are the slots of a block that are run; None: all. Slots see each other, so that
+        fewer of them give other drafts, as in engines that are asked for fewer drafts than a block
+        has.
+        """
         self.slots, self.first_slot = slots_of(drafter, slots), drafter.first_slot
         self.name, self.taps, self.longest = name, drafter.taps, self.slots - self.first_slot
         self.replan(TreePlan(settings.or_else(length=self.longest, width=1)))
@@ -66,12 +73,13 @@ class DFlashProposer(Planned):
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._cache = TreeCache(0, 0)
-        # features of new positions, fused [B, A, H], and how many of each row
+        # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
+        # how many of them each row has.
         self._new: tuple[Tensor, list[int]] | None = None
 
     @property
     def drafter(self) -> DFlashDrafter:
-        """What engines are asked about."""
+        """The drafter itself, by which it is judged whether an engine can serve it."""
         return self._drafter
 
     def prefill(self, prompts: Prompts) -> None:
@@ -89,6 +97,7 @@ class DFlashProposer(Planned):
         return self._draft(self._block(root)[:, : self.plan.length], root, draws)
 
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
+        """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
         first, go_on = self._logits(outputs, root)
         if not self.plan.threshold:
             return self.plan.draft(first, root, draws, go_on)[0]
@@ -96,47 +105,64 @@ class DFlashProposer(Planned):
         return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
-        """How sure `[B, D]` a chain `tokens` `[B, 1 + D]` is of each draft, from the drafts
-        before it alone: that every acceptance rule stays lossless where chains are cut rests on it
-        (docs/verification.md#non-anticipation). Of the first one it is sure; of a later one as
-        its distribution was of the draft before."""
+        """Return the confidence `[B, D]` in each draft of the chain `tokens` `[B, 1 + D]`.
+
+        It is computed from the drafts before alone. That is why cut chains stay lossless under
+        every acceptance rule (docs/verification.md#non-anticipation). The first draft has
+        confidence 1, a later one the probability of the draft before it.
+        """
         probs = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
-        said = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
-        return functional.pad(said, (1, 0), value=1.0)
+        draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
+        return functional.pad(draft_probs, (1, 0), value=1.0)
 
     def _logits(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
-        """Logits `[B, V]` after the root, and those after any node, from the drafting slots'
-        `outputs` `[B, D, H]`."""
+        """Return the logits `[B, V]` after the root, and a function of those after any node.
+
+        `outputs` `[B, D, H]` are those of the drafting slots, `root` `[B]` the roots' tokens.
+        """
         slots = Slots(self._drafter.base_logits(outputs))
         return slots.logits[:, 0], slots
 
     def _catch_up(self) -> None:
-        """Add the positions that the last round decided to the context."""
+        """Write keys and values of the positions that the last round decided into the cache.
+
+        They are context: other rows attend to them, but they have no queries, so no layer is run.
+        """
         assert self._new is not None, "prefill first"
         fused, counts = self._new
         cache = self._cache
         for start in range(0, fused.shape[1], PREFILL_CHUNK):
-            part = fused[:, start : start + PREFILL_CHUNK]
-            width = part.shape[1]
+            chunk = fused[:, start : start + PREFILL_CHUNK]
+            width = chunk.shape[1]
             cache.open(width, masked=True)
+            # A feature stands at its own position. The committed ones are 0 .. length - 1, since
+            # every position before the root has been committed.
             positions = depth_row(tuple(range(width)), self._device) + cache.starts()[:, None]
             for layer, (keys, values) in enumerate(
-                self._drafter.context(part, self._drafter.rotary(positions))
+                self._drafter.context(chunk, self._drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+            # Of this chunk each batch row has what is left of its count, from none to all. What is
+            # written past that is overwritten later.
             cache.commit([min(max(count - start, 0), width) for count in counts])
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:
-        """The layers' output `[B, D, H]` for the drafting slots of the block at the root; nothing
-        of it stays in the cache."""
+        """Return the layers' output `[B, D, H]` in the drafting slots of the block at `root` `[B]`.
+
+        Nothing of it stays in the cache: its rows are never committed.
+        """
         cache, drafter = self._cache, self._drafter
         size = self.slots
         cache.open(size, masked=True)
+        # All slots see each other and the whole context, so equally long rows need no mask. Of rows
+        # of different lengths the shorter ones must not see the cache slots behind their blocks.
         see = None
         if not cache.uniform:
             everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
+        # The context ends before the root, so its length is the root's position a, and slot j
+        # stands at a + j.
         rotary = drafter.rotary(
             depth_row(tuple(range(size)), self._device) + cache.starts()[:, None]
         )
@@ -145,6 +171,8 @@ class DFlashProposer(Planned):
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):
             state = drafter.layer(index, state, rotary, attend)
+        # The first draft is about position a + 1. DFlash makes it in slot 1, and has no use for the
+        # output of the root's slot; DSpark makes it in slot 0.
         return state[:, drafter.first_slot :]
 
     def commit(self, accepted: Accepted) -> None:
@@ -165,17 +193,18 @@ class DFlashProposer(Planned):
 
 
 def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
-    """A chain of which each row keeps its first drafts, those that are `kept` `[B, D]`; true once
-    false stays false.
+    """Return a chain without the drafts that `kept` `[B, D]` is false for.
 
-    As long as the longest row: one synchronisation. The node before a cut has no children, so no
-    distribution is compared there.
+    In each row the first drafts are kept, so what follows a false entry is false too. The chain is
+    as long as the longest row, which costs one synchronisation.
     """
     longest = int(kept.sum(-1).max())
     kept = kept[:, :longest]
     tokens = torch.cat(
         [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
     )
+    # The last node that a row keeps has no children, so its distribution must not be compared:
+    # it becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is.
     probs = None
     if tree.probs is not None:
         probs = tree.probs[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
@@ -188,18 +217,19 @@ def make_proposer(
     slots: int | None = None,
     name: str | None = None,
 ) -> DFlashProposer:
-    """Return the drafter from disk at work, with the `nodes` likeliest paths of at most `length`
-    levels, from `width` candidates a slot (all that could be among them, if None).
+    """Return a drafter from disk at work, with a best-first tree; `width` 1 makes a chain.
 
-    Settings that are None are as the drafter was evaluated in training. `slots`: see
-    `DFlashProposer`.
+    The tree has the `nodes` likeliest paths of at most `length` levels, from `width` candidates for
+    each slot, or from all that can be among them if `width` is None. Other settings that are None
+    are as the drafter was evaluated in training. `slots` are as in `DFlashProposer`. Raises
+    `UserError`.
     """
     settings = tree_of(artifact, settings, slots)
     return DFlashProposer(artifact.drafter, settings, slots, name or artifact.method)
 
 
 def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
-    """Slots of a block to run. Raises `UserError` for more than it has, or for none that drafts."""
+    """Return the number of slots to run. Raises `UserError` for too many, or none that drafts."""
     least, most = drafter.first_slot + 1, drafter.shape.block_size
     if slots is None:
         return most
@@ -211,8 +241,10 @@ def slots_of(drafter: DFlashDrafter, slots: int | None) -> int:
 
 
 def tree_of(artifact: Artifact, settings: TreeSettings, slots: int | None) -> TreeSettings:
-    """Return the tree settings of a block drafter; what is None becomes what the drafter was
-    evaluated with in training. Raises `UserError`."""
+    """Return the tree settings of a block drafter with values for those that are None.
+
+    They are those that the drafter was evaluated with in training. Raises `UserError`.
+    """
     known = artifact.calibration
     drafts = slots_of(artifact.drafter, slots) - artifact.drafter.first_slot
     width, nodes = settings.width, settings.nodes
@@ -224,15 +256,18 @@ def tree_of(artifact: Artifact, settings: TreeSettings, slots: int | None) -> Tr
     if width == 1 or (width is None and settings.threshold):
         return replace(settings, length=length, width=1)
     if settings.length is None and nodes is not None:
-        length = min(length, positive("nodes", nodes))  # a tree needs a node a level
+        length = min(length, positive("nodes", nodes))  # each level needs a node
     if nodes is None:
         nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length)))
     return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token of each draft is right, and the tree that this is evaluated
-    with."""
+    """Return the calibration of a block drafter: rank accuracies, and the tree of evaluation.
+
+    `texts` are teacher-forced ranks `[S, D]`, each with the start of the reply; `tree_nodes` is the
+    number of nodes of the tree that the drafter is evaluated with.
+    """
     accuracy, roots = rank_accuracy(texts, RANKS)
     return {
         "rank_accuracy": accuracy,

@@ -1,5 +1,12 @@
-"""A small causal language model of the same tokenizer as drafter (arXiv 2211.17192): it writes a
-chain or a tree by itself."""
+"""Draft models at work: causal language models with the target's tokenizer (arXiv 2211.17192).
+
+A draft model reads tokens only, and drafts a chain or a tree. Its cache holds the text up to the
+root. Of a round's drafts it keeps the accepted ones that it has run. The last draft of a chain is
+never run, and the deepest accepted node of a tree counts as not run (`commit_accepted`). Where such
+a draft was accepted, the cache lacks the token before the new root, and the next round runs both.
+
+Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S positions of a text.
+"""
 
 from __future__ import annotations
 
@@ -27,42 +34,48 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
-LONGEST = 12  # drafts a round that `calibrate` looks at
-DRAFT_COST = 0.25  # of a draft, in target passes, if nobody measured it
+LONGEST = 12  # drafts per round, at most, of the chains that `calibrate` compares
+DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
 THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
 class DraftModelProposer(Planned):
-    """Its cache holds the decided text; the one token that a fully accepted draft leaves unseen is
-    fed with the next root."""
+    """Draft model at work; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
 
     def __init__(
         self, model: Target, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
     ) -> None:
-        """`vocab_size`: the target's, which the draft model's may differ from. A chain, if `width`
-        is not set."""
+        """Put `model` to work. Raises `UserError` for settings that do not go together.
+
+        `vocab_size` is the target's; the draft model's may differ.
+        """
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
         self.replan(TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1)))
         self._cache = TreeCache(0, 0)
-        self._before: Tensor  # [B], the token before the root
+        # [B]: the token before the root
+        self._before: Tensor
+        # [B, N]: index of each tree node among those that were run, see `Planner.draft`
         self._slots: Tensor
 
     def prefill(self, prompts: Prompts) -> None:
+        """Run the prompts, which end before the first root."""
         batch, length = prompts.ids.shape
         longest = self.model.max_positions
         self._cache = TreeCache(
             batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device
         )
         # The draft model's vocabulary may be smaller than the target's.
-        known = prompts.ids.clamp(max=self.model.vocab_size - 1)
+        clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
         # `tokens` has one token more than the prompt: the first root.
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
-        self.model.prefill(known, lengths, self._cache)
+        self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
-        self._behind = False  # whether some row's cache ends before the token before the root
+        # True if some row's cache lacks the token before the root.
+        self._behind = False
+        # Number of tokens before the root, of each row: the root's position.
         self._text_lengths = list(self._cache.lengths)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
@@ -72,14 +85,16 @@ class DraftModelProposer(Planned):
         return tree
 
     def _catch_up(self, root: Tensor) -> Tensor:
-        """Run the root, behind the token before it where a row has not seen that one, and give the
-        root's feature `[B, H]`.
+        """Run the root, and the token before it where a row lacks that; return the root's state.
 
-        A row that has seen it writes the same values once more, so all rows take one forward of one
-        shape.
+        The state is the last hidden state `[B, H]`, which predicts the drafts of depth 1.
         """
+        # If one row lacks the token before the root, all rows run it, so that one forward pass has
+        # one shape. Rows that have it write the same values into the same slot once more.
         tokens = torch.stack([self._before, root], dim=1) if self._behind else root[:, None]
         count = tokens.shape[1]
+        # The first of the tokens stands at the text's length + 1 - count: the root at its length,
+        # the token before it one slot earlier.
         self._cache.lengths = [length + 1 - count for length in self._text_lengths]
         depths = depth_row(tuple(range(count)), root.device)
         causal = (
@@ -92,11 +107,13 @@ class DraftModelProposer(Planned):
         return hidden.last[:, -1]
 
     def commit(self, accepted: Accepted) -> None:
+        """Keep the accepted drafts that were run, and note which token the cache lacks."""
         commit_accepted(self._cache, self.plan, self._slots, accepted)
         self._text_lengths = [
             length + len(nodes)
             for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True)
         ]
+        # The cache lacks at most the last accepted draft, which is the token before the new root.
         self._behind = self._cache.lengths != self._text_lengths
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
@@ -112,10 +129,10 @@ class DraftModelProposer(Planned):
 def make_proposer(
     artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, cost: float = DRAFT_COST
 ) -> DraftModelProposer:
-    """Return the trained draft model at work.
+    """Return a trained draft model at work.
 
-    `threshold` "auto": the best of those measured on held-out texts, if a draft takes `cost` of the
-    time of a target pass. Raises `UserError`.
+    The `threshold` "auto" is the best of those measured on held-out texts, if a draft takes `cost`
+    of the time of a target pass. Raises `UserError`.
     """
     if settings.threshold == "auto":
         if not artifact.calibration.get("adaptive"):
@@ -132,8 +149,10 @@ def make_proposer(
 def load_draft_model(
     folder: str, target: Target, settings: TreeSettings = DEFAULT_TREE
 ) -> DraftModelProposer:
-    """Return the model in `folder` as drafter for `target`. Raises `UserError` if it does not share
-    the target's tokenizer."""
+    """Return the model in `folder` at work for `target`.
+
+    Raises `UserError` if it does not share the target's tokenizer, or cannot run trees.
+    """
     if settings.threshold == "auto":
         raise UserError(
             f"{folder} was not trained here and has no calibrated threshold; give a number, such "
@@ -145,21 +164,25 @@ def load_draft_model(
 
 
 def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
-    """Return the proposer of a loaded draft model. Raises `UserError` where it cannot run trees."""
+    """Return the proposer of a loaded draft model. Raises `UserError` if it cannot run trees."""
     runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 
 def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts of a greedy chain are right at each root; `outcome` `[S, 2]` as in
-    `calibrate`."""
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `outcome` `[S, 2]` is as in `calibrate`; the chain has `calibration["length"]` drafts.
+    """
     return accepted_runs(outcome[:, 0] > 0, calibration["length"])
 
 
 def accepted_runs(right: Tensor, length: int) -> list[int]:
-    """For each root of a text, how many of the next `length` rows are `right` `[S]` without a
-    break."""
+    """Return for each row how many rows from it on are `right` without a break, up to `length`.
+
+    `right` `[S]` is a bool for each root: its next token is the drafter's best one.
+    """
     runs, run = [], 0
     for value in reversed(right.tolist()):
         run = run + 1 if value else 0
@@ -168,41 +191,50 @@ def accepted_runs(right: Tensor, length: int) -> list[int]:
 
 
 def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """What adaptive chains give on held-out texts: `adaptive`, rows of [threshold, longest, tau,
-    drafts a round], each with more of the last two than the one before; `best_adaptive` picks one.
+    """Return the calibration of a draft model: tau and cost of adaptive chains on held-out texts.
 
-    `outcomes`: for each text `[S, 2]`, whether the drafter's best token after each row is the
-    text's own next one, and how likely the drafter held it; and where the reply begins. Rounds are
-    replayed as decoding replays them; drafts past the first wrong one are taken to be as sure as
-    those of the text.
+    Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
+    more of the last two than the row before; `best_adaptive` picks one.
+
+    `outcomes` has a pair for each text: a table `[S, 2]` and the start of the reply. The table says
+    for each root whether the drafter's best token is the text's own next one, and how likely the
+    drafter held it. Rounds are replayed as in decoding. Drafts past the first wrong one are taken
+    to be as likely as those of the text.
     """
     replies = [outcome[start:] for outcome, start in outcomes]
     right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]
-    found = []
+    measured = []
     for threshold in THRESHOLDS:
-        sure = [chain_lengths(reply[:, 1], threshold, LONGEST) for reply in replies]
+        drafts = [chain_lengths(reply[:, 1], threshold, LONGEST) for reply in replies]
         for longest in range(1, LONGEST + 1):
-            kept = drafted = rounds = 0
-            for runs, lengths in zip(right, sure, strict=True):
+            emitted = drafted = rounds = 0
+            for runs, lengths in zip(right, drafts, strict=True):
                 lengths = [min(length, longest) for length in lengths]
                 root = 0
+                # A round accepts what is right, as far as its chain goes.
                 for count in replay(
                     [min(pair) for pair in zip(runs, lengths, strict=True)], 0, len(runs)
                 ):
                     drafted += lengths[root]
                     root += count
-                    kept, rounds = kept + count, rounds + 1
-            found.append([threshold, longest, kept / max(rounds, 1), drafted / max(rounds, 1)])
+                    emitted, rounds = emitted + count, rounds + 1
+            measured.append(
+                [threshold, longest, emitted / max(rounds, 1), drafted / max(rounds, 1)]
+            )
+    # Only settings that no other one beats in both figures: by ascending drafts per round, those
+    # with a higher tau than all before.
     front: list[list[float]] = []
-    for row in sorted(found, key=lambda row: (row[3], -row[2])):
+    for row in sorted(measured, key=lambda row: (row[3], -row[2])):
         if not front or row[2] > front[-1][2]:
             front.append(row)
     return {"length": DEFAULT_LENGTH, "adaptive": front}
 
 
 def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]:
-    """Threshold and longest chain of most tokens a time, if a draft takes `cost` of the time of a
-    target pass."""
+    """Return threshold and longest chain of the row of `adaptive` with the most tokens per second.
+
+    A draft takes `cost` of the time of a target pass.
+    """
     threshold, longest, *_ = max(
         calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3])
     )
@@ -210,8 +242,11 @@ def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]
 
 
 def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
-    """From each root `[S]`, how many drafts an adaptive chain takes: it ends with the one that
-    takes the product below."""
+    """Return how many drafts an adaptive chain has at each root, at most `longest`.
+
+    `sure` `[S]` is the probability of the draft at each root. A chain ends with the draft that
+    brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
+    """
     lengths = []
     chances = sure.tolist()
     for root in range(len(chances)):

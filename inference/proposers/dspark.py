@@ -1,11 +1,10 @@
-"""DSpark at work: a block's drafts are chosen in turn, each with the bias of the one before, for as
-long as it is confident.
+"""DSpark at work: a block's drafts are chosen in turn, each with a bias from the one before.
 
-How sure the drafter is of a draft is known before the draft is chosen, so what is cut depends on
-earlier drafts alone, and every acceptance rule stays lossless
-(docs/verification.md#non-anticipation).
+The confidence in a draft is known before the draft is chosen. So a cut depends on earlier drafts
+alone, and every acceptance rule stays lossless (docs/verification.md#non-anticipation).
 
-Shapes: B batch, D drafts, M nodes of a level, H hidden size, V vocabulary, S text positions.
+Shapes: B rows of a batch, D drafts, M nodes of a level, R rows of a table, H hidden size, V
+vocabulary, S positions of a text.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .dflash import DEFAULT_TREE, DFlashProposer, tree_of
 from .growth import Continue, Level
 
 DEFAULT_WIDTH = 8
-BINS = 15
+BINS = 15  # of equal mass, in which calibration errors are measured
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
 
 
@@ -45,7 +44,11 @@ class DSparkProposer(DFlashProposer):
         name: str = "dspark",
         temperatures: Sequence[float] = (),
     ) -> None:
-        """`temperatures`: divisors of the confidences' logits, draft by draft (`calibrate`)."""
+        """Put a drafter to work. Raises `UserError` for more drafts or slots than a block has.
+
+        `temperatures` divide the logits of the confidences, draft by draft (`calibrate`); drafts
+        past the last of them have 1. `slots` are as in `DFlashProposer`.
+        """
         super().__init__(drafter, settings, slots, name)
         self._temperatures = torch.tensor(
             [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device
@@ -55,15 +58,18 @@ class DSparkProposer(DFlashProposer):
         drafter = self._drafter
         base = drafter.base_logits(outputs)
 
+        # Depths count from 1, so `base[:, depth]` is the slot after that of the level's own drafts.
+        # A missing node (-1) takes the bias of token 0, since nothing is drafted below it.
         def go_on(level: Level) -> Tensor:
             return base[:, level.depth, None] + drafter.transition(level.tokens.clamp(min=0))
 
         return base[:, 0] + drafter.transition(root), go_on
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
-        """The confidence head's word on every draft, before it is chosen."""
-        said = self._drafter.confidence(self._drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
-        return (said.float() / self._temperatures[: said.shape[1]]).sigmoid()
+        """Return the calibrated confidence `[B, D]` in each draft, from the token before it."""
+        # tokens[:, :-1] begins with the root: column d holds the token before draft d + 1.
+        logits = self._drafter.confidence(self._drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
+        return (logits.float() / self._temperatures[: logits.shape[1]]).sigmoid()
 
 
 def make_proposer(
@@ -72,12 +78,11 @@ def make_proposer(
     slots: int | None = None,
     name: str | None = None,
 ) -> DSparkProposer:
-    """Return the drafter from disk at work, with a dynamic tree, or with a chain if `width` is 1.
-    Above `threshold` 0 a chain ends once the calibrated chance that all its drafts are right is
-    below it.
+    """Return a drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
 
-    Settings that are None are as the drafter was evaluated in training. `slots`: see
-    `DFlashProposer`.
+    With a `threshold` above 0 a chain ends before the draft at which the product of its calibrated
+    confidences falls below it. Settings that are None are as the drafter was evaluated in training.
+    `slots` are as in `DFlashProposer`. Raises `UserError`.
     """
     tree = tree_of(artifact, settings, slots)
     if settings.width is None and tree.width is not None:
@@ -87,35 +92,41 @@ def make_proposer(
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """As `dflash.calibrate`, with temperatures for the confidences.
+    """Return the calibration of `dflash.calibrate`, with temperatures for the confidences.
 
-    `texts`: ranks and confidence logits of each draft `[S, D, 2]`, and the start of the reply.
+    `texts` are the ranks and confidences' logits of each draft `[S, D, 2]`, each with the start of
+    the reply.
     """
-    known = dflash.calibrate([(found[..., 0].long(), start) for found, start in texts], tree_nodes)
+    known = dflash.calibrate([(table[..., 0].long(), start) for table, start in texts], tree_nodes)
     depths = texts[0][0].shape[1]
-    rows = torch.cat([found[start : max(len(found) - depths, start)] for found, start in texts])
+    # Roots near the end of a text have no token at every depth, and are left out.
+    rows = torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
     if not len(rows):
         return known
+    # A greedy chain survives to a depth if all drafts up to there have rank 0.
     survived = (rows[..., 0] == 0).int().cumprod(-1).float()
     return known | {"confidence": scale_sequentially(rows[..., 1], survived)}
 
 
 def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
-    """Sequential temperature scaling (DSpark, arXiv 2607.05147): for one draft after another, the
-    temperature of its logit at which the product of the confidences so far tells best how often
-    chains survive that far. Both `[R, D]`.
+    """Return temperatures of the confidences' logits by sequential temperature scaling.
 
-    Greedy survival, so it is for T = 0. Also returns the calibration errors before and after.
+    The method is DSpark's (arXiv 2607.05147). `logits` and `survived` are `[R, D]`, a row for each
+    root; `survived` is 1 as long as the greedy chain is right, so the temperatures are for T = 0.
+    For one draft after another that temperature is chosen at which the product of the confidences
+    so far matches best how often chains survive that far. The calibration errors before and after
+    are returned too.
     """
-    raw, sure = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
+    raw, product = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
     temperatures, before, after = [], [], []
     for depth in range(logits.shape[1]):
-        tried = [(sure * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
+        tried = [(product * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
+        # Of equal errors the temperature nearest to 1 is taken; products are not compared.
         errors = [
-            (calibration_error(found, survived[:, depth]), abs(t - 1), found, t)
-            for found, t in tried
+            (calibration_error(scaled, survived[:, depth]), abs(t - 1), scaled, t)
+            for scaled, t in tried
         ]
-        error, _, sure, best = min(errors, key=lambda entry: entry[:2])
+        error, _, product, best = min(errors, key=lambda entry: entry[:2])
         temperatures.append(best)
         before.append(calibration_error(raw[:, depth], survived[:, depth]))
         after.append(error)
@@ -123,8 +134,11 @@ def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float
 
 
 def calibration_error(chances: Tensor, happened: Tensor) -> float:
-    """Expected calibration error of `chances` `[R]` against what `happened` `[R]` (0 or 1), in bins
-    of equal mass."""
+    """Return the expected calibration error of `chances` `[R]`, in bins of equal mass.
+
+    `happened` `[R]` is 1 where the event of a chance happened, else 0.
+    """
     order = chances.sort(stable=True).indices
     bins = zip(chances[order].chunk(BINS), happened[order].chunk(BINS), strict=True)
-    return sum(abs(float((said - did).sum())) for said, did in bins) / len(chances)
+    # The sum over a bin is its size times the difference of the two means.
+    return sum(abs(float((chance - event).sum())) for chance, event in bins) / len(chances)

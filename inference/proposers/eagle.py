@@ -1,12 +1,17 @@
-"""EAGLE at work: trees or chains by recycling the layer's own states, over a cache that only ever
-holds the target's features.
+"""EAGLE at work: a layer continues the target's features and its own states, as chain or tree.
 
-Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1; a
-drafted node of depth d is a row at one position after its parent's, fed with its parent's own
-output (EAGLE-2's dynamic tree, arXiv 2406.16858).
+Row p of the drafter's cache pairs the target's feature of position p with the token at p + 1, and
+its output predicts the token at p + 2 (docs/notation.md#positions). With the root at position n the
+newest feature is that of n - 1. So row n - 1 holds the root's token, and its output predicts the
+nodes of depth 1. A node of depth d becomes a row at position n - 1 + d: it pairs the node's token
+with its parent's output, the recycled state, in place of a feature. Dynamic trees are EAGLE-2's
+(arXiv 2406.16858).
 
-Shapes: B batch, S positions, N nodes of one forward, A accepted nodes with the root, H hidden size,
-G heads, D head size.
+Between rounds the cache holds rows of the target's features only. Rows of drafts are dropped, and
+those that were accepted come again, made of the target's features.
+
+Shapes: B rows of a batch, N rows of one pass, A rows that are new to the cache, U undecided slots
+of the cache, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,11 +40,11 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 DEFAULT_TREE = TreeSettings()
-RANKS = 10  # places among the best that `calibrate` counts
+RANKS = 10  # best tokens of a depth whose accuracies `calibrate` counts
 
 
 class EagleProposer(Planned):
-    """EAGLE layer at work; a dynamic tree if not set otherwise."""
+    """EAGLE drafter at work; it drafts a dynamic tree if not set otherwise."""
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class EagleProposer(Planned):
         settings: TreeSettings = DEFAULT_TREE,
         name: str = "eagle",
     ) -> None:
+        """Put a drafter to work. Raises `UserError` for settings that do not go together."""
         self.name, self.taps = name, drafter.taps
         settings = settings.or_else(length=DEFAULT_LENGTH, width=DEFAULT_WIDTH)
         self.replan(TreePlan(settings))
@@ -54,13 +60,14 @@ class EagleProposer(Planned):
         self._device = drafter.fc.weight.device
         self._draft_vocab_ids = drafter.draft_vocab_ids
         self._cache = TreeCache(0, 0)
-        # fused features [B, A, H], their tokens [B, A], counts [B]
+        # Positions that the target has decided and the cache lacks: fused features [B, A, H],
+        # tokens [B, A], and how many of them each row has [B], which `_counts` holds on the host.
         self._new: tuple[Tensor, Tensor, Tensor] | None = None
         self._counts: list[int] = []
 
     @property
     def drafter_shape(self) -> EagleShape:
-        """What engines are asked about."""
+        """Sizes of the drafter, by which it is judged whether an engine can serve it."""
         return self._drafter.shape
 
     def prefill(self, prompts: Prompts) -> None:
@@ -74,18 +81,21 @@ class EagleProposer(Planned):
         )
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        """Return drafts below `root` `[B]`, from the row of the root on."""
         last = self._catch_up(root)
         first, before = self._logits(last), last[:, None]
         depths: tuple[int, ...] = ()
 
         def go_on(level: Level) -> Tensor:
             nonlocal before, depths
+            # `before` has the outputs of the level before, or of the root's row.
             parents = level.above[..., None].expand(-1, -1, before.shape[-1])
-            here = (level.depth - 1,) * level.tokens.shape[1]
-            depths += here
+            # The root's row is committed, so nodes of depth 1 are the first rows behind it.
+            of_level = (level.depth - 1,) * level.tokens.shape[1]
+            depths += of_level
             state = self._drafter.recycled(before.gather(1, parents))
-            before = self._run(level.tokens, state, level.visible, here, len(depths))
-            self._cache.stage(len(here))
+            before = self._run(level.tokens, state, level.visible, of_level, len(depths))
+            self._cache.stage(len(of_level))
             return self._logits(before)
 
         tree, _ = self.plan.draft(first, root, draws, go_on)
@@ -93,27 +103,39 @@ class EagleProposer(Planned):
         return tree
 
     def _catch_up(self, root: Tensor) -> Tensor:
-        """Run the rows that the last round decided; the last one's output `[B, H]` is where
-        drafting starts."""
+        """Run the positions that the last round decided, and commit them.
+
+        Returns the output `[B, H]` of the root's row, which is the last of each batch row.
+        """
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
         width = features.shape[1]
-        at = (counts - 1)[:, None]
-        # row p takes the token of p + 1
-        tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, at, root[:, None])
+        last_index = (counts - 1)[:, None]
+        # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
+        # same positions. Each feature is paired with the token after its own: tokens move one to
+        # the left, and the root, at n, goes with the last feature of each batch row.
+        tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, last_index, root[:, None])
         rows = torch.arange(len(root), device=root.device)
-        last = features[:, 0]  # of the chunks so far, the output at each row's last position
+        # Output at each batch row's last position, as far as the chunks have come. The first chunk
+        # replaces these values, whatever they are.
+        last = features[:, 0]
         for start in range(0, width, PREFILL_CHUNK):
-            part = slice(start, min(start + PREFILL_CHUNK, width))
-            count = part.stop - part.start
+            chunk = slice(start, min(start + PREFILL_CHUNK, width))
+            count = chunk.stop - chunk.start
             causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
-            found = self._run(
-                tokens[:, part], features[:, part], causal, tuple(range(count)), count
+            outputs = self._run(
+                tokens[:, chunk], features[:, chunk], causal, tuple(range(count)), count
             )
             self._cache.commit([count] * len(root))
+            # Batch rows that ended in an earlier chunk keep the output from there. In a row that
+            # goes on past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(
-                at < start, last, found[rows, (at[:, 0] - start).clamp(0, count - 1)]
+                last_index < start,
+                last,
+                outputs[rows, (last_index[:, 0] - start).clamp(0, count - 1)],
             )
+        # Every batch row was committed in full width. Entries past its own count mean nothing: they
+        # stand behind its real ones, so no row has seen them, and are overwritten next.
         self._cache.lengths = [
             length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)
         ]
@@ -128,24 +150,35 @@ class EagleProposer(Planned):
         depths: tuple[int, ...],
         slots: int,
     ) -> Tensor:
-        """The layers' output for rows `[B, N]`, `depths` behind the committed ones; `visible` is
-        about `slots` undecided ones."""
+        """Return the layers' output `[B, N, H]` for rows of `tokens` `[B, N]` and `state`.
+
+        `state` `[B, N, H]` holds fused features or recycled states. The rows stand `depths` (N
+        numbers) behind the committed positions, and they are the last of U = `slots` undecided
+        slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row sees; None:
+        all.
+        """
         cache, drafter = self._cache, self._drafter
         count = tokens.shape[1]
         cache.open(count, masked=True)
         see = None
-        alone = count == 1 and (visible is None or slots == 1)  # and so it sees every slot
+        # A single row that sees every slot needs no mask, as long as no batch row is shorter than
+        # the cache: there the slots behind its end must be hidden.
+        alone = count == 1 and (visible is None or slots == 1)
         if not (alone and cache.uniform):
-            if visible is None:  # a chain sees all of itself so far
+            if visible is None:  # a chain: each row sees all rows before it
                 visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
+        # A row stands at the position of its feature, one before that of its token: the first row
+        # behind the committed ones has their number as its position, and siblings share a position.
         positions = depth_row(depths, tokens.device) + cache.starts()[:, None]
 
         attend = attention_over(cache, see)
-        part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
-        return drafter.advance(part, state, drafter.rotary(positions), attend)
+        # A missing node has token -1. It runs as token 0, and nothing of it is kept.
+        token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
+        return drafter.advance(token_part, state, drafter.rotary(positions), attend)
 
     def _logits(self, output: Tensor) -> Tensor:
+        """Return the logits `[..., V]` over the target's vocabulary for outputs `[..., H]`."""
         return to_target(
             self._drafter.logits(output), self._draft_vocab_ids, self._drafter.shape.vocab_size
         )
@@ -163,7 +196,7 @@ class EagleProposer(Planned):
         self._counts = [self._counts[row] for row in rows]
         if self._new is not None:
             index = send(rows, self._device)
-            features, ids, counts = (part[index] for part in self._new)
+            features, ids, counts = (tensor[index] for tensor in self._new)
             width = max(self._counts)
             self._new = (features[:, :width], ids[:, :width], counts)
 
@@ -174,9 +207,9 @@ class EagleProposer(Planned):
 def make_proposer(
     artifact: Artifact, settings: TreeSettings = DEFAULT_TREE, name: str | None = None
 ) -> EagleProposer:
-    """Return the drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
+    """Return a drafter from disk at work, with a dynamic tree; `width` 1 makes a chain.
 
-    Settings that are None are as the drafter was evaluated in training.
+    Settings that are None are as the drafter was evaluated in training. Raises `UserError`.
     """
     known = artifact.calibration
     settings = settings.or_else(
@@ -192,8 +225,11 @@ def make_proposer(
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token at each depth is right on the texts' own paths, and the tree that
-    this is evaluated with."""
+    """Return the calibration of an EAGLE drafter: rank accuracies, and the tree of evaluation.
+
+    `texts` are teacher-forced ranks `[S, D]`, each with the start of the reply; `tree_nodes` is the
+    number of nodes of the tree that the drafter is evaluated with.
+    """
     accuracy, roots = rank_accuracy(texts, RANKS)
     length = min(DEFAULT_LENGTH, tree_nodes)
     return {

@@ -1,9 +1,10 @@
-"""Self-speculation: the target's own first layers draft, with its final norm and head (arXiv
-2309.08168, 2404.16710).
+"""Self-speculation: the target's first layers draft, with its own final norm and head.
 
-The drafting layers read and write the target's own cache: what they write for the undecided
-positions is what verification writes there again, so drafting needs no cache, no catching up and no
-weights of its own.
+The method is that of arXiv 2309.08168 and 2404.16710. The drafting layers read and write the
+target's own cache. Verification overwrites whatever they write for undecided positions, so drafting
+needs no cache, no catching up and no weights of its own.
+
+Shapes: B rows of a batch, N rows of one pass, U undecided slots of the cache, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DEFAULT_TREE = TreeSettings()
 
 
 class EarlyExit:
-    """Drafts with the first `layers` of the target's layers (half of them if not given)."""
+    """Proposer that drafts with the first layers of the target."""
 
     name = "early-exit"
     taps: tuple[int, ...] = ()
@@ -41,13 +42,17 @@ class EarlyExit:
         layers: int | None = None,
         settings: TreeSettings = DEFAULT_TREE,
     ) -> None:
+        """Draft with the first `layers` of the target's layers, by default half of them.
+
+        Raises `UserError` for a target that cannot run some of its layers alone.
+        """
         layers = positive(
             "layers", layers if layers is not None else max(target.num_layers // 2, 1)
         )
         self._first_layers = first_layers(target, layers)
         self.plan = TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1))
-        # Walking a wide tree may take more undecided slots of the target's cache than verifying its
-        # best nodes.
+        # Growing a wide tree may take more undecided slots of the target's cache than verifying the
+        # best of its nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.expanded)
         self._cache: TreeCache | None = None
 
@@ -55,6 +60,10 @@ class EarlyExit:
         self._cache = prompts.cache
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        """Return the drafts of the first layers below `root` `[B]`.
+
+        The root is not in the target's cache yet, so the first layers run it too, at depth 0.
+        """
         assert self._cache is not None, "prefill first"
         depths: tuple[int, ...] = (0,)
         logits = self._run(
@@ -63,23 +72,31 @@ class EarlyExit:
 
         def go_on(level: Level) -> Tensor:
             nonlocal depths
-            here = (level.depth,) * level.tokens.shape[1]
-            depths += here
+            of_level = (level.depth,) * level.tokens.shape[1]
+            depths += of_level
             visible = level.visible
             if visible is not None:
-                # the root's slot
+                # `level.visible` leaves the root out. Here it has the first undecided slot, which
+                # every node sees.
                 visible = torch.cat([visible.new_ones(*visible.shape[:2], 1), visible], dim=-1)
             return self._run(
-                level.tokens, visible, depth_row(here, root.device), depth_row(depths, root.device)
+                level.tokens,
+                visible,
+                depth_row(of_level, root.device),
+                depth_row(depths, root.device),
             )
 
         tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)
-        self._cache.staged = 0  # verification writes all of it again
+        self._cache.staged = 0  # verification overwrites all of it
         return tree
 
     def _run(
         self, tokens: Tensor, visible: Tensor | None, depths: Tensor, slot_depths: Tensor
     ) -> Tensor:
+        """Return the logits `[B, N, V]` after `tokens` `[B, N]`, which become undecided slots.
+
+        Arguments as in `Target.forward_tree`.
+        """
         assert self._cache is not None
         hidden = self._first_layers.forward_tree(tokens, visible, depths, slot_depths, self._cache)
         self._cache.stage(tokens.shape[1])
@@ -94,12 +111,11 @@ class EarlyExit:
 
 
 def first_layers(target: Target, layers: int) -> Target:
-    """`target` with only its first layers, sharing all weights. Raises `UserError` where the model
-    does not follow its config.
+    """Return `target` with only its first layers, sharing all weights.
 
-    The decoder is copied shallowly with a config of its own, so nothing of the target changes.
-    GPT-2 and GPT-NeoX run every layer they hold, whatever `num_hidden_layers` says; such targets
-    are found by counting the layers that really run.
+    The decoder is copied shallowly with a config of its own, so that nothing of the target changes.
+    Raises `UserError` where a model runs all its layers, as GPT-2 and GPT-NeoX do, whatever
+    `num_hidden_layers` of its config says.
     """
     if layers > target.num_layers:
         raise UserError(
@@ -109,6 +125,7 @@ def first_layers(target: Target, layers: int) -> Target:
     shallow.config = _shortened(target.config, layers)
     shallow.decoder = copy.copy(target.decoder)
     shallow.decoder.config = shallow.config
+    # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
     try:
         with torch.inference_mode():
@@ -119,13 +136,14 @@ def first_layers(target: Target, layers: int) -> Target:
     if ran != layers:
         raise UserError(
             f"early-exit cannot draft for {target.name} ({target.config.model_type}): this "
-            "architecture runs all its layers "
-            "whatever its config says; use ngram, suffix, lookahead or a small model"
+            "architecture runs all its layers whatever its config says; use ngram, suffix, "
+            "lookahead or a small model"
         )
     return shallow
 
 
 def _shortened(config: Any, layers: int) -> Any:
+    """Return a copy of a config with only the first `layers` layers."""
     shortened = copy.deepcopy(config)
     shortened.num_hidden_layers = layers
     if getattr(shortened, "layer_types", None):

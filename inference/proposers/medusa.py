@@ -1,7 +1,9 @@
-"""Medusa at work: every head's best tokens fill one static tree (arXiv 2401.10774), and the same
-tree on paper.
+"""Medusa heads at work (arXiv 2401.10774): the best tokens of every head fill one tree.
 
-Shapes: B batch, N tree nodes with the root, M heads, K ranks kept, S text positions, H hidden size.
+The module also computes, from teacher-forced ranks, what such a tree accepts at each root of a
+known text.
+
+Shapes: B rows of a batch, D heads, S positions of a text, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,17 +25,17 @@ from ..tree import DraftTree, TreeShape
 from ..tree_settings import Ranks, TreeSettings, positive
 from .growth import best_first, grow, independent, shape_of_ranks
 
-MAX_RANK = 10
+MAX_RANK = 10  # best tokens of a head that are candidates, and whose accuracy is counted
 DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
 
 
 class MedusaProposer:
-    """Medusa heads at work: node `(r_1 .. r_d)` of the tree holds the rank-`r_d` token of head
-    d - 1, whatever its parent.
+    """Proposer of a tree whose node `(r_1 .. r_d)` holds the rank-`r_d` token of head d - 1.
 
-    With `nodes` a number instead of rank tuples, the tree follows each context: that many of the
-    likeliest paths by the heads' own probabilities.
+    A node's token does not depend on its parent. `nodes` are the tree's rank tuples, or a number:
+    then the tree has that many of the likeliest paths in each context, by the heads' own
+    probabilities.
     """
 
     taps: tuple[int, ...] = ()
@@ -45,7 +47,11 @@ class MedusaProposer:
         name: str = "medusa",
         score_temperature: float = 1.0,
     ) -> None:
-        """`score_temperature`: of a tree that follows each context (`Draws.rank`)."""
+        """Take trained heads and a tree. Raises `UserError` for more levels than there are heads.
+
+        `score_temperature` is that of the scores of a tree that differs between contexts
+        (`Draws.rank`).
+        """
         self.name, self.score_temperature = name, score_temperature
         self._heads = heads
         self._device = next(heads.parameters()).device
@@ -58,7 +64,7 @@ class MedusaProposer:
             self.shape = shape_of_ranks(nodes)
             self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
             self._width = max((ranks[-1] for ranks in self.ranks), default=0) + 1
-            # Place of each node's token among the best `_width` tokens of all heads in a row.
+            # The best `_width` tokens of all heads stand in one row; these are the nodes' indices.
             slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in self.ranks]
             self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
         if self._levels > heads.config.num_heads:
@@ -67,7 +73,8 @@ class MedusaProposer:
                 f"{heads.config.num_heads}"
             )
         self._width = min(self._width, heads.vocab_size)
-        self._state: Tensor  # [B, H]: the target's last hidden state, one position before the root
+        # [B, H]: last hidden state one position before the root, the newest that there is
+        self._state: Tensor
 
     def with_tree(
         self, nodes: Sequence[Ranks] | int, score_temperature: float = 1.0
@@ -77,7 +84,7 @@ class MedusaProposer:
 
     @property
     def heads(self) -> int:
-        """Number of heads: how many tokens ahead there are drafts for."""
+        """Number of heads, which is the largest depth of a draft."""
         return self._heads.config.num_heads
 
     def prefill(self, prompts: Prompts) -> None:
@@ -85,6 +92,7 @@ class MedusaProposer:
         self._state = prompts.hidden.last[rows, prompts.lengths - 1]
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        """Return the tree below `root` `[B]`, filled with the heads' best tokens."""
         if not self.max_drafted:
             return DraftTree(root[:, None], TreeShape.chain(0))
 
@@ -117,10 +125,10 @@ def make_proposer(
 ) -> MedusaProposer:
     """Return heads from disk at work, with a tree of `settings.nodes` nodes.
 
-    `tree` says where it comes from: calibrated (grown from the heads' held-out rank accuracies),
-    best-first (in each context from the heads' own probabilities, at the score temperature), or
-    chain (each head's best token in a row). None: calibrated, or best-first for imported heads, of
-    which no accuracies are known. `settings.shape` gives the tree outright. Raises `UserError`.
+    `tree` is one of: calibrated (grown from the heads' held-out rank accuracies), best-first (in
+    each context from the heads' own probabilities, at the score temperature), or chain (each head's
+    best token in a row). None is calibrated, or best-first for imported heads, of which no
+    accuracies are known. `settings.shape` gives the tree itself. Raises `UserError`.
     """
     name = name or artifact.method
     heads = artifact.drafter
@@ -151,17 +159,18 @@ def make_proposer(
 
 @torch.no_grad()
 def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
-    """Teacher-forced ranks `[S, M]`: place of the text's own token among the best of head d when
-    the root is at `n`.
+    """Return teacher-forced ranks `[S, D]`: places of a text's own tokens among the heads' best.
 
-    `ids` `[S]`, `last` `[S, H]`. Row n is about the tokens n + 1 .. n + M and reads the feature of
-    n - 1, the last one that exists when n is the root. -1 where the token is not among the best
-    MAX_RANK, or lies outside the text.
+    `ids` `[S]` are the text, `last` `[S, H]` its last hidden states. Row n is about root n: column
+    d has the rank of x[n+1+d] for head d, which reads the state of n - 1, the newest one when n is
+    the root. It is -1 where the token is not among the best `MAX_RANK`, or lies outside the text.
     """
     length, count = ids.shape[0], heads.config.num_heads
     ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
     for d in range(count):
-        rows = length - 2 - d  # roots 1 .. length - 2 - d have a token d + 1 places ahead
+        # Roots 1 .. length - 2 - d have a token d + 1 positions ahead. Root 1 reads state 0, and
+        # its token for head d is x[2+d].
+        rows = length - 2 - d
         if rows <= 0:
             break
         best = heads.logits(last[:rows], d).topk(min(MAX_RANK, heads.vocab_size)).indices
@@ -170,11 +179,10 @@ def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
 
 
 def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """How many drafts the calibrated tree would get right at each root of a text, from
-    `teacher_forced` `[S, M]`.
+    """Return how many drafts of the calibrated tree are right at each root of a text.
 
-    Along a path at most one rank a depth is right, so the answer is the longest prefix of the row
-    that is a node.
+    `ranks` `[S, D]` are those of `teacher_forced`. At each depth at most one rank is right, so the
+    count is the length of the row's longest prefix that is a node.
     """
     paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
     accepted = []
@@ -187,7 +195,10 @@ def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
 
 
 def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """How often the rank-r token of each head is right, over the roots of all texts
-    (`teacher_forced`, start of the reply)."""
+    """Return the calibration of Medusa heads: rank accuracies over the roots of held-out texts.
+
+    `texts` are ranks by `teacher_forced`, each with the start of the reply. `tree_nodes` is the
+    size of the tree that the heads are evaluated with, which is stored too.
+    """
     accuracy, roots = rank_accuracy(texts, MAX_RANK)
     return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes}

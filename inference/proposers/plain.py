@@ -1,4 +1,4 @@
-"""Plain decoding: no drafts, so that the decode loop emits one token a round."""
+"""Plain decoding: no drafts, so that every round of the decode loop emits one token."""
 
 from __future__ import annotations
 

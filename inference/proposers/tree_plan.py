@@ -1,6 +1,6 @@
 """Plans of draft trees: chains, trees that follow the drafter's confidence, trees of fixed shape.
 
-Shapes: B batch, N tree nodes with the root, V vocabulary.
+Shapes: B rows of a batch, N tree nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Planner(Protocol):
     width: int
     """Children of a node at most; 1 is a chain."""
     nodes: int
-    """Drafted nodes at most."""
+    """Drafted nodes at most, without the root."""
     expanded: int
     """Nodes that the drafter itself runs in a round at most, the root included."""
     threshold: float
@@ -46,27 +46,35 @@ class Planner(Protocol):
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """Draft a tree below `root` `[B]`, whose logits are `first` `[B, V]`; `go_on` gives those
-        after any node. Return the tree, and the place of each of its nodes `[B, N]` among those
-        that `go_on` has run (see `grow_dynamic`); empty for a chain, where node d is the d-th."""
+        """Return a tree below `root` `[B]`, and which of its nodes the drafter has run.
+
+        `first` `[B, V]` are the logits after the root, and `go_on` returns those after any node.
+        The second result `[B, N]` has the index of each node among those that `go_on` has run (see
+        `grow_dynamic`). It is empty for a chain, of which node d is the d-th, and where the logits
+        do not depend on a node's path (`Slots`).
+        """
         ...
 
 
 class TreePlan:
     """Plan from `TreeSettings` with a length and a width: a chain, or a tree.
 
-    `width` > 1 makes trees: of `nodes` nodes and `length` levels, expanded where the drafter is
-    surest (EAGLE-2, arXiv 2406.16858), except under a rule that compares distributions, which needs
-    its shape fixed beforehand: there it is the shape of greatest expected acceptance. `shape` fixes
-    the tree for every rule, whatever the drafter is sure of.
+    A `width` above 1 makes trees of `nodes` nodes and `length` levels. They are expanded where the
+    drafter is surest (EAGLE-2, arXiv 2406.16858), except under a rule that compares distributions,
+    which needs a shape fixed beforehand: that is the shape of greatest expected acceptance. `shape`
+    fixes the tree for every rule, whatever the drafter is sure of.
     """
 
     def __init__(self, settings: TreeSettings, give_all: bool = False) -> None:
-        """`give_all`: give all candidate nodes of a slot-wise tree instead of the best ones, so
-        that smaller trees can be cut from them (`tune`). Raises `UserError`."""
+        """Make a plan from `settings`. Raises `UserError` for settings that exclude each other.
+
+        With `give_all` a tree over `Slots` has the best `nodes` of every level instead of those of
+        all levels together, so that `tune` can cut smaller trees from it.
+        """
         length, width, nodes = settings.length, settings.width, settings.nodes
         self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
         if self.fixed is not None:
+            # The ranks fix all sizes. `nodes` is refused for chains, so a fixed one has None.
             length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
             nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
@@ -103,7 +111,7 @@ class TreePlan:
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """Draft as `Planner.draft` says."""
+        """Return a tree and the nodes that were run, as `Planner.draft`."""
         no_places = first.new_zeros(0)
         if self.width == 1:
             chain = grow_chain(first, root, draws, go_on, self.length, self.threshold)
@@ -134,7 +142,9 @@ def _checked_threshold(threshold: Any, width: int) -> float:
 
 def ranks_of(shape: Any) -> list[Ranks]:
     """Return a tree given as rank tuples, such as [[0], [1], [0, 0]], in the order of its levels.
-    Raises `UserError` where siblings have gaps."""
+
+    Raises `UserError` for another type, and for a node without all its better siblings.
+    """
     try:
         nodes = {tuple(map(int, node)) for node in shape}
     except (TypeError, ValueError) as error:
@@ -151,7 +161,7 @@ def ranks_of(shape: Any) -> list[Ranks]:
 
 
 class Planned:
-    """A proposer whose drafting follows a plan."""
+    """Proposer that drafts by a plan."""
 
     plan: Planner
     max_drafted: int

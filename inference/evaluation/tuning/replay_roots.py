@@ -5,7 +5,8 @@ one forward pass. Drafts at a root depend on the text before it only, never on w
 So one pass over all roots shows what any number of tree sizes would accept, and `replay` picks the
 roots that decoding with each of them visits.
 
-Shapes: B texts replayed together, N tree nodes with the root, D levels, H hidden size.
+Shapes: B rows of a batch, which are texts replayed together; S positions of the longest of them; N
+tree nodes with the root; D levels; H hidden size.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from ...target import Hidden, Target
 from ...tree import DraftTree, TreeShape
 
 NEVER = 1 << 20
-"""Nodes that a tree would need for a draft that is not among the candidates at all."""
+"""Number of nodes needed for a draft that is not among the candidates at all: more than any tree
+has."""
 BEST = 10
-"""Ranks that are counted apart."""
+"""Ranks that are counted apart; all worse ones count as this rank."""
 
 
 @dataclass
@@ -63,18 +65,19 @@ class KnownText:
 def replay_roots(
     target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
-    """Yield, root by root: the indices of the texts still running, the trees drafted at their
-    roots, and the tokens `[B, D]` that really follow.
+    """Yield for one root after another the drafted trees, and the tokens that really follow.
 
-    The proposer is fed as the decode loop feeds it when nothing is accepted. It may read features
-    and its own cache; drafters that work in the target's cache (early exit) or read its choices
-    (lookahead) cannot be replayed.
+    Each item has the indices of the texts that still run, the trees at their roots, and the tokens
+    `[B, D]` after these. The proposer is fed as by a decode loop in which nothing is accepted. It
+    may read features and its own cache; drafters that work in the target's cache (early exit) or
+    read its choices (lookahead) cannot be replayed.
     """
     device = target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     longest = int(lengths.max())
     padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
     ids = torch.tensor(padded, device=device)
+    # Padding stands behind each text, so that no token sees it.
     hidden = target.forward(ids, taps=proposer.taps)
     rows = [row for row, text in enumerate(texts) if text.roots]
     roots = torch.tensor([texts[row].start for row in rows], device=device)
@@ -129,15 +132,19 @@ def _prompts(
 
 
 def _text_before(ids: Tensor, roots: Tensor, longest: int) -> Tensor:
-    """Return the texts up to their roots, as `Draws` wants them: padded with a token that the row
-    holds in any case, so that padding changes no penalty."""
+    """Return the texts `[B, S]` up to their roots `[B]`, as `Draws` takes them.
+
+    They are padded with their own first tokens, which a penalty counts in any case.
+    """
     positions = torch.arange(longest, device=ids.device)
     return torch.where(positions < roots[:, None], ids, ids[:, :1])
 
 
 def _following(ids: Tensor, lengths: Tensor, roots: Tensor, levels: int) -> Tensor:
-    """Return the `levels` tokens after each root `[B, levels]`; past a text's end `UNKNOWN`, which
-    no draft equals."""
+    """Return the tokens `[B, D]` after each root, D being `levels`.
+
+    Past a text's end they are `UNKNOWN`, which no draft equals.
+    """
     positions = roots[:, None] + torch.arange(1, levels + 1, device=ids.device)
     tokens = ids.gather(1, positions.clamp(max=ids.shape[1] - 1))
     return torch.where(positions < lengths[:, None], tokens, UNKNOWN)
@@ -172,12 +179,12 @@ def _commit_root(
 
 
 def nodes_needed(tree: DraftTree, following: Tensor) -> list[Tensor]:
-    """Return, for each number of levels l = 1 .. D, how many nodes `[B, l]` a tree of l levels
-    needs to hold the path that follows, to each depth; `NEVER` where no candidate is right.
+    """Return how many nodes a tree needs to hold the path that follows, down to each depth.
 
-    `tree` holds all candidates with their `scores`: the tree of l levels and n nodes is the best n
-    of those at most l deep, of equals the earlier (`growth.grow_dynamic`). Along a path scores
-    fall, so the needed number rises.
+    The list has an entry `[B, l]` for trees of l levels, l = 1 .. D; it is `NEVER` where no
+    candidate is right. `tree` holds all candidates with their `scores`: the tree of l levels and n
+    nodes is the best n of those at most l deep, of equals the earlier (`growth.grow_dynamic`).
+    Along a path scores fall, so the needed number rises.
     """
     assert tree.scores is not None, "only trees chosen by scores can be cut"
     tables = tree.tables
@@ -207,11 +214,10 @@ def nodes_needed(tree: DraftTree, following: Tensor) -> list[Tensor]:
 
 
 class KnownPath:
-    """`Planner` that goes along the text that follows, and notes each true token's rank among the
-    drafts.
+    """`Planner` that drafts the text that follows, and notes each true token's rank.
 
-    It runs one node a level: what fixed shapes and chains of any length accept follows from the
-    ranks.
+    It runs one node on each level. The ranks tell what fixed shapes and chains of any length
+    accept.
     """
 
     threshold = 0.0
@@ -228,7 +234,7 @@ class KnownPath:
     def draft(
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
-        """Draft as `Planner.draft` says."""
+        """Return the chain of the true tokens, and set `ranks`; see `Planner.draft`."""
         logits, ranks = first[:, None], []
         path = root[:, None]
         above = torch.zeros_like(path)

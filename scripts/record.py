@@ -96,7 +96,9 @@ def trained(root: Path) -> dict[str, Any]:
             out = Path(name, method)
             command = [
                 sys.executable, "-m", "draftsmith.train", method, "--config",
-                f"configs/{method}/quickstart.yaml", "--data.sources", f"[{{path: {data}}}]",
+                f"configs/{method}/quickstart.yaml",
+                # Rows are held out by their names, which begin with the source's.
+                "--data.sources", f"[{{path: {data}, name: texts}}]",
                 "--max-steps", "10", "--output", str(out), "--evaluation.prompts", "2",
                 "--evaluation.max-new-tokens", "8", "--data.max-length", "256",
                 "--data.held-out.by", "row",

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from draftsmith.inference.evaluation import options as evaluation_options
+from draftsmith.train import options as train_options
+from draftsmith.train.arguments import check_known, field_types, positional, spelled
+from draftsmith.train.commands.cli import VERBS
+from draftsmith.train.method import method_module
 
 from tests.conftest import PYTHON, ROOT
 
@@ -80,6 +87,47 @@ def test_no_document_outside_of_the_repository_is_cited() -> None:
     names = ("drafter-" + "recipes", "verification-and-" + "trees", "reference/" + "checkpoint")
     cited = [f for f in [*CODE, *DOCUMENTS] if any(name in f.read_text() for name in names)]
     assert not [file for file in cited if file.name not in LOGS]
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """Return the words of every draftsmith command in the fenced blocks of a document."""
+    commands = []
+    for block in re.findall(r"^```bash[^\n]*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        lines = re.sub(r"\\\n", " ", block).split("\n")
+        lines += re.findall(r"\n    ((?:draftsmith|accelerate launch) .*)", text)
+        for line in lines:
+            if not re.match(r"\s*(draftsmith|accelerate launch|python -m draftsmith.train) ", line):
+                continue
+            words = shlex.split(line, comments=True)
+            end = next((i for i, word in enumerate(words) if word in ("|", ">", "&&", ";")), None)
+            commands.append(words[:end])
+    return commands
+
+
+def options_of(words: list[str]) -> tuple[Any, list[str]]:
+    """Return the class of a command's options, and the words behind the command."""
+    if words[0] == "draftsmith":
+        count = 2 if words[1] == "data" else 1
+        _, options, _ = VERBS[" ".join(words[1 : 1 + count])]
+        module = train_options if hasattr(train_options, options) else evaluation_options
+        return getattr(module, options), words[1 + count :]
+    at = words.index("draftsmith.train") + 1
+    if words[at : at + 2] == ["data", "extract"]:
+        return train_options.ExtractOptions, words[at + 2 :]
+    return method_module(words[at]).Run, words[at + 1 :]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_of_documents_exist_with_their_options(document: Path) -> None:
+    if document.name in LOGS:
+        return
+    for words in commands_of(document.read_text()):
+        if "METHOD" in words or "..." in words or len(words) < 2:
+            continue  # a form, not a command
+        options, arguments = options_of(words)
+        types = field_types(options)
+        known = spelled(arguments, types, next(iter(positional(options)), None))
+        check_known(known, types, " ".join(words))  # exits where an option does not exist
 
 
 RUNNABLE = [file for file in DOCUMENTS if BLOCK.search(file.read_text())]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
 from ..heads.pretrained import make_causal_lm, read_config
+from ..inference.causal_model import CausalModel
 from ..inference.spread import decoder_layers
-from ..inference.target import Target
+from ..inference.target import Target, TargetSource
 from ..inference.target_files import check_there
 from .divergences import divergence, log_probs
 
@@ -125,7 +126,7 @@ def _read(model: Any) -> int:
 
 
 def make_student(
-    config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]
+    config: StudentConfig, target: TargetSource, texts: Callable[[], Sequence[Tensor]]
 ) -> DraftModel:
     """Return the draft model that `config` asks for, in float32 on the target's device.
 
@@ -140,6 +141,7 @@ def make_student(
             _from_scratch(config.config, target), target.tokenizer, target.vocab_size
         )
     else:
+        assert isinstance(target, Target), "layers are cut from a target that has them"
         student = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
     model = student.model.to(target.device)
     # Engines read the end tokens from it.
@@ -147,7 +149,7 @@ def make_student(
     return student.requires_grad_(True)
 
 
-def _from_scratch(path: str, target: Target) -> nn.Module:
+def _from_scratch(path: str, target: TargetSource) -> nn.Module:
     """Return a model with random weights of the configuration at `path`. Raises `UserError`."""
     try:
         config = read_config(path)
@@ -258,14 +260,14 @@ def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Ten
     untied = embedding is not target.model.get_output_embeddings().weight
     # A narrower model, or one with another embedding, does not compute what the target's layers do.
     if not width.narrow and not (config.head == "tie" and untied):
-        _check_cut(target, Target(student, target.tokenizer, "student", frozen=False), kept)
-    on_device = Target(student.to(target.device), target.tokenizer, "student", frozen=False)
+        _check_cut(target, CausalModel(student, target.tokenizer, "student", frozen=False), kept)
+    on_device = CausalModel(student.to(target.device), target.tokenizer, "student", frozen=False)
     begin_calibrated(on_device, target, texts())
     return student
 
 
 @torch.no_grad()
-def begin_calibrated(student: Target, target: Target, texts: Sequence[Tensor]) -> float:
+def begin_calibrated(student: CausalModel, target: Target, texts: Sequence[Tensor]) -> float:
     """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
@@ -384,7 +386,7 @@ def _copy_weights(
 
 
 @torch.no_grad()
-def _check_cut(target: Target, student: Target, kept: list[int]) -> None:
+def _check_cut(target: Target, student: CausalModel, kept: list[int]) -> None:
     """Raise `UserError` unless `student` computes what the target does without its other layers.
 
     A config may hold more that belongs to single layers than `smaller` knows of. Hooks skip the

@@ -21,6 +21,7 @@ from transformers import StopStringCriteria
 from ..heads.errors import UserError
 from .accept import judge
 from .cache import TreeCache
+from .causal_model import CausalModel, Hidden
 from .clock import Clock
 from .decision import Decision, decide
 from .device import send
@@ -28,7 +29,6 @@ from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY, Sampling
-from .target import Hidden, Target
 from .tree import DraftTree
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
@@ -117,7 +117,7 @@ class Generation:
 
 
 def generate(
-    target: Target,
+    target: CausalModel,
     proposer: Proposer,
     requests: Sequence[Request | Sequence[int]],
     max_new_tokens: int,
@@ -147,7 +147,7 @@ def generate(
 
 
 def generate_one(
-    target: Target,
+    target: CausalModel,
     proposer: Proposer,
     request: Request | Sequence[int],
     max_new_tokens: int,
@@ -167,7 +167,7 @@ on)."""
 
 @torch.inference_mode()
 def decode(
-    target: Target,
+    target: CausalModel,
     proposer: Proposer,
     requests: Sequence[Request],
     max_new_tokens: int,
@@ -254,7 +254,7 @@ class _Batch:
 
     def __init__(
         self,
-        target: Target,
+        target: CausalModel,
         proposer: Proposer,
         requests: Sequence[Request],
         max_new_tokens: int,
@@ -398,7 +398,7 @@ class _Batch:
         return steps
 
 
-def _check(target: Target, requests: Sequence[Request], max_new_tokens: int) -> None:
+def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int) -> None:
     """Raise `UserError` for requests that cannot be decoded."""
     if not requests:
         raise UserError("there is no prompt; give at least one")

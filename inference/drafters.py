@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
+from .causal_model import CausalModel
 from .proposer import Proposer
-from .target import Target
+from .target import TargetSource
 from .tree_settings import TREE_SETTINGS, TreeSettings
 
 
@@ -162,7 +163,7 @@ def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
 
 def load_proposer(
     spec: str | Path,
-    target: Target,
+    target: TargetSource,
     warn: Callable[[str], None],
     tuned: dict[str, Any] | None = None,
 ) -> Proposer:
@@ -199,7 +200,7 @@ def proposer_of(artifact: Artifact, **settings: Any) -> Any:
     return kind.maker(artifact, **kind.split(artifact.method, settings))
 
 
-def weight_bytes(proposer: Proposer, target: Target) -> int:
+def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
     """Return the bytes of a drafter's own weights.
 
     Those of the target, which some drafters run too, are not counted.
@@ -211,6 +212,6 @@ def weight_bytes(proposer: Proposer, target: Target) -> int:
 
 
 def _weights(attribute: Any) -> Iterable[Tensor]:
-    if isinstance(attribute, Target):  # a draft model runs behind a target's interface
+    if isinstance(attribute, CausalModel):  # a draft model runs behind a target's interface
         return attribute.model.parameters()
     return attribute.parameters() if isinstance(attribute, nn.Module) else ()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .cache import TreeCache, visible_slots
+
 
 def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed: bool) -> Any:
     """Return the mask `[B, 1, S, S]` of packed rows: causal, and no document sees another.
@@ -30,4 +32,59 @@ def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed
     # `order` counts along the packed row. Within a document that is the distance of the positions,
     # and other documents are hidden already.
     sliding = full.masked_fill(order[:, None] - order >= window, lowest)
+    return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding
+
+
+def tree_mask(
+    visible: Tensor | None,
+    positions: Tensor,
+    slot_depths: Tensor,
+    cache: TreeCache,
+    count: int,
+    *,
+    dtype: torch.dtype,
+    window: int | None,
+    mixed: bool,
+) -> Any:
+    """Return the mask `[1 | B, 1, N, slots]` of `count` tree nodes for `CausalModel.forward`.
+
+    Arguments as in `CausalModel.forward_tree`, `positions` `[1 | B, N]`; `window` and `mixed` as in
+    `packed_mask`. The mask is additive, since every
+    attention implementation that takes a 4D mask takes an additive one. Layers with a sliding
+    window see only keys less than a window back; models that mix both kinds of layers take one
+    mask for each.
+    """
+    width, undecided = cache.seen(count), slot_depths.shape[1]
+    lowest = torch.finfo(dtype).min
+    if visible is None:
+        visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
+    if cache.uniform and window is None:
+        # Equally long rows have the tree in the same columns. All before it is committed, hence
+        # visible (0); what a static cache has behind it is out of use.
+        tree = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+            ~visible, lowest
+        )[:, None]
+        padded = functional.pad(tree, (cache.longest, 0))
+        return (
+            functional.pad(padded, (0, width - padded.shape[-1]), value=lowest)
+            if cache.static
+            else padded
+        )
+    see = visible_slots(visible, cache, width)
+    full = torch.zeros(see.shape, dtype=dtype, device=see.device).masked_fill_(~see, lowest)[
+        :, None
+    ]
+    if window is None:
+        return full
+    starts = cache.starts()[:1] if cache.uniform else cache.starts()
+    slots = torch.arange(width, device=visible.device)[None]
+    undecided_index = slots - starts[:, None]  # negative: the slot is committed
+    clamped = undecided_index.clamp(0, undecided - 1)
+    batch = len(see)
+    depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
+    # A window counts positions: a committed slot's number is its position, while an undecided
+    # one stands at its depth, which siblings share.
+    key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
+    near = positions[..., None] - key_positions[:, None] < window
+    sliding = full.masked_fill(~near[:, None], lowest)
     return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .accept import match
 from .cache import TreeCache
+from .causal_model import Hidden
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY
-from .target import Hidden
 
 UNKNOWN = -2
 """Token past the end of a text: it equals no token and no missing node."""

@@ -27,8 +27,10 @@ from ..heads.errors import UserError
 from ..heads.files import differs
 from ..heads.fingerprint import Fingerprint
 from ..heads.pretrained import make_causal_lm, read_config, read_tokenizer
+from .causal_model import Hidden
 from .documents import Manifest
-from .target import Hidden, Target, resolve_device
+from .model_head import ModelHead
+from .target import TargetSource, resolve_device
 
 MANIFEST = "manifest.json"
 EMBEDDING_AND_HEAD_FILE = "ends.safetensors"
@@ -48,10 +50,8 @@ class HeldOutText:
     """Features of all positions `[S, H]`, on the CPU."""
 
 
-class StoredTarget(Target):
+class StoredTarget(TargetSource):
     """Target with embedding, final norm and head; its decoder layers have shapes only."""
-
-    whole = False
 
     def __init__(
         self,
@@ -89,13 +89,8 @@ class StoredTarget(Target):
             )
         return tuple(self._sample[str(tap)].to(self.device) for tap in taps)
 
-    def forward(self, *arguments: Any, **more: Any) -> Hidden:
-        raise UserError(
-            f"this needs the whole target {self.name}; here are only its embedding, norm and head"
-        )
 
-
-def save_embedding_and_head(target: Target, folder: Path) -> None:
+def save_embedding_and_head(target: TargetSource, folder: Path) -> None:
     """Write config, tokenizer, embedding, final norm and head of `target`, for `load_stored`."""
     folder.mkdir(parents=True, exist_ok=True)
     target.model.config.save_pretrained(folder)
@@ -156,7 +151,7 @@ def model_of_embedding_and_head(
     """
     with torch.device("meta"):
         model: Any = make_causal_lm(read_config(folder), dtype=dtype)
-    shell = Target(model, None, str(folder))
+    shell = ModelHead(model, None, str(folder))
     norm = shell.final_norm()
     wanted = {id(p) for p in (*model.get_input_embeddings().parameters(), *shell.head_parameters)}
     wanted |= {id(p) for p in norm.parameters()} if norm is not None else set()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
+from ..inference.causal_model import Hidden
 from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
@@ -42,7 +43,7 @@ from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
 from ..inference.settings import Sampling
 from ..inference.stored import HeldOutText
-from ..inference.target import Hidden, Target
+from ..inference.target import Target, TargetSource
 from .config import Evaluation
 from .data.tables import TokenTable
 
@@ -106,7 +107,7 @@ class HeldOutEvaluation:
 
     def __init__(
         self,
-        target: Target,
+        target: TargetSource,
         table: TokenTable,
         config: Evaluation,
         accelerator: Accelerator,
@@ -132,6 +133,7 @@ class HeldOutEvaluation:
         else:
             prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
+            assert isinstance(target, Target), "a stored target comes with its texts"
             self.texts = [
                 write_text(target, prompt, taps, config.max_new_tokens) for prompt in progress
             ]
@@ -201,7 +203,7 @@ class HeldOutEvaluation:
 
         Returns None if there is no whole target to decode with.
         """
-        if not self._target.whole:
+        if not isinstance(self._target, Target):
             return None
         proposer = load_proposer(drafter_folder, self._target, log.warning)
         results: list[tuple[int, list[int], bool]] = []

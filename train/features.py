@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..inference.target import Hidden, Target
+from ..inference.causal_model import CausalModel, Hidden
+from ..inference.target import Target
 from .data.batches import Batch
 
 
@@ -86,7 +87,7 @@ class LiveTarget:
 
 
 @torch.no_grad()
-def check_packing(model: Target, name: str) -> None:
+def check_packing(model: CausalModel, name: str) -> None:
     """Check that documents in one packed row get the features that each gets alone.
 
     A model that does not separate documents by positions that restart at 0 is given an explicit
@@ -108,7 +109,7 @@ def check_packing(model: Target, name: str) -> None:
         )
 
 
-def packing_error(model: Target) -> float:
+def packing_error(model: CausalModel) -> float:
     """Return how far features of two packed documents are from those of each document alone.
 
     The difference is relative to the size of the latter (Frobenius norms).

@@ -23,7 +23,7 @@ from ..inference.stored import (
     manifest_of,
     model_of_embedding_and_head,
 )
-from ..inference.target import Target, load_target, resolve_device, resolve_dtype
+from ..inference.target import TargetSource, load_target, resolve_device, resolve_dtype
 from ..inference.target_files import check_there
 from .data import tables as data_module
 from .data.batches import Batches
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Inputs:
     """A target, whole or only its embedding and head, with the texts and their features."""
 
-    target: Target
+    target: TargetSource
     tables: data_module.Tables
     identity: dict[str, str]
     """Hashes of the target's weights and of the data."""

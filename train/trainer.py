@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
-from ..inference.target import Target
+from ..inference.target import Target, TargetSource
 from .data.batches import Batch, Batches
 from .data.rollouts import Writer, Written
 from .endings import Stop
@@ -72,7 +72,7 @@ class Trainer:
         def size(module):
             return sum(p.numel() for p in module.parameters())
 
-        self._sizes = size(self.drafter), size(target.decoder) if target.whole else 0
+        self._sizes = size(self.drafter), size(target.decoder) if isinstance(target, Target) else 0
         self.provenance = {**provenance(), "data": batches.table.facts() | self._coverage()}
         self.pace = Pace(target.device, accelerator.num_processes)
         self.stopping = False
@@ -87,7 +87,7 @@ class Trainer:
         # Tuples (name, config, function that writes).
         writers = method.writers(self.run, target, self.drafter)
         used = [writer for writer in writers if writer[1].share]
-        if used and not target.whole:
+        if used and not isinstance(target, Target):
             raise UserError(
                 f"{used[0][0]}.share needs the whole target, to write or to read texts; leave "
                 "out the features section"
@@ -233,7 +233,7 @@ class Trainer:
         return path
 
 
-def drafter_before(run: Any, target: Target, method: ModuleType) -> Artifact:
+def drafter_before(run: Any, target: TargetSource, method: ModuleType) -> Artifact:
     """Load the drafter `run.init_from` to start from.
 
     Raises `UserError` if it is of another method, or of another target and the run does not say

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cache import TreeCache
+from ..causal_model import CausalModel
 from ..proposer import Accepted
-from ..target import Target
 from .growth import Level
 from .tree_plan import Planner
 
@@ -61,7 +61,7 @@ class TreeRunner:
     positions. For the cache depth d is therefore d - 1.
     """
 
-    def __init__(self, model: Target, cache: TreeCache, vocab_size: int) -> None:
+    def __init__(self, model: CausalModel, cache: TreeCache, vocab_size: int) -> None:
         self._model, self._cache, self._vocab_size = model, cache, vocab_size
         self._depths: tuple[int, ...] = ()
 

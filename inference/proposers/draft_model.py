@@ -22,6 +22,7 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ..cache import TreeCache
+from ..causal_model import CausalModel
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..replay import replay
@@ -45,7 +46,7 @@ class DraftModelProposer(Planned):
     taps: tuple[int, ...] = ()
 
     def __init__(
-        self, model: Target, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
+        self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
     ) -> None:
         """Put `model` to work. Raises `UserError` for settings that do not go together.
 
@@ -165,7 +166,7 @@ def load_draft_model(
 
 def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     """Return the proposer of a loaded draft model. Raises `UserError` if it cannot run trees."""
-    runner = Target(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
+    runner = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 

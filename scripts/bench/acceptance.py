@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.causal_model import CausalModel
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
@@ -40,7 +41,7 @@ CHUNK = 256
 
 
 def positions(
-    target: Target, drafter: Target, prompts: list[list[int]], length: int, sampling: Sampling
+    target: Target, drafter: CausalModel, prompts: list[list[int]], length: int, sampling: Sampling
 ) -> tuple[Any, Any]:
     """Logits of target and drafter `[R, V]` at every position of texts that the target wrote by
     `sampling`."""

@@ -26,7 +26,7 @@ from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec
 from ...inference.evaluation.compare import load_measured
 from ...inference.settings import BadRows
-from ...inference.target import Target
+from ...inference.target import TargetSource
 from ..data.templates import encode
 from ..inputs import embedding_and_head_in
 from ..methods.eagle import special_ids
@@ -96,7 +96,7 @@ def stored_dtype(artifact: Artifact) -> torch.dtype:
     return next(p.dtype for p in artifact.drafter.parameters() if p.is_floating_point())
 
 
-def beside_target(artifact: Artifact, target: Target, options: Options) -> Artifact:
+def beside_target(artifact: Artifact, target: TargetSource, options: Options) -> Artifact:
     """Return the artifact with the draft vocabulary that the options ask for.
 
     Raises `UserError` for a drafter of another target, for a vocabulary of a size that it cannot
@@ -141,7 +141,7 @@ def beside_target(artifact: Artifact, target: Target, options: Options) -> Artif
     return pruned
 
 
-def token_counts(target: Target, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
+def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) -> torch.Tensor:
     """Return how often the target wrote each token `[V]` in the replies of `sources`.
 
     A malformed row is treated as `bad_rows` says. Raises `UserError` if no token was written, or if

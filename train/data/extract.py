@@ -45,7 +45,7 @@ from ...inference.stored import (
     save_texts,
     verify_noted,
 )  # fmt: skip
-from ...inference.target import Target, load_target
+from ...inference.target import Target, TargetSource, load_target
 from ..arguments import parse
 from ..config import RunConfig
 from ..evaluation import held_out_prompts, write_text
@@ -115,6 +115,7 @@ def run(options: Options) -> None:
     if isinstance(target, ServedTarget):
         source: FeatureSource = ServedFeatures(target, taps)
     else:
+        assert isinstance(target, Target), "a store is extracted from a target that runs"
         source = LiveTarget(target, taps)
     write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
     accelerator.wait_for_everyone()
@@ -124,7 +125,7 @@ def run(options: Options) -> None:
     accelerator.end_training()
 
 
-def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> Target:
+def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> TargetSource:
     """Load the run's target, or the part of it that a server needs beside it.
 
     Raises `UserError` for a ring of a target that all ranks run together.
@@ -141,7 +142,11 @@ def target_for(config: RunConfig, options: Options, accelerator: Accelerator) ->
 
 
 def judge_texts(
-    config: RunConfig, target: Target, layout: Layout, tables: data_module.Tables, ids: list[int]
+    config: RunConfig,
+    target: TargetSource,
+    layout: Layout,
+    tables: data_module.Tables,
+    ids: list[int],
 ) -> Judged:
     """Return the held-out texts with their features, the sizes of the taps, and a sample of taps.
 
@@ -152,6 +157,7 @@ def judge_texts(
     if isinstance(target, ServedTarget):
         texts = served_texts(target, prompts, layout.taps, config.evaluation.max_new_tokens)
     else:
+        assert isinstance(target, Target), "only a served target cannot be run here"
         progress = Progress(prompts, desc="target writes held-out replies")
         texts = [
             write_text(target, prompt, layout.taps, config.evaluation.max_new_tokens)
@@ -169,7 +175,7 @@ def begin(
     store: Path,
     options: Options,
     config: RunConfig,
-    target: Target,
+    target: TargetSource,
     layout: Layout,
     batches: Batches,
     tables: data_module.Tables,
@@ -221,7 +227,7 @@ def facts_of_run(
     store: Path,
     options: Options,
     config: RunConfig,
-    target: Target,
+    target: TargetSource,
     layout: Layout,
     batches: Batches,
 ) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
+from ...inference.causal_model import CausalModel
 from ...inference.console import Progress
 from ...inference.decode import Generation, Request, generate
 from ...inference.drafters import proposer_of
@@ -202,7 +203,7 @@ def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
 
 def student_texts(
     config: Rollouts,
-    student: Target,
+    student: CausalModel,
     eos_ids: frozenset[int],
     prompts: Sequence[Request],
     seed: int,
@@ -264,7 +265,7 @@ def rounds_of(text: Generation) -> np.ndarray:
 
 def _in_batches(
     config: Rollouts,
-    target: Target,
+    target: CausalModel,
     proposer: Proposer,
     prompts: Sequence[Request],
     seed: int,

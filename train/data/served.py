@@ -28,9 +28,10 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.vocabulary import spread_ids
+from ...inference.causal_model import Hidden
 from ...inference.console import Progress
 from ...inference.stored import HeldOutText, StoredTarget
-from ...inference.target import Hidden, Target
+from ...inference.target import TargetSource
 from ..features import Features
 from .batches import PADDING, Batch
 
@@ -231,7 +232,7 @@ class ServedFeatures:
     def finish(self) -> None: ...
 
 
-def check_layers(target: Target, taps: tuple[int, ...], layers: list[int]) -> None:
+def check_layers(target: TargetSource, taps: tuple[int, ...], layers: list[int]) -> None:
     """Raise `UserError` unless the server's `layers` are in order and hold all that is needed.
 
     vLLM would change ids that are not ascending and distinct without a message.

@@ -35,7 +35,7 @@ from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
 from ...inference.documents import Manifest
 from ...inference.stored import manifest_of
-from ...inference.target import Target
+from ...inference.target import TargetSource
 from ..documents import ShardNote, Wanted
 from ..features import Features
 from ..options import StoreType
@@ -196,7 +196,7 @@ class StoredFeatures:
         self,
         store: str | Path,
         batches: Batches,
-        target: Target,
+        target: TargetSource,
         taps: tuple[int, ...],
         all_last: bool,
         main: bool,

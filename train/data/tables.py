@@ -30,7 +30,7 @@ from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.target import Target
+from ...inference.target import TargetSource
 from ..config import Data, HeldOutConfig, Source
 from ..documents import Counts
 from .templates import Encoded, encode
@@ -118,7 +118,7 @@ class Tables:
     """Number of rows by source and by what became of them."""
 
 
-def prepare(data: Data, target: Target, folder: Path, seed: int) -> Tables:
+def prepare(data: Data, target: TargetSource, folder: Path, seed: int) -> Tables:
     """Return the tables in `folder`, built anew if something that they depend on has changed.
 
     Damaged tables are built anew too, with a warning. Raises `UserError` for a source that cannot
@@ -181,7 +181,7 @@ def again_for(folder: Path) -> str:
     return f"delete {folder} and run the command that wrote it again"
 
 
-def tables_key(data: Data, target: Target, seed: int) -> str:
+def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     """Return a hash of all that the tables depend on: settings, files, tokenizer and template."""
     facts = [
         asdict(data),
@@ -196,7 +196,7 @@ def tables_key(data: Data, target: Target, seed: int) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def build(data: Data, target: Target, seed: int) -> Tables:
+def build(data: Data, target: TargetSource, seed: int) -> Tables:
     """Read, encode, split, deduplicate and decontaminate the sources.
 
     Returns the tables. Errors are those of `prepare`.
@@ -259,7 +259,12 @@ def _table(rows: list[_Row]) -> TokenTable:
 
 
 def _read(
-    source: Source, data: Data, target: Target, seed: int, count: Counter[str], lost: list[str]
+    source: Source,
+    data: Data,
+    target: TargetSource,
+    seed: int,
+    count: Counter[str],
+    lost: list[str],
 ) -> Iterator[_Row]:
     """Yield the usable rows of a source.
 
@@ -312,7 +317,7 @@ def _read(
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
 
 
-def _check_tokens(conversation: Conversation, target: Target) -> None:
+def _check_tokens(conversation: Conversation, target: TargetSource) -> None:
     """Raise `RowError` for exact token ids that are not this target's.
 
     Ids of another tokenizer would otherwise be learned without any sign that they are wrong.

@@ -8,12 +8,12 @@ from typing import Any
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...inference.target import Target
+from ...inference.target import TargetSource
 
 log = logging.getLogger(__name__)
 
 
-def shape_before(run: Any, target: Target, before: Artifact, heads: Any) -> Any:
+def shape_before(run: Any, target: TargetSource, before: Artifact, heads: Any) -> Any:
     """Return the shape of the drafter that the run begins with.
 
     Differences to what its target would have now are logged as warnings. `heads` is the drafter's

@@ -35,10 +35,11 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashConfig, DFlashDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
+from ...inference.causal_model import Hidden
 from ...inference.proposers.dflash import RANKS, calibrate
 from ...inference.replay import accepted_in_chains as accepted_by_root
 from ...inference.replay import rank_of
-from ...inference.target import Hidden, Target
+from ...inference.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Rollouts, Writer
@@ -136,7 +137,7 @@ class Run(RunConfig):
     objective: BlockLoss = field(default_factory=BlockLoss)
 
 
-def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
     """Return the taps that the run reads, and `Objective.all_last`."""
     # The taps are the same for any mask token, and none is chosen yet.
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
@@ -163,7 +164,7 @@ def outline_of(run: Any, drafter: DFlashDrafter) -> Outline:
 
 
 def make_drafter(
-    run: Run, target: Target, batches: Batches, before: Artifact | None
+    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
 ) -> DFlashDrafter:
     """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
 
@@ -181,7 +182,7 @@ def make_drafter(
     return drafter
 
 
-def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
+def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
     """Give an untrained drafter what it can have of its target and of the texts.
 
     The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
@@ -201,7 +202,7 @@ def start(drafter: DFlashDrafter, target: Target, batches: Batches) -> None:
     begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 
 
-def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObjective:
+def make_objective(run: Run, target: TargetSource, drafter: DFlashDrafter) -> BlockObjective:
     """Return the run's objective. Raises `UserError` where `ready` does."""
     ready(run.objective, target, drafter)
     objective = BlockObjective(run.objective, drafter, target.head, run.seed)
@@ -209,7 +210,7 @@ def make_objective(run: Run, target: Target, drafter: DFlashDrafter) -> BlockObj
     return objective
 
 
-def ready(config: BlockLoss, target: Target, drafter: DFlashDrafter) -> None:
+def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> None:
     """Make a drafter, new or from disk, fit to learn.
 
     Raises `UserError` where gradients cannot pass: with flex on a CPU, or in float16.

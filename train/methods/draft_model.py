@@ -35,9 +35,10 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.layout import place
+from ...inference.causal_model import CausalModel, Hidden
 from ...inference.proposers.draft_model import accepted_by_root, calibrate
 from ...inference.spread import decoder_layers
-from ...inference.target import Hidden, Target
+from ...inference.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, student_texts
@@ -125,7 +126,7 @@ class Run(RunConfig):
             )
 
 
-def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
     """Return the taps that the run reads, and `Objective.all_last`."""
     return (), False
 
@@ -147,7 +148,9 @@ def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
     return smaller(config, cast(Any, target), layers)
 
 
-def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | None) -> DraftModel:
+def make_drafter(
+    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
+) -> DraftModel:
     """Return the draft model that the run asks for, or the one in `before`, and log what it costs.
 
     Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
@@ -161,7 +164,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
         raise UserError(
             "a student is cut from a whole target; give student.path, or leave out target.spread"
         )
-    elif not target.whole and run.student.path is None and run.student.config is None:
+    elif not isinstance(target, Target) and run.student.path is None and run.student.config is None:
         raise UserError(
             "a student is cut from the whole target; give student.path, or leave out the features "
             "section"
@@ -174,7 +177,7 @@ def make_drafter(run: Run, target: Target, batches: Batches, before: Artifact | 
     return student
 
 
-def check_student(student: Target, longest: int) -> None:
+def check_student(student: CausalModel, longest: int) -> None:
     """Demand what training and decoding rely on, before either begins.
 
     These are positions for texts of `longest` tokens, a head that can be called on its own, packed
@@ -193,12 +196,12 @@ def check_student(student: Target, longest: int) -> None:
         raise UserError(f"this student cannot be used as a draft model: {error}") from error
 
 
-def runner_of(drafter: DraftModel) -> Target:
+def runner_of(drafter: DraftModel) -> CausalModel:
     """Return the draft model behind the interface of a target: prefill, trees, head."""
-    return Target(drafter.model, drafter.tokenizer, "student", frozen=False)
+    return CausalModel(drafter.model, drafter.tokenizer, "student", frozen=False)
 
 
-def make_objective(run: Run, target: Target, drafter: DraftModel) -> DistillObjective:
+def make_objective(run: Run, target: TargetSource, drafter: DraftModel) -> DistillObjective:
     """Return the run's objective."""
     return DistillObjective(
         run.objective, runner_of(drafter), target, run.seed, run.errors.accepted_weight
@@ -214,8 +217,8 @@ class DistillObjective(nn.Module):
     def __init__(
         self,
         config: DistillLoss,
-        student: Target,
-        target: Target,
+        student: CausalModel,
+        target: TargetSource,
         seed: int = 0,
         accepted_weight: float = 1.0,
     ) -> None:
@@ -300,7 +303,7 @@ class DistillObjective(nn.Module):
 
     def _table(
         self,
-        student: Target,
+        student: CausalModel,
         last: Tensor,
         hidden: Tensor,
         rows: Tensor,

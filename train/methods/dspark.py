@@ -22,10 +22,11 @@ from ...heads import dspark
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkConfig, DSparkDrafter, shape_for
 from ...heads.errors import UserError
+from ...inference.causal_model import Hidden
 from ...inference.proposers.dflash import RANKS
 from ...inference.proposers.dspark import calibrate
 from ...inference.replay import accepted_in_chains, rank_of
-from ...inference.target import Hidden, Target
+from ...inference.target import TargetSource
 from ..config import RunConfig
 from ..data.batches import Batches
 from ..objectives import Sums
@@ -89,7 +90,7 @@ class Run(RunConfig):
     objective: DSparkLoss = field(default_factory=DSparkLoss)
 
 
-def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
     """Return the taps that the run reads, and `Objective.all_last`."""
     # The taps are the same for any mask token, and none is chosen yet.
     return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
@@ -102,7 +103,7 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
 
 
 def make_drafter(
-    run: Run, target: Target, batches: Batches, before: Artifact | None
+    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
 ) -> DSparkDrafter:
     """Return an untrained drafter, or one of the shape of `before`, as `dflash.make_drafter`."""
     if before is not None:
@@ -116,7 +117,7 @@ def make_drafter(
     return drafter
 
 
-def make_objective(run: Run, target: Target, drafter: DSparkDrafter) -> DSparkObjective:
+def make_objective(run: Run, target: TargetSource, drafter: DSparkDrafter) -> DSparkObjective:
     """Return the run's objective. Raises `UserError` where `dflash.ready` does."""
     ready(run.objective, target, drafter)
     objective = DSparkObjective(run.objective, drafter, target.head, run.seed)

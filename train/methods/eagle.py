@@ -45,10 +45,11 @@ from ...heads.eagle import EagleConfig, EagleDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...heads.vocabulary import most_frequent
+from ...inference.causal_model import Hidden
 from ...inference.proposers.eagle import RANKS, calibrate
 from ...inference.replay import accepted_in_chains as accepted_by_root
 from ...inference.replay import rank_of
-from ...inference.target import Hidden, Target
+from ...inference.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds
@@ -168,7 +169,7 @@ class Run(RunConfig):
     errors: Errors = field(default_factory=Errors)
 
 
-def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
     """Return the taps that the run reads, and `Objective.all_last`."""
     shape = shape_for(run.heads, target.config)
     # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the last
@@ -187,7 +188,7 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
 
 
 def make_drafter(
-    run: Run, target: Target, batches: Batches, before: Artifact | None
+    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
 ) -> EagleDrafter:
     """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
 
@@ -217,7 +218,7 @@ def make_drafter(
     return drafter
 
 
-def special_ids(target: Target) -> set[int]:
+def special_ids(target: TargetSource) -> set[int]:
     """Return tokens that have to be drafted for a reply ever to end.
 
     These are the end tokens and all that the tokenizer calls special.
@@ -230,7 +231,7 @@ def special_ids(target: Target) -> set[int]:
     return special
 
 
-def make_objective(run: Run, target: Target, drafter: EagleDrafter) -> EagleObjective:
+def make_objective(run: Run, target: TargetSource, drafter: EagleDrafter) -> EagleObjective:
     """Return the run's objective. Raises `UserError` where gradients or sizes do not fit."""
     config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
     if config.feature_weight and shape.hidden_size != shape.target_hidden_size:

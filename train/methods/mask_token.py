@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.vocabulary import spread_ids
-from ...inference.target import Target
+from ...inference.target import TargetSource
 from ..data.batches import Batches
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ SMALLEST_ROW = 0.1  # smallest fit embedding row, as a share of the usual size o
 PROPOSED = 3  # candidates that an error message names
 
 
-def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
+def mask_token_for(asked: int | None, target: TargetSource, batches: Batches) -> int:
     """Return a token that no reply holds and that has an embedding.
 
     It is `asked` if given, else the first of `unused` and `spare` that is fit. Raises `UserError`
@@ -62,7 +62,7 @@ def mask_token_for(asked: int | None, target: Target, batches: Batches) -> int:
     )
 
 
-def unfit(token: int, target: Target, counts: Tensor) -> str | None:
+def unfit(token: int, target: TargetSource, counts: Tensor) -> str | None:
     """Return the reason why a token cannot be the mask, as a part of a message; None if it can.
 
     `counts` `[V]` says how often the texts hold each token.
@@ -76,17 +76,17 @@ def unfit(token: int, target: Target, counts: Tensor) -> str | None:
     return f"stands {int(counts[token])} times in the training replies" if counts[token] else None
 
 
-def row_sizes(ids: Tensor, target: Target) -> Tensor:
+def row_sizes(ids: Tensor, target: TargetSource) -> Tensor:
     """Return the norms of the embedding's rows of `ids`, on the CPU."""
     return target.embedding_and_head.rows(ids.to(target.device)).float().norm(dim=-1).cpu()
 
 
-def usual_size(target: Target) -> float:
+def usual_size(target: TargetSource) -> float:
     """Return the median norm of 256 of the embedding's rows."""
     return float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
 
 
-def unused(target: Target) -> list[int]:
+def unused(target: TargetSource) -> list[int]:
     """Return tokens that texts can be trusted not to hold, best first.
 
     These are the first row of the embedding past the tokenizer's own tokens, the mask token, tokens
@@ -109,7 +109,7 @@ def unused(target: Target) -> list[int]:
     return [token for token in tokens if token < target.vocab_size]
 
 
-def spare(target: Target) -> list[int]:
+def spare(target: TargetSource) -> list[int]:
     """Return special tokens without a part in conversations, last first.
 
     Ordinary text is never read as one of them, and neither the chat template nor the end of a reply
@@ -133,7 +133,7 @@ def spare(target: Target) -> list[int]:
     return sorted(tokens, reverse=True)
 
 
-def candidates(target: Target, texts: Tensor) -> list[int]:
+def candidates(target: TargetSource, texts: Tensor) -> list[int]:
     """Return some tokens that no text holds and that could be the mask, for a person to choose.
 
     `texts` `[V]` says how often the training texts hold each token. The last tokens come first: in
@@ -145,7 +145,7 @@ def candidates(target: Target, texts: Tensor) -> list[int]:
     return [token for token in large if token not in target.eos_ids][:PROPOSED]
 
 
-def name_of(token: int, target: Target) -> str:
+def name_of(token: int, target: TargetSource) -> str:
     """Return a token as the tokenizer writes it, quoted; "no text" where it has none."""
     tokenizer = target.tokenizer
     name = None

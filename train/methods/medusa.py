@@ -28,9 +28,10 @@ from ...distill.divergences import Divergence, divergence, log_probs, overlap, s
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaConfig, MedusaHeads
+from ...inference.causal_model import Hidden
 from ...inference.proposers.medusa import accepted_by_root, calibrate
 from ...inference.proposers.medusa import teacher_forced as teacher_forced_by_last
-from ...inference.target import Hidden, Target
+from ...inference.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Rollouts, Writer
@@ -94,7 +95,7 @@ class Run(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
-def features_of(run: Run, target: Target) -> tuple[tuple[int, ...], bool]:
+def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
     """Return the taps that the run reads, and `Objective.all_last`."""
     return (), False
 
@@ -111,7 +112,7 @@ def outline(run: Run, target: ConfigOnly) -> Outline:
 
 
 def make_drafter(
-    run: Run, target: Target, batches: Batches, before: Artifact | None
+    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
 ) -> MedusaHeads:
     """Return untrained heads, or heads of the shape of `before`, to be filled with its weights.
 
@@ -132,7 +133,7 @@ def make_drafter(
     return drafter
 
 
-def make_objective(run: Run, target: Target, drafter: MedusaHeads) -> MedusaObjective:
+def make_objective(run: Run, target: TargetSource, drafter: MedusaHeads) -> MedusaObjective:
     """Return the run's objective, for the heads that the drafter has: a run that begins with a
     drafter takes its shape, whatever `heads` says."""
     return MedusaObjective(run.objective, drafter.config.num_heads, target.head)

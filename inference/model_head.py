@@ -1,0 +1,164 @@
+"""Embedding, final norm and head of a causal language model, and the facts that its config states.
+
+Shapes: H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.errors import UserError
+
+UNLIMITED = 1 << 20  # positions of a model that names no limit
+KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
+
+
+# Settings of a generation_config that `generate` applies and decoding here does not, each with the
+# values that leave the scores as they are.
+PROCESSORS: dict[str, tuple[Any, ...]] = {
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+}
+
+
+class ModelHead:
+    """Model without a forward pass of its layers: embedding, head and facts.
+
+    The layers may be shapes without numbers (`StoredTarget`); `CausalModel` can run them.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
+        """Find the parts of `model`; its weights stop needing gradients if `frozen`. Raises
+        `UserError` for a model without a head, or with layers that cannot be rolled back."""
+        self.model: Any = model.eval()
+        if frozen:
+            self.model.requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.spread = "whole"
+        """Distribution over ranks and devices, see `TargetConfig`."""
+        self.config = self.model.config.get_text_config()
+        self.decoder: Any = self.model.get_decoder()
+        output = self.model.get_output_embeddings()
+        if output is None:
+            raise UserError(f"target {name} has no output head; name a causal language model")
+        self._output = output
+        # A recurrent state cannot give refused drafts up again; other kinds need other masks.
+        if unknown := self.kinds_of_layers - KINDS_OF_LAYERS:
+            names = ", ".join(sorted(unknown))
+            raise UserError(
+                f"target {name} ({self.config.model_type}) has layers of kind {names}, which "
+                "cannot be rolled back here"
+            )
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._scale = getattr(self.config, "logit_scale", None)
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            self._scale = 1.0 / divisor
+
+    @property
+    def kinds_of_layers(self) -> set[str]:
+        """Kinds that the config names, such as full_attention; empty where it names none."""
+        return set(getattr(self.config, "layer_types", None) or ())
+
+    @property
+    def device(self) -> torch.device:
+        return self._output.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def max_positions(self) -> int:
+        return getattr(self.config, "max_position_embeddings", None) or UNLIMITED
+
+    @property
+    def head_weight(self) -> Tensor:
+        """Output matrix `[V, H]`, multiplied by the target's own scale of its logits."""
+        return self._output.weight if self._scale is None else self._output.weight * self._scale
+
+    @property
+    def head_parameters(self) -> list[Tensor]:
+        """Parameters that `head` reads."""
+        return list(self._output.parameters())
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a generation, as `generate` sees them."""
+        ids = self.model.generation_config.eos_token_id
+        if ids is None and self.tokenizer is not None:
+            ids = self.tokenizer.eos_token_id
+        return frozenset([ids] if isinstance(ids, int) else ids or [])
+
+    @property
+    def processors(self) -> dict[str, Any]:
+        """Settings of generation_config that `generate` applies and decoding here does not."""
+        settings = {name: getattr(self.model.generation_config, name, None) for name in PROCESSORS}
+        return {name: value for name, value in settings.items() if value not in PROCESSORS[name]}
+
+    @property
+    def repetition_penalty(self) -> float:
+        """Penalty that `generate` applies by default; 1 is none."""
+        return getattr(self.model.generation_config, "repetition_penalty", None) or 1.0
+
+    @property
+    def together(self) -> bool:
+        """True if a forward pass is a collective operation: all ranks make equally many."""
+        return self.spread in ("fsdp", "tensor")
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings `[..., H]` of token ids `[...]`."""
+        return self.model.get_input_embeddings()(ids)
+
+    def final_norm(self) -> nn.Module | None:
+        """Return the norm before the head, by any of its usual names, or None."""
+        norms = (
+            getattr(self.decoder, name, None)
+            for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+        )
+        return next((norm for norm in norms if getattr(norm, "weight", None) is not None), None)
+
+    @torch.no_grad()
+    def final_norm_weight(self) -> Tensor | None:
+        """Return the weight `w` `[H]` if the final norm computes x / rms(x) * w, else None."""
+        norm = self.final_norm()
+        weight: Any = getattr(norm, "weight", None)
+        if norm is None or weight.shape != (self.hidden_size,):
+            return None
+        # Tried on numbers: some norms have a bias, or multiply by 1 + w, under the same names.
+        x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
+        by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
+        return weight if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2) else None
+
+    def head(self, last: Tensor) -> Tensor:
+        """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
+        logits = self._output(last.to(self._output.weight.dtype))
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits

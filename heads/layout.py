@@ -23,12 +23,12 @@ from .files import read_json, write_json
 from .stored_tensors import header
 
 
-@torch.no_grad()
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its module: bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
+@torch.no_grad()
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Move a drafter to a device and cast its parameters; buffers keep their dtype.
 

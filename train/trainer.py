@@ -114,7 +114,7 @@ class Trainer:
 
         The table is empty for a drafter that proposes all tokens.
         """
-        if (vocab_ids := getattr(self.drafter, "kept", None)) is None:
+        if (vocab_ids := getattr(self.drafter, "draft_vocab_ids", None)) is None:
             return {}
         counts = self.batches.token_counts(self.drafter.shape.vocab_size)
         return {"vocabulary_coverage": float(counts[vocab_ids.cpu()].sum() / counts.sum())}

@@ -359,6 +359,8 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
 ) -> None:
     train(make_config(tmp_path, saved_tiny, "eagle", max_steps=3), method="eagle")
     best = str(tmp_path / "run" / "best")
+    noted = json.loads(Path(best, "draftsmith.json").read_text())["provenance"]["data"]
+    assert 0 < noted["vocabulary_coverage"] <= 1, "it drafts 80 of the target's tokens"
     more = {"output": str(tmp_path / "second"), "max_steps": 2, "init_from": best}
     config = make_config(tmp_path, saved_tiny, "eagle", **more)
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--heads.taps", "[1]")

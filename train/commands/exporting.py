@@ -116,7 +116,7 @@ def beside_target(artifact: Artifact, target: TargetSource, options: Options) ->
     ranked = counts.double()
     # A drafter with a draft vocabulary has no output row for any other token. Counts are at least
     # 0, so with -1 those tokens come last.
-    if (current_ids := getattr(artifact.drafter, "kept", None)) is not None:
+    if (current_ids := getattr(artifact.drafter, "draft_vocab_ids", None)) is not None:
         if options.draft_vocab_size > len(current_ids):
             raise UserError(
                 f"the drafter proposes {len(current_ids)} tokens already; ask for fewer than that"

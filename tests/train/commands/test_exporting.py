@@ -381,6 +381,8 @@ def test_a_vocabulary_cut_after_training(
         UserError, match="must lie between the 5 special tokens and the target's 2048"
     ):
         exported("eagle3", "vllm", tmp_path / "more", draft_vocab_size=5000, **given)
+    with pytest.raises(UserError, match="proposes 1024 tokens already; ask for fewer"):
+        exported("eagle3_plain", "vllm", tmp_path / "more", draft_vocab_size=1500, **given)
 
 
 @pytest.mark.parametrize(

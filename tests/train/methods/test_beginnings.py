@@ -6,10 +6,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from draftsmith.heads.layers import RMSNorm, begin_unsure
+from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.train.data.batches import collate
+from draftsmith.train.methods import medusa
 
 from tests.conftest import tiny_target
 from tests.train.test_loop import make_config, train
@@ -43,3 +49,12 @@ def test_every_method_begins_below_log_v_and_one(tmp_path: Path, method: str) ->
     ]
     first = next(row for row in rows if "loss@1" in row)
     assert first["loss@1"] < math.log(target.vocab_size) + 1, first
+
+
+def test_medusa_trains_all_heads_of_the_drafter_that_a_run_begins_with() -> None:
+    """The run's own number of heads is the default, which a warm start does not look at."""
+    target = tiny_target()
+    drafter = MedusaHeads(MedusaConfig(num_heads=6), target.hidden_size, target.vocab_size, None)
+    run: Any = SimpleNamespace(objective=medusa.MedusaLoss(), heads=MedusaConfig())
+    batch = collate([[(np.arange(9), np.ones(9, bool))]])
+    assert len(medusa.make_objective(run, target, drafter).weights(batch)) == 6

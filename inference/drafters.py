@@ -175,7 +175,8 @@ def load_proposer(
     for notice in former_settings(str(spec)):
         warn(notice)
     name, settings = check_spec(spec if tuned is None else without_tree(spec))
-    settings |= tuned or {}
+    # A profile that `tune` wrote before a setting had its present name is read too.
+    settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
     if name in UNTRAINED:
         kind = UNTRAINED[name]
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.architectures import architecture, near_copy
-from tests.conftest import tiny_target
+from tests.conftest import QUICKSTART, tiny_target
 
 NONE: frozenset[int] = frozenset()
 
@@ -258,6 +258,18 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
     whole = EarlyExit(target, 2, TreeSettings(length=3))
     found = generate(target, whole, [[5, 6, 7], [8]], 13, eos_ids=NONE)
     assert all(r.accepted == 3 for g in found for r in g.rounds), "all layers are the target itself"
+
+
+def test_a_setting_is_known_by_its_former_name_in_specs_and_in_profiles(quickstart: Target) -> None:
+    """`score_temperature` was called heat; profiles that `tune` wrote then are still there."""
+    drafter = str(QUICKSTART.parent / "drafters" / "eagle3")
+    notices: list[str] = []
+    by_spec: Any = load_proposer(f"{drafter}:heat=0.5", quickstart, notices.append)
+    assert "heat is called score_temperature now" in notices[0] and len(notices) == 1
+    tuned = {"length": 3, "width": 2, "nodes": 6, "heat": 0.5}
+    by_profile: Any = load_proposer(drafter, quickstart, pytest.fail, tuned)
+    for proposer in (by_spec, by_profile):
+        assert proposer.plan.score_temperature == 0.5
 
 
 def test_specs() -> None:

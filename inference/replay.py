@@ -10,7 +10,6 @@ Shapes: S positions of a text, D drafts, K best tokens of a draft, H hidden size
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY
 
+RANKS = 10  # best tokens of a draft whose accuracies are counted
 UNKNOWN = -2
 """Token past the end of a text: it equals no token and no missing node."""
 
@@ -52,32 +52,6 @@ def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
     """
     hit = best == tokens[..., None]
     return torch.where(hit.any(-1), hit.int().argmax(-1), missing)
-
-
-def accepted_in_chains(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `ranks` `[S, D]` are the text's own tokens among the drafts, 0 the best; the chain has
-    `calibration["length"]` drafts.
-    """
-    # A running product stops at the first wrong draft: 1 1 0 1 becomes 1 1 0 0, so 2.
-    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()
-
-
-def rank_accuracy(texts: Sequence[tuple[Tensor, int]], ranks: int) -> tuple[list[list[float]], int]:
-    """Return how often the rank-r draft is right at each depth, and the number of roots.
-
-    The former is a table `[D][ranks]`. `texts` are teacher-forced ranks `[S, D]` (-1: not among the
-    best), each with the start of the reply. Only roots with a token at every depth count, so that
-    the depths are comparable.
-    """
-    depths = texts[0][0].shape[1]
-    rows = torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
-    accuracy = []
-    for depth in range(depths):
-        hits = [int((rows[:, depth] == rank).sum()) for rank in range(ranks)]
-        accuracy.append([count / max(len(rows), 1) for count in hits])
-    return accuracy, len(rows)
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
 from draftsmith.train.arguments import check_known, field_types, positional, spelled
 from draftsmith.train.commands.cli import VERBS
-from draftsmith.train.method import method_module
+from draftsmith.train.method import method_named
 
 from tests.conftest import PYTHON, ROOT
 
@@ -114,7 +114,7 @@ def options_of(words: list[str]) -> tuple[Any, list[str]]:
     at = words.index("draftsmith.train") + 1
     if words[at : at + 2] == ["data", "extract"]:
         return train_options.ExtractOptions, words[at + 2 :]
-    return method_module(words[at]).Run, words[at + 1 :]
+    return method_named(words[at]).run_class, words[at + 1 :]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))

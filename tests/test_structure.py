@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from draftsmith.train.arguments import parse
 from draftsmith.train.commands.cli import VERBS
-from draftsmith.train.method import METHODS, method_module
+from draftsmith.train.method import METHODS, method_named
 
 from tests.conftest import ROOT
 
@@ -160,8 +160,8 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_every_shipped_config_parses(path: Path) -> None:
-    method = method_module(path.parent.name)
-    run, dumped = parse(method.Run, ["--config", str(path)], "test")
+    method = method_named(path.parent.name)
+    run, dumped = parse(method.run_class, ["--config", str(path)], "test")
     assert run.output and "target:" in dumped
 
 
@@ -169,7 +169,7 @@ def test_every_shipped_config_parses(path: Path) -> None:
 def test_every_field_of_a_config_is_explained(name: str) -> None:
     from draftsmith.train.arguments import build_parser
 
-    text = " ".join(build_parser(method_module(name).Run, "x").format_help().split())
+    text = " ".join(build_parser(method_named(name).run_class, "x").format_help().split())
     assert "--optim.warmup-share" in text and "--optim.warmup_share" not in text
     assert "Share of the steps over which the rate rises from zero" in text
     assert "example:" in text

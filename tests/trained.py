@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import generate
-from draftsmith.inference.proposers.medusa import calibrate, teacher_forced
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
-from draftsmith.train.methods.medusa import MedusaLoss, MedusaObjective
+from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective
 
 from tests.conftest import ROOT
 
@@ -121,7 +121,10 @@ def trained_heads(target: Target, shared_head: bool = False) -> Artifact:
         optimizer.zero_grad()
     heads.eval().requires_grad_(False)
     outcomes = [
-        (teacher_forced(heads, features.last[i, : len(ids)], torch.tensor(ids)), start)
+        (
+            METHOD.teacher_forced(heads, Hidden(features.last[i, : len(ids)]), torch.tensor(ids)),
+            start,
+        )
         for i, (ids, start) in enumerate(texts)
     ]
-    return Artifact(heads, target.fingerprint(), calibrate(outcomes, tree_nodes=10))
+    return Artifact(heads, target.fingerprint(), METHOD.calibrate(outcomes, tree_nodes=10))

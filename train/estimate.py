@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import psutil
 import torch
@@ -18,6 +16,8 @@ from ..heads.errors import UserError
 from ..heads.files import check_space
 from ..inference.evaluation.gains import GPUS
 from ..inference.target import resolve_device
+from .config import RunConfig
+from .method import AnyMethod
 from .options import PlanOptions
 from .outline import ConfigOnly, Outline, config_at, empty
 
@@ -58,13 +58,13 @@ class RunSizes:
     """See `Outline`, as for all that follow."""
     borrowed_params: int = 0
     layers: int = 1
-    distributions: int = 1
+    logit_rows: int = 1024
 
 
-def shape_of(method: Any, config: Any) -> RunSizes:
+def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     """Return the sizes of the run's target and drafter.
 
-    `method` is a module of `train/methods/`, `config` its run. Raises `UserError` where the target
+    Raises `UserError` where the target
     has no config that can be read.
     """
     model_config = config_at(config.target.path, config.target.trust_remote_code)
@@ -85,11 +85,11 @@ def shape_of(method: Any, config: Any) -> RunSizes:
     trained = sum(p.numel() for p in outline.drafter.parameters())
     return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
-        outline.passes, outline.borrowed_params, outline.layers, outline.distributions,
+        outline.passes, outline.borrowed_params, outline.layers, outline.logit_rows,
     )  # fmt: skip
 
 
-def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
+def outlined(method: AnyMethod, config: RunConfig, target: ConfigOnly) -> Outline:
     """Return the run's drafter on the meta device, and the amount of its work in training.
 
     Raises `UserError` for heads that do not fit the target.
@@ -98,7 +98,7 @@ def outlined(method: Any, config: Any, target: ConfigOnly) -> Outline:
         return method.outline(config, target)
 
 
-def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, float]:
+def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[str, float]:
     """Return bytes of features, GPU-hours of each stage and bytes of GPU memory, by name.
 
     Operations are counted as usual: 2 for each parameter in a forward pass, and twice as many in a
@@ -111,13 +111,12 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, fl
     # Borrowed parameters are frozen, so their own gradients are not computed.
     per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params
     positions = config.batch_rows * config.data.max_length
-    chunk = getattr(config.objective, "rows_per_chunk", 1024)
     # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
     # the backward pass about 20 vectors in fp32 for each state of each layer.
     states = positions * shape.passes * shape.layers
     activations = positions * (shape.taps + 2) * shape.hidden * 2 + states * shape.hidden * 4 * 20
     # Three fp32 tables of logits: losses run over chunks, so there are never more rows.
-    logits = 3 * chunk * shape.distributions * shape.vocab * 4
+    logits = 3 * shape.logit_rows * shape.vocab * 4
     decoding_hour = peak_hour * DECODE_SHARE
     regenerate = 2 * shape.active_params * options.tokens * options.reply_share / decoding_hour
     extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
@@ -140,7 +139,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: Any) -> dict[str, fl
     }
 
 
-def check_affordable(run: Any, method: ModuleType, ranks: int) -> None:
+def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     """Raise `UserError` where `run` asks for far more than makes sense on this machine.
 
     Memory, work and the size of a checkpoint on the disk are looked at; `ranks`: how many there

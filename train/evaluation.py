@@ -17,7 +17,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,6 +45,7 @@ from ..inference.stored import HeldOutText
 from ..inference.target import Target, TargetSource
 from .config import Evaluation
 from .data.tables import TokenTable
+from .method import AnyMethod
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class HeldOutEvaluation:
         table: TokenTable,
         config: Evaluation,
         accelerator: Accelerator,
-        method: ModuleType,
+        method: AnyMethod,
         taps: tuple[int, ...],
         texts: list[HeldOutText] | None = None,
     ) -> None:
@@ -172,12 +172,9 @@ class HeldOutEvaluation:
             trained.append(replay(accepted, start, len(accepted)))
             # The last token of a text is no root: nothing follows it.
             rows += accepted[start:-1]
-        emitted = self._replay(artifact, {})
-        if self._method.REPLAYED:
-            drafted = self._replay(artifact, self._method.REPLAYED)
-        else:
-            # The proposer's defaults already draft what the training pass computes.
-            drafted = emitted
+        emitted = self._replay(artifact)
+        # Otherwise the proposer's defaults already draft what the training pass computes.
+        drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
         # A round emits its accepted drafts and the bonus token.
         accepted = [tokens - 1 for request in emitted for tokens in request]
         return Estimate(
@@ -185,7 +182,7 @@ class HeldOutEvaluation:
             survival(accepted, max(accepted, default=0)),
         )  # fmt: skip
 
-    def _replay(self, artifact: Artifact, settings: dict[str, int]) -> list[list[int]]:
+    def _replay(self, artifact: Artifact, **settings: int) -> list[list[int]]:
         """Return tokens emitted in each round of each text, of all ranks, drafting along it.
 
         `settings` are those of the proposer.

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +24,7 @@ from ..inference.stored import (
 )
 from ..inference.target import TargetSource, load_target, resolve_device, resolve_dtype
 from ..inference.target_files import check_there
+from .config import RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
 from .data.served import Client, ServedFeatures, ServedTarget, served_texts
@@ -54,20 +54,20 @@ class Inputs:
 
 
 def inputs_of(
-    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
     """Load the target, data and features that the run's config names.
 
     `folder` is the run's output. `check` is called with the identity before anything is written.
     """
-    if run.features.store is not None:
-        return stored_inputs(run, accelerator, check)
+    if (store := run.features.store) is not None:
+        return stored_inputs(run, store, accelerator, check)
     find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
 
 def live_inputs(
-    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
     """Return the inputs of a run whose target is in this process, whole or spread over ranks.
 
@@ -99,7 +99,7 @@ def live_inputs(
 
 
 def served_inputs(
-    run: Any, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
+    run: RunConfig, accelerator: Accelerator, folder: Path, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
     """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
@@ -128,12 +128,13 @@ def served_inputs(
     )
 
 
-def served_target(run: Any, accelerator: Accelerator) -> ServedTarget:
+def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
     """Load the target's embedding, final norm and head, with a client of the server for the rest.
 
     The tensors lie on this rank's device.
     """
     options = run.features
+    assert options.server is not None, "the run reads features from a server"
     target = embedding_and_head_in(
         run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
     )
@@ -183,14 +184,13 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
 
 
 def stored_inputs(
-    run: Any, accelerator: Accelerator, check: Callable[[dict[str, str]], None]
+    run: RunConfig, store: str, accelerator: Accelerator, check: Callable[[dict[str, str]], None]
 ) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
     The store has the data and the target's embedding and head too. Raises `UserError` if packed
     rows or seed of the store are others than the run's.
     """
-    store = run.features.store
     manifest = manifest_of(store)
     # Both decide which documents a packed row holds, hence what a stored row belongs to.
     for name, wanted in (("max_length", run.data.max_length), ("seed", run.seed)):
@@ -226,7 +226,7 @@ def stored_inputs(
     )
 
 
-def on_rank(target: Any, accelerator: Accelerator) -> Any:
+def on_rank(target: TargetConfig, accelerator: Accelerator) -> TargetConfig:
     """Set the device of the target's config to this rank's, unless the user named one; return it.
 
     Raises `UserError` for a device of another type than accelerate trains on.

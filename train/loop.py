@@ -17,7 +17,6 @@ import signal
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -40,6 +39,7 @@ from .endings import Stopped
 from .estimate import check_affordable
 from .evaluation import HeldOutEvaluation, evaluate
 from .inputs import inputs_of
+from .method import AnyMethod
 from .objectives import Sums, acceptance_lengths, add_sums
 from .parallel import end_training, engine_of, load_models_whole, on_main
 from .profiling import profiler
@@ -54,10 +54,10 @@ METRICS_FILE = "metrics.jsonl"
 UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 
 
-def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
+def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    `method` is a module of `train/methods/`; `config_yaml` is the resolved config. Raises `Stopped`
+    `config_yaml` is the resolved config. Raises `Stopped`
     after a last checkpoint if the run was asked to end, and `UserError` for what the user can mend.
     """
     folder = RunFolder(run.output)
@@ -104,7 +104,7 @@ def train(run: Any, method: ModuleType, config_yaml: str) -> Path:
         (folder.path / "config.yaml").write_text(config_yaml)
     if run.tracker != "none":
         accelerator.init_trackers(run.project, config={"config": config_yaml})
-    _announce(run, trainer, batches, total_steps, state)
+    _announce(trainer, batches, total_steps, state)
     try:
         run_loop(trainer, folder, state, held_out, config_yaml)
     finally:
@@ -205,7 +205,7 @@ def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int
     return rows // rows_at_once
 
 
-def check_before_loading(run: Any) -> None:
+def check_before_loading(run: RunConfig) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
     check_output_folder(run.output, "--output")
     if run.features.store is None:
@@ -466,9 +466,7 @@ def _log(
         accelerator.log(metrics, step=step)
 
 
-def _announce(
-    run: Any, trainer: Trainer, batches: Batches, total: int, state: TrainerState
-) -> None:
+def _announce(trainer: Trainer, batches: Batches, total: int, state: TrainerState) -> None:
     """Log what is about to be trained, on how much data and for how long."""
     if not trainer.accelerator.is_main_process:
         return

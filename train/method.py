@@ -1,29 +1,134 @@
-"""Names of the training methods, their modules, and recognition of a config file's method."""
+"""The contract of a training method, the table of the methods, and whose config a file is.
+
+This module is imported before torch is needed (by the options of commands), so it imports none of
+the modules that its contract names.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
 
 from ..heads.errors import UserError
 from ..heads.files import read_yaml
 
-Method = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
-METHODS: tuple[Method, ...] = get_args(Method)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..heads.artifact import Artifact, DrafterModule
+    from ..inference.causal_model import Hidden
+    from ..inference.target import Target, TargetSource
+    from .config import RunConfig
+    from .data.batches import Batches
+    from .data.rollouts import Rollouts, Writer
+    from .objectives import Objective
+    from .outline import ConfigOnly, Outline
+
+RunT = TypeVar("RunT", bound="RunConfig")
+DrafterT = TypeVar("DrafterT", bound="DrafterModule")
+MethodName = Literal["medusa", "eagle", "dflash", "dspark", "distill"]
+METHODS: dict[MethodName, str] = {
+    "medusa": "medusa",
+    "eagle": "eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "distill": "draft_model",
+}
+"""Module in `methods/` of each training command, in the order of lists and tables. Its `METHOD` is
+the method; `method_named` imports it."""
 OWN_PARTS = ("heads", "student", "objective")  # sections of a config that differ between methods
 
 
-def method_module(method: str) -> Any:
-    """Return the module in `methods/` with the method's `Run`, drafter and objective."""
-    return importlib.import_module(
-        f".methods.{'draft_model' if method == 'distill' else method}", __package__
-    )
+class Method(ABC, Generic[RunT, DrafterT]):
+    """What commands and the training loop know of a method. An instance has no state.
+
+    Shapes: S positions of a text, D drafts of a round.
+    """
+
+    run_class: type[RunT]
+    """Class of the run's config."""
+    drafter_class: type[DrafterT]
+    replays_chain = True
+    """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
+    by default."""
+
+    @abstractmethod
+    def features_of(self, run: RunT, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        """Return the taps that the run reads, and whether it reads every last state."""
+
+    @abstractmethod
+    def outline(self, run: RunT, target: ConfigOnly) -> Outline:
+        """Return the run's `Outline`, from the target's config alone."""
+
+    @abstractmethod
+    def make_drafter(
+        self, run: RunT, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> DrafterT:
+        """Return an untrained drafter, or one of the shape of `before`.
+
+        The latter is to be filled with the weights of `before`, whose shape it keeps. Raises
+        `UserError` if the run asks for another shape, or for a drafter that does not fit the
+        target.
+        """
+
+    @abstractmethod
+    def make_objective(self, run: RunT, target: TargetSource, drafter: DrafterT) -> Objective:
+        """Return the run's objective for a drafter, which is made fit to learn.
+
+        Raises `UserError` where gradients or sizes do not fit.
+        """
+
+    def writers(
+        self, run: RunT, target: Target, drafter: DrafterT
+    ) -> list[tuple[str, Rollouts, Writer]]:
+        """Return what writes texts while the run goes on: name, settings, function.
+
+        By default nothing: heads and blocks draft from the target's states, whatever earlier rounds
+        drafted.
+        """
+        return []
+
+    @abstractmethod
+    def teacher_forced(self, drafter: DrafterT, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return what the training pass drafts at each root of a text, as `[S, ..]`.
+
+        `ids` `[S]` are the text, `hidden` its features. Each method defines the columns, which
+        `calibrate` and `accepted_by_root` read.
+        """
+
+    @abstractmethod
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        """Return the calibration that an artifact stores.
+
+        `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
+        reply. `tree_nodes` is the number of nodes of the tree that the drafter is evaluated with,
+        which is stored too.
+        """
+
+    @abstractmethod
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        """Return how many drafts are right at each root of a text, S numbers.
+
+        `outcome` is the table of `teacher_forced`, `calibration` that of the drafter.
+        """
 
 
-def method_for(path: str, given: Method | None = None) -> Method:
+FeaturesRead = tuple[tuple[int, ...], bool]
+"""Taps that a run reads, and true if it reads the last state of every position."""
+AnyMethod = Method[Any, Any]
+
+
+def method_named(name: str) -> AnyMethod:
+    """Return the method of a training command, and import its module."""
+    module: Any = importlib.import_module(f".methods.{METHODS[name]}", __package__)  # type: ignore[index]
+    return module.METHOD
+
+
+def method_for(path: str, given: MethodName | None = None) -> MethodName:
     """Return the method that the config file at `path` is for.
 
     It is the one that was `given`; else the only one that knows all keys of the file; else, of
@@ -33,13 +138,13 @@ def method_for(path: str, given: Method | None = None) -> Method:
     if given is not None:
         return given
     keys = own_keys(path)
-    fitting: list[Method] = [
-        method for method in METHODS if _knows(method_module(method).Run, keys)
+    fitting: list[MethodName] = [
+        name for name in METHODS if _knows(method_named(name).run_class, keys)
     ]
     if len(fitting) == 1:
         return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
-    named: list[Method] = [method for method in fitting or METHODS if method in path_names]
+    named: list[MethodName] = [name for name in fitting or METHODS if name in path_names]
     if len(named) == 1:
         return named[0]
     which = f"{', '.join(fitting)} would read it" if fitting else "no method knows all its keys"
@@ -59,8 +164,8 @@ def own_keys(path: str) -> dict[str, list[str]]:
     }
 
 
-def _knows(run_class: Any, keys: Mapping[str, list[str]]) -> bool:
-    """Return whether a method's `Run` has all sections in `keys`, with all keys named there."""
+def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:
+    """Return whether a method's run has all sections in `keys`, with all keys named there."""
     types = get_type_hints(run_class)
     for section, names in keys.items():
         if section not in types:

@@ -14,7 +14,7 @@ from ..heads.errors import UserError
 from ..heads.exchange.engine_names import EngineName
 from ..inference.evaluation.gains import GPUS
 from ..inference.settings import COLDEST, BadRows, Sampling, TargetConfig, check_url
-from .method import Method
+from .method import MethodName
 
 StoreType = Literal["float32", "bfloat16", "fp8"]
 
@@ -30,7 +30,7 @@ class PlanOptions:
 
     run: str
     """Config file of the run; its target, heads (or student), objective and batch are used."""
-    method: Method | None = None
+    method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
     tokens: float = 1e9
@@ -80,7 +80,7 @@ class ExtractOptions:
     """Config file of the run; its target, data, heads, seed and evaluation are used."""
     out: str
     """Folder of the feature store."""
-    method: Method | None = None
+    method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
     dtype: StoreType = "bfloat16"
@@ -334,7 +334,7 @@ class DoctorOptions:
     """Target to load and check."""
     run: str | None = None
     """Training config to check; its target is checked too, unless another one is named."""
-    method: Method | None = None
+    method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
     json: bool = False

@@ -18,6 +18,8 @@ class Outline:
     """Drafter of a run on the meta device, and the amount of work in training it."""
 
     drafter: nn.Module
+    logit_rows: int
+    """Number of rows of logits that exist at one time in the objective."""
     passes: float = 1.0
     """Average number of passes of the drafter over a position, in a step."""
     borrowed_params: int = 0
@@ -25,8 +27,6 @@ class Outline:
     over all heads of a drafter."""
     layers: int = 1
     """Number of decoder layers whose states a pass keeps for its backward pass."""
-    distributions: int = 1
-    """Number of rows of logits for each of the `rows_per_chunk` rows of the objective."""
 
 
 class ConfigOnly:

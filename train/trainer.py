@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -16,11 +15,13 @@ from torch import Tensor
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..inference.target import Target, TargetSource
+from .config import RunConfig
 from .data.batches import Batch, Batches
 from .data.rollouts import Writer, Written
 from .endings import Stop
 from .features import FeatureSource
 from .inputs import Inputs
+from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
 from .pace import Pace
 from .parallel import gather, norm_of, prepare, twin_of
@@ -35,8 +36,8 @@ class Trainer:
 
     def __init__(
         self,
-        run: Any,
-        method: ModuleType,
+        run: RunConfig,
+        method: AnyMethod,
         inputs: Inputs,
         accelerator: Accelerator,
         batches: Batches,
@@ -44,13 +45,13 @@ class Trainer:
     ) -> None:
         """Make the drafter, fill it from `run.init_from` if that is given, and wrap it.
 
-        `method` is a module of `train/methods/`. Raises `UserError` for settings that do not fit
+        Raises `UserError` for settings that do not fit
         the target, the data or the drafter to start from.
         """
         target = inputs.target
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps
-        before = drafter_before(run, target, method) if run.init_from is not None else None
+        before = drafter_before(run, target, method)
         self._trained: Any = method.make_drafter(run, target, batches, before)
         if before is not None:
             warm_start(self._trained, before, run.init_from or "")
@@ -78,14 +79,15 @@ class Trainer:
         self.stopping = False
         """True on every rank once any of them was asked to end."""
 
-    def _written_parts(self, method: ModuleType) -> list[Written]:
+    def _written_parts(self, method: AnyMethod) -> list[Written]:
         """Return the parts of the data that are written during training (rollouts, errors).
 
         Raises `UserError` if they need a target that is not whole, or more than all rows.
         """
         target = self.target
-        # Tuples (name, config, function that writes).
-        writers = method.writers(self.run, target, self.drafter)
+        # Tuples (name, config, function that writes). A target that is not whole is refused below,
+        # before a writer is called.
+        writers = method.writers(self.run, cast(Target, target), self.drafter)
         used = [writer for writer in writers if writer[1].share]
         if used and not isinstance(target, Target):
             raise UserError(
@@ -167,7 +169,7 @@ class Trainer:
         the frozen target does not have.
         """
         drafter, target = self._sizes
-        return 6.0 * drafter * getattr(self.objective, "steps", 1) + 2.0 * target
+        return 6.0 * drafter * self.objective.passes + 2.0 * target
 
     def micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this rank in step `index`."""
@@ -233,17 +235,19 @@ class Trainer:
         return path
 
 
-def drafter_before(run: Any, target: TargetSource, method: ModuleType) -> Artifact:
-    """Load the drafter `run.init_from` to start from.
+def drafter_before(run: RunConfig, target: TargetSource, method: AnyMethod) -> Artifact | None:
+    """Load the drafter `run.init_from` to start from; None if the run names none.
 
     Raises `UserError` if it is of another method, or of another target and the run does not say
     `retarget`.
     """
+    if run.init_from is None:
+        return None
     differences: list[str] = []
     loaded = Artifact.load(
         run.init_from, target.fingerprint(), target.embedding_and_head, differences.append
     )
-    if loaded.method != (name := method.__name__.rpartition(".")[2]):
+    if loaded.method != (name := method.drafter_class.method):
         raise UserError(
             f"init_from {run.init_from} is a drafter of method {loaded.method}; this run trains "
             f"{name}"

@@ -14,9 +14,7 @@ hidden size, V vocabulary, S positions of a text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,6 @@ from ..cache import TreeCache, visible_slots
 from ..causal_model import PREFILL_CHUNK
 from ..device import send
 from ..proposer import Accepted, Prompts
-from ..replay import rank_accuracy
 from ..sampling import Draws
 from ..tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import TreeSettings, positive
@@ -39,7 +36,6 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
-RANKS = 10  # best tokens of a draft whose accuracies `calibrate` counts
 
 
 class DFlashProposer(Planned):
@@ -260,18 +256,3 @@ def tree_of(artifact: Artifact, settings: TreeSettings, slots: int | None) -> Tr
     if nodes is None:
         nodes = int(max(known.get("tree_nodes", DEFAULT_NODES), positive("length", length)))
     return replace(settings, length=length, width=nodes if width is None else width, nodes=nodes)
-
-
-def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """Return the calibration of a block drafter: rank accuracies, and the tree of evaluation.
-
-    `texts` are teacher-forced ranks `[S, D]`, each with the start of the reply; `tree_nodes` is the
-    number of nodes of the tree that the drafter is evaluated with.
-    """
-    accuracy, roots = rank_accuracy(texts, RANKS)
-    return {
-        "rank_accuracy": accuracy,
-        "roots": roots,
-        "tree_nodes": tree_nodes,
-        "length": min(len(accuracy), tree_nodes),
-    }

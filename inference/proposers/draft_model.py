@@ -10,7 +10,6 @@ Shapes: B rows of a batch, N tree nodes with the root, H hidden size, S position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from ..cache import TreeCache
 from ..causal_model import CausalModel
 from ..device import send
 from ..proposer import Accepted, Prompts
-from ..replay import replay
 from ..sampling import Draws
 from ..target import Target
 from ..tree import DraftTree
@@ -35,9 +33,7 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH = 4
 DEFAULT_TREE = TreeSettings()
-LONGEST = 12  # drafts per round, at most, of the chains that `calibrate` compares
 DRAFT_COST = 0.25  # time of a draft as a share of a target pass, if nobody measured it
-THRESHOLDS = (0.0, *(round(0.05 * i, 2) for i in range(1, 16)))
 
 
 class DraftModelProposer(Planned):
@@ -171,66 +167,6 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 
-def accepted_by_root(outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `outcome` `[S, 2]` is as in `calibrate`; the chain has `calibration["length"]` drafts.
-    """
-    return accepted_runs(outcome[:, 0] > 0, calibration["length"])
-
-
-def accepted_runs(right: Tensor, length: int) -> list[int]:
-    """Return for each row how many rows from it on are `right` without a break, up to `length`.
-
-    `right` `[S]` is a bool for each root: its next token is the drafter's best one.
-    """
-    runs, run = [], 0
-    for value in reversed(right.tolist()):
-        run = run + 1 if value else 0
-        runs.append(run)
-    return [min(run, length) for run in reversed(runs)]
-
-
-def calibrate(outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """Return the calibration of a draft model: tau and cost of adaptive chains on held-out texts.
-
-    Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has
-    more of the last two than the row before; `best_adaptive` picks one.
-
-    `outcomes` has a pair for each text: a table `[S, 2]` and the start of the reply. The table says
-    for each root whether the drafter's best token is the text's own next one, and how likely the
-    drafter held it. Rounds are replayed as in decoding. Drafts past the first wrong one are taken
-    to be as likely as those of the text.
-    """
-    replies = [outcome[start:] for outcome, start in outcomes]
-    right = [accepted_runs(reply[:, 0] > 0, LONGEST) for reply in replies]
-    measured = []
-    for threshold in THRESHOLDS:
-        drafts = [chain_lengths(reply[:, 1], threshold, LONGEST) for reply in replies]
-        for longest in range(1, LONGEST + 1):
-            emitted = drafted = rounds = 0
-            for runs, lengths in zip(right, drafts, strict=True):
-                lengths = [min(length, longest) for length in lengths]
-                root = 0
-                # A round accepts what is right, as far as its chain goes.
-                for count in replay(
-                    [min(pair) for pair in zip(runs, lengths, strict=True)], 0, len(runs)
-                ):
-                    drafted += lengths[root]
-                    root += count
-                    emitted, rounds = emitted + count, rounds + 1
-            measured.append(
-                [threshold, longest, emitted / max(rounds, 1), drafted / max(rounds, 1)]
-            )
-    # Only settings that no other one beats in both figures: by ascending drafts per round, those
-    # with a higher tau than all before.
-    front: list[list[float]] = []
-    for row in sorted(measured, key=lambda row: (row[3], -row[2])):
-        if not front or row[2] > front[-1][2]:
-            front.append(row)
-    return {"length": DEFAULT_LENGTH, "adaptive": front}
-
-
 def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]:
     """Return threshold and longest chain of the row of `adaptive` with the most tokens per second.
 
@@ -240,22 +176,3 @@ def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]
         calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3])
     )
     return threshold, int(longest)
-
-
-def chain_lengths(sure: Tensor, threshold: float, longest: int) -> list[int]:
-    """Return how many drafts an adaptive chain has at each root, at most `longest`.
-
-    `sure` `[S]` is the probability of the draft at each root. A chain ends with the draft that
-    brings the product of its drafts' probabilities below `threshold`, as `growth.grow_chain` does.
-    """
-    lengths = []
-    chances = sure.tolist()
-    for root in range(len(chances)):
-        product, count = 1.0, 0
-        while count < longest:
-            product *= chances[min(root + count, len(chances) - 1)]
-            count += 1
-            if product < threshold:
-                break
-        lengths.append(count)
-    return lengths

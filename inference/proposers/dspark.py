@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,10 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.dspark import DSparkDrafter
 from ..tree_settings import TreeSettings
-from . import dflash
 from .dflash import DEFAULT_TREE, DFlashProposer, tree_of
 from .growth import Continue, Level
 
 DEFAULT_WIDTH = 8
-BINS = 15  # of equal mass, in which calibration errors are measured
-TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
 
 
 class DSparkProposer(DFlashProposer):
@@ -89,56 +85,3 @@ def make_proposer(
         tree = replace(tree, width=min(tree.width, DEFAULT_WIDTH))
     temperatures = artifact.calibration.get("confidence", {}).get("temperatures", ())
     return DSparkProposer(artifact.drafter, tree, slots, name or "dspark", temperatures)
-
-
-def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """Return the calibration of `dflash.calibrate`, with temperatures for the confidences.
-
-    `texts` are the ranks and confidences' logits of each draft `[S, D, 2]`, each with the start of
-    the reply.
-    """
-    known = dflash.calibrate([(table[..., 0].long(), start) for table, start in texts], tree_nodes)
-    depths = texts[0][0].shape[1]
-    # Roots near the end of a text have no token at every depth, and are left out.
-    rows = torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
-    if not len(rows):
-        return known
-    # A greedy chain survives to a depth if all drafts up to there have rank 0.
-    survived = (rows[..., 0] == 0).int().cumprod(-1).float()
-    return known | {"confidence": scale_sequentially(rows[..., 1], survived)}
-
-
-def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
-    """Return temperatures of the confidences' logits by sequential temperature scaling.
-
-    The method is DSpark's (arXiv 2607.05147). `logits` and `survived` are `[R, D]`, a row for each
-    root; `survived` is 1 as long as the greedy chain is right, so the temperatures are for T = 0.
-    For one draft after another that temperature is chosen at which the product of the confidences
-    so far matches best how often chains survive that far. The calibration errors before and after
-    are returned too.
-    """
-    raw, product = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
-    temperatures, before, after = [], [], []
-    for depth in range(logits.shape[1]):
-        tried = [(product * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
-        # Of equal errors the temperature nearest to 1 is taken; products are not compared.
-        errors = [
-            (calibration_error(scaled, survived[:, depth]), abs(t - 1), scaled, t)
-            for scaled, t in tried
-        ]
-        error, _, product, best = min(errors, key=lambda entry: entry[:2])
-        temperatures.append(best)
-        before.append(calibration_error(raw[:, depth], survived[:, depth]))
-        after.append(error)
-    return {"temperatures": temperatures, "error_before": before, "error": after}
-
-
-def calibration_error(chances: Tensor, happened: Tensor) -> float:
-    """Return the expected calibration error of `chances` `[R]`, in bins of equal mass.
-
-    `happened` `[R]` is 1 where the event of a chance happened, else 0.
-    """
-    order = chances.sort(stable=True).indices
-    bins = zip(chances[order].chunk(BINS), happened[order].chunk(BINS), strict=True)
-    # The sum over a bin is its size times the difference of the two means.
-    return sum(abs(float((chance - event).sum())) for chance, event in bins) / len(chances)

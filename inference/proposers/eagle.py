@@ -16,9 +16,6 @@ of the cache, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,7 +27,6 @@ from ..cache import TreeCache, visible_slots
 from ..causal_model import PREFILL_CHUNK
 from ..device import send
 from ..proposer import Accepted, Prompts
-from ..replay import rank_accuracy
 from ..sampling import Draws
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
@@ -40,7 +36,6 @@ from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH, DEFAULT_WIDTH, DEFAULT_NODES = 5, 8, 25
 DEFAULT_TREE = TreeSettings()
-RANKS = 10  # best tokens of a depth whose accuracies `calibrate` counts
 
 
 class EagleProposer(Planned):
@@ -222,20 +217,3 @@ def make_proposer(
     return EagleProposer(
         artifact.drafter, settings, name or f"eagle{artifact.drafter.shape.version}"
     )
-
-
-def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """Return the calibration of an EAGLE drafter: rank accuracies, and the tree of evaluation.
-
-    `texts` are teacher-forced ranks `[S, D]`, each with the start of the reply; `tree_nodes` is the
-    number of nodes of the tree that the drafter is evaluated with.
-    """
-    accuracy, roots = rank_accuracy(texts, RANKS)
-    length = min(DEFAULT_LENGTH, tree_nodes)
-    return {
-        "rank_accuracy": accuracy,
-        "roots": roots,
-        "tree_nodes": tree_nodes,
-        "length": length,
-        "width": DEFAULT_WIDTH,
-    }

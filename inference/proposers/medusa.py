@@ -9,7 +9,6 @@ Shapes: B rows of a batch, D heads, S positions of a text, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +18,12 @@ from ...heads.errors import UserError
 from ...heads.medusa import MedusaHeads
 from ..device import send
 from ..proposer import Accepted, Prompts
-from ..replay import rank_accuracy, rank_of
 from ..sampling import Draws
 from ..tree import DraftTree, TreeShape
 from ..tree_settings import Ranks, TreeSettings, positive
 from .growth import best_first, grow, independent, shape_of_ranks
 
-MAX_RANK = 10  # best tokens of a head that are candidates, and whose accuracy is counted
+MAX_RANK = 10  # best tokens of a head that are candidates
 DEFAULT_NODES = 16
 DEFAULT_TREE = TreeSettings()
 
@@ -155,50 +153,3 @@ def make_proposer(
         )
     chosen = grow(table or [], nodes) if tree == "calibrated" else nodes
     return MedusaProposer(heads, chosen, name, settings.score_temperature)
-
-
-@torch.no_grad()
-def teacher_forced(heads: MedusaHeads, last: Tensor, ids: Tensor) -> Tensor:
-    """Return teacher-forced ranks `[S, D]`: places of a text's own tokens among the heads' best.
-
-    `ids` `[S]` are the text, `last` `[S, H]` its last hidden states. Row n is about root n: column
-    d has the rank of x[n+1+d] for head d, which reads the state of n - 1, the newest one when n is
-    the root. It is -1 where the token is not among the best `MAX_RANK`, or lies outside the text.
-    """
-    length, count = ids.shape[0], heads.config.num_heads
-    ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
-    for d in range(count):
-        # Roots 1 .. length - 2 - d have a token d + 1 positions ahead. Root 1 reads state 0, and
-        # its token for head d is x[2+d].
-        rows = length - 2 - d
-        if rows <= 0:
-            break
-        best = heads.logits(last[:rows], d).topk(min(MAX_RANK, heads.vocab_size)).indices
-        ranks[1 : 1 + rows, d] = rank_of(ids[2 + d :], best)
-    return ranks
-
-
-def accepted_by_root(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """Return how many drafts of the calibrated tree are right at each root of a text.
-
-    `ranks` `[S, D]` are those of `teacher_forced`. At each depth at most one rank is right, so the
-    count is the length of the row's longest prefix that is a node.
-    """
-    paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
-    accepted = []
-    for row in ranks.tolist():
-        depth = 0
-        while depth < len(row) and tuple(row[: depth + 1]) in paths:
-            depth += 1
-        accepted.append(depth)
-    return accepted
-
-
-def calibrate(texts: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
-    """Return the calibration of Medusa heads: rank accuracies over the roots of held-out texts.
-
-    `texts` are ranks by `teacher_forced`, each with the start of the reply. `tree_nodes` is the
-    size of the tree that the heads are evaluated with, which is stored too.
-    """
-    accuracy, roots = rank_accuracy(texts, MAX_RANK)
-    return {"rank_accuracy": accuracy, "roots": roots, "tree_nodes": tree_nodes}

@@ -15,7 +15,6 @@ that of the second step.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import resource
 import subprocess
@@ -33,6 +32,7 @@ from draftsmith.inference.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.method import method_named
 from draftsmith.train.objectives import TrainingModule
 from rich.console import Console
 from rich.table import Table
@@ -49,7 +49,6 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("distill", "in chunks (the default)", {}),
     ("distill", "recompute", {"recompute": True}),
 ]
-MODULES = {"distill": "draft_model"}
 
 
 def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any]):
@@ -64,8 +63,10 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
         tie_word_embeddings=False,
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config).to(arguments.device), None, "random")
-    method = importlib.import_module(f"draftsmith.train.methods.{MODULES.get(name, name)}")
-    run = method.Run(output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
+    method = method_named(name)
+    run = method.run_class(
+        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
+    )
     for option, value in options.items():
         setattr(run.objective, option, value)
     if name == "distill":
@@ -73,7 +74,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))
     positions = torch.arange(arguments.length)[None]
     batch = Batch(ids, positions, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))
-    texts = SimpleNamespace(
+    texts: Any = SimpleNamespace(
         sample=lambda count: [ids[0, :64]], token_counts=lambda vocab: torch.ones(vocab)
     )
     drafter = method.make_drafter(run, target, texts, None).to(arguments.device)

@@ -157,7 +157,7 @@ def test_training_logits_are_decoding_logits(kind: str, right: int) -> None:
 def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) -> float:
     """Chain: training pass, replay and decoding agree. Trees: replay and decoding agree. Returns
     the share of rounds that accepted."""
-    method: Any = dspark if drafter.method == "dspark" else dflash
+    method = dspark.METHOD if drafter.method == "dspark" else dflash.METHOD
     busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)

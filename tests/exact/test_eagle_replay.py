@@ -15,7 +15,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.methods.eagle import accepted_by_root, teacher_forced
+from draftsmith.train.methods.eagle import METHOD
 
 from tests.conftest import random_heads, tiny_target
 from tests.eagles import committed, random_eagle
@@ -40,8 +40,8 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
     busy = rounds = 0
     for prompt in prompts:
         ids, hidden = text_of(target, prompt, drafter.taps, limit)
-        ranks = teacher_forced(drafter, hidden, ids, LENGTH)
-        trained = replay(accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
+        ranks = METHOD.teacher_forced(drafter, hidden, ids, LENGTH)
+        trained = replay(METHOD.accepted_by_root(ranks, {"length": LENGTH}), len(prompt), len(ids))
         for width, nodes in ((1, None), (4, 12)):
             expanded = rounds_on_text(
                 EagleProposer(drafter, TreeSettings(length=LENGTH, width=width, nodes=nodes)),

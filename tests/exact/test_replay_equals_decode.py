@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.growth import grow
-from draftsmith.inference.proposers.medusa import (
-    MedusaProposer,
-    accepted_by_root,
-    calibrate,
-    make_proposer,
-    teacher_forced,
-)
+from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
 from draftsmith.inference.target import Target
+from draftsmith.train.methods.medusa import METHOD
 
 from tests.conftest import random_heads, tiny_target
 from tests.trained import chat_prompts, story_prompts, trained_artifact
@@ -37,8 +33,8 @@ def check(
         ids = prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids
         with torch.no_grad():
             last = target.forward(torch.tensor([ids])).last[0]
-        ranks = teacher_forced(heads, last, torch.tensor(ids))
-        estimated = replay(accepted_by_root(ranks, calibration), len(prompt), len(ids))
+        ranks = METHOD.teacher_forced(heads, Hidden(last), torch.tensor(ids))
+        estimated = replay(METHOD.accepted_by_root(ranks, calibration), len(prompt), len(ids))
         decoded = emitted_per_round(generate_one(target, proposer, prompt, limit))
         assert estimated == decoded
         busy += sum(kept > 1 for kept in decoded)
@@ -99,7 +95,7 @@ def test_rounds_agree_when_an_accepted_run_crosses_the_limit(
 def test_calibration_counts_ranks_over_roots_with_every_label() -> None:
     # Two heads; a reply at 2..6: roots 2..4 have two tokens ahead, root 5 has one.
     ranks = torch.tensor([[-1, -1], [9, 9], [0, 1], [0, 0], [1, -1], [0, -1], [-1, -1]])
-    table = calibrate([(ranks, 2)], tree_nodes=4)
+    table = METHOD.calibrate([(ranks, 2)], tree_nodes=4)
     assert table["roots"] == 3
     assert table["rank_accuracy"][0][:3] == [2 / 3, 1 / 3, 0]
     assert table["rank_accuracy"][1][:3] == [1 / 3, 1 / 3, 0]

@@ -16,16 +16,16 @@ from draftsmith.train.data.tables import build
 from draftsmith.train.endings import leave
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.inputs import Inputs
-from draftsmith.train.method import method_module
+from draftsmith.train.method import method_named
 from draftsmith.train.trainer import Trainer
 from safetensors.torch import save_file
 
 
 def main() -> None:
     name, config, accumulation, out, *blank = sys.argv[1:]
-    method = method_module(name)
+    method = method_named(name)
     run, _ = parse(
-        method.Run,
+        method.run_class,
         ["--config", config, "--accumulation", accumulation, "--optim.clip-norm", "1e9"],
         "x",
     )

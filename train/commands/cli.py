@@ -136,7 +136,7 @@ def train_main(argv: list[str] | None = None) -> None:
 def _train_main(argv: list[str]) -> None:
     """Train with the method that is named. Exits with status 2 for an unknown method or option."""
     from ..arguments import parse
-    from ..method import METHODS, method_module
+    from ..method import METHODS, method_named
 
     # The one command besides training that many processes share, so it is launched like training.
     if argv[:2] == ["data", "extract"]:
@@ -149,8 +149,8 @@ def _train_main(argv: list[str]) -> None:
             )
             return
         fail(f"name a method to train: {', '.join(METHODS)} (or data extract)")
-    method = method_module(argv[0])
-    run, config_yaml = parse(method.Run, argv[1:], f"draftsmith.train {argv[0]}")
+    method = method_named(argv[0])
+    run, config_yaml = parse(method.run_class, argv[1:], f"draftsmith.train {argv[0]}")
 
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.

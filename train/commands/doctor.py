@@ -27,7 +27,7 @@ from ...inference.target_files import footprint, gigabytes, too_large
 from ..arguments import parse
 from ..data.templates import encode
 from ..features import LiveTarget
-from ..method import Method, method_for, method_module
+from ..method import MethodName, method_for, method_named
 from ..options import DoctorOptions as Options
 from ..provenance import versions
 
@@ -111,13 +111,13 @@ def machine() -> Iterator[Finding]:
     )
 
 
-def check_run(path: str, given: Method | None) -> tuple[list[Finding], TargetConfig | None]:
+def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], TargetConfig | None]:
     """Return the findings about the config file `path` and its data sources, and its target.
 
     Exits with status 2 if the file is not a config of the method.
     """
     method = method_for(path, given)
-    config, _ = parse(method_module(method).Run, ["--config", path], "draftsmith doctor --run")
+    config, _ = parse(method_named(method).run_class, ["--config", path], "draftsmith doctor --run")
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         check = f"data {source.name or source.path}"

@@ -15,7 +15,7 @@ from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
 from ..arguments import parse
 from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
-from ..method import method_for, method_module
+from ..method import method_for, method_named
 from ..options import PlanOptions as Options
 
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
@@ -37,9 +37,11 @@ def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
     Raises `UserError` for a target without a config, and exits with status 2 for a config file that
     is not one.
     """
-    method = method_module(method_for(options.run, options.method))
+    method = method_named(method_for(options.run, options.method))
     changes = [f"--{change}" for change in options.set]
-    config, _ = parse(method.Run, ["--config", options.run, *changes], "draftsmith data plan --run")
+    config, _ = parse(
+        method.run_class, ["--config", options.run, *changes], "draftsmith data plan --run"
+    )
     shape = shape_of(method, config)
     return config, shape, plan_for(shape, options, config)
 

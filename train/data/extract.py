@@ -52,7 +52,7 @@ from ..evaluation import held_out_prompts, write_text
 from ..features import FeatureSource, LiveTarget
 from ..inputs import on_rank, served_target
 from ..loop import check_before_loading
-from ..method import method_for, method_module
+from ..method import method_for, method_named
 from ..options import ExtractOptions as Options
 from ..parallel import load_models_whole, on_main
 from ..provenance import provenance
@@ -73,8 +73,8 @@ def run(options: Options) -> None:
     """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     check_output_folder(options.out, "--out")
     options = replace(options, method=method_for(options.run, options.method))
-    method = method_module(str(options.method))
-    config, _ = parse(method.Run, ["--config", options.run], "draftsmith data extract --run")
+    method = method_named(str(options.method))
+    config, _ = parse(method.run_class, ["--config", options.run], "draftsmith data extract --run")
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

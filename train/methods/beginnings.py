@@ -13,27 +13,30 @@ from ...inference.target import TargetSource
 log = logging.getLogger(__name__)
 
 
-def shape_before(run: Any, target: TargetSource, before: Artifact, heads: Any) -> Any:
+def shape_before(
+    options: Any, init_from: str, target: TargetSource, before: Artifact, configs: Any
+) -> Any:
     """Return the shape of the drafter that the run begins with.
 
-    Differences to what its target would have now are logged as warnings. `heads` is the drafter's
-    module in heads/. Raises `UserError` if the run asks for another shape.
+    Differences to what its target would have now are logged as warnings. `options` are the run's
+    `heads`, `configs` the module of `heads/` with `shape_for` and `config_of`.
+    Raises `UserError` if the run asks for another shape.
     """
     shape = before.drafter.shape
-    options = type(run.heads)
-    requested, defaults, stored = asdict(run.heads), asdict(options()), heads.config_of(shape)
-    for name, value in requested.items():
+    options_class = type(options)
+    defaults, stored = asdict(options_class()), configs.config_of(shape)
+    for name, value in asdict(options).items():
         # An option given as its default cannot be distinguished from one that was left out.
         if value not in (defaults[name], stored[name]):
             raise UserError(
-                f"init_from {run.init_from} has {name} {stored[name]}, heads.{name} says {value}; "
+                f"init_from {init_from} has {name} {stored[name]}, heads.{name} says {value}; "
                 "leave it out"
             )
     listed = ", ".join(f"{name} {value}" for name, value in stored.items())
-    log.info("going on from %s: %s", run.init_from, listed)
+    log.info("going on from %s: %s", init_from, listed)
     # Block drafters have a token for the slots that are to be drafted, which no option names.
     own = [shape.mask_token] if hasattr(shape, "mask_token") else []
-    expected = asdict(heads.shape_for(options(**stored), target.config, *own))
+    expected = asdict(configs.shape_for(options_class(**stored), target.config, *own))
     for name, value in asdict(shape).items():
         if expected[name] != value:
             log.warning(

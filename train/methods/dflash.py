@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -32,43 +32,32 @@ from torch.nn import functional
 from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
 from ...heads import dflash
 from ...heads.artifact import Artifact
-from ...heads.dflash import DFlashConfig, DFlashDrafter, shape_for
+from ...heads.dflash import DFlashConfig, DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...inference.causal_model import Hidden
-from ...inference.proposers.dflash import RANKS, calibrate
-from ...inference.replay import accepted_in_chains as accepted_by_root
-from ...inference.replay import rank_of
-from ...inference.target import Target, TargetSource
+from ...inference.target import TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
-from ..data.rollouts import Rollouts, Writer
 from ..features import Features
 from ..memory import Memory
+from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
 from ..outline import ConfigOnly, Outline
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .mask_token import mask_token_for
-from .unroll import Backend
+from .ranks import (
+    accepted_in_chains,
+    batch_of_text,
+    comparable_roots,
+    rank_calibration,
+    ranks_in,
+)
+from .unroll import Backend, check_backend
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "REPLAYED",
-    "Run",
-    "accepted_by_root",
-    "calibrate",
-    "features_of",
-    "make_drafter",
-    "make_objective",
-    "outline",
-    "teacher_forced",
-    "writers",
-]
-
-REPLAYED = {"width": 1}
-"""Settings with which the proposer drafts what `accepted_by_root` estimates: a chain."""
 SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
 from a mask token's embedding give the tokens of texts low probabilities."""
@@ -125,7 +114,7 @@ class BlockLoss(Memory):
 
 
 @dataclass
-class Run(RunConfig):
+class DFlashRun(RunConfig):
     """Train a DFlash drafter for a frozen target."""
 
     example: ClassVar[str] = (
@@ -137,113 +126,10 @@ class Run(RunConfig):
     objective: BlockLoss = field(default_factory=BlockLoss)
 
 
-def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
-    """Return the taps that the run reads, and `Objective.all_last`."""
-    # The taps are the same for any mask token, and none is chosen yet.
-    return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
-
-
-def outline(run: Run, target: ConfigOnly) -> Outline:
-    """Return the run's `Outline`, from the target's config alone."""
-    shape = shape_for(run.heads, target.config, run.heads.mask_token or 0)
-    return outline_of(run, DFlashDrafter(shape, target.embedding_and_head))
-
-
-def outline_of(run: Any, drafter: DFlashDrafter) -> Outline:
-    """Return the `Outline` of a run with this drafter.
-
-    A step runs all rows of all blocks, however few roots a packed row has. The keys and values that
-    the context makes are left out, and `fc`, which only the context goes through, is counted as
-    often as the rest: a few percent, either way.
-    """
-    shape = drafter.shape
-    passes = run.objective.anchors * shape.block_size / run.data.max_length
-    return Outline(
-        drafter, passes, shape.hidden_size * shape.vocab_size, shape.num_layers, drafter.drafts
-    )
-
-
-def make_drafter(
-    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
-) -> DFlashDrafter:
-    """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
-
-    A drafter that is trained on keeps its shape, which is logged. Raises `UserError` if the run
-    asks for another shape, or if no mask token is fit.
-    """
-    if before is not None:
-        mask_token_for(before.drafter.shape.mask_token, target, batches)
-        shape = shape_before(run, target, before, dflash)
-        return DFlashDrafter(shape, target.embedding_and_head)
-    mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    shape = shape_for(run.heads, target.config, mask_token)
-    drafter = DFlashDrafter(shape, target.embedding_and_head)
-    start(drafter, target, batches)
-    return drafter
-
-
-def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
-    """Give an untrained drafter what it can have of its target and of the texts.
-
-    The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
-    the size of the first logits follows from all of it.
-    """
-    norm = target.final_norm_weight()
-    drafter.start_from(norm.float().cpu() if norm is not None else None)
-    drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
-    ids = batches.sample_ids(target.max_positions - 1)
-    taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
-    drafter.attend_nearby(taps, torch.tensor(ids))
-    # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
-    # enough to judge the size of logits by.
-    hidden = Hidden(taps[0], taps)
-    _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
-    states = drafter.norm(outputs).to(target.device, target.dtype)
-    begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
-
-
-def make_objective(run: Run, target: TargetSource, drafter: DFlashDrafter) -> BlockObjective:
-    """Return the run's objective. Raises `UserError` where `ready` does."""
-    ready(run.objective, target, drafter)
-    objective = BlockObjective(run.objective, drafter, target.head, run.seed)
-    objective.steps = outline_of(run, drafter).passes
-    return objective
-
-
-def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> None:
-    """Make a drafter, new or from disk, fit to learn.
-
-    Raises `UserError` where gradients cannot pass: with flex on a CPU, or in float16.
-    """
-    if config.attention == "flex" and target.device.type == "cpu":
-        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
-    if target.dtype == torch.float16:
-        raise UserError(
-            "block drafters learn through the target's head, and float16 loses their gradients; "
-            "give --target.dtype bfloat16 or "
-            "float32"
-        )
-    # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
-    # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
-    # weights for large inputs, and a step of the optimiser changes it too much.
-    if bool((drafter.tap_scales == 1).all()):
-        drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
-
-
-def writers(run: Run, target: Target, drafter: DFlashDrafter) -> list[tuple[str, Rollouts, Writer]]:
-    """Return nothing: no texts are written while blocks are trained.
-
-    A block drafts from the target's states and its root, whatever earlier rounds drafted.
-    """
-    return []
-
-
 class BlockObjective:
     """Objective of random blocks, whose drafts are weighed within each block."""
 
     all_last = False
-    steps = 1.0
-    """Passes over a position, for the estimate of what a step computes."""
 
     def __init__(
         self,
@@ -251,9 +137,10 @@ class BlockObjective:
         drafter: DFlashDrafter,
         target_head: Callable[[Tensor], Tensor],
         seed: int = 0,
+        passes: float = 1.0,
     ) -> None:
         """`target_head` maps `[..., H]` after the final norm to logits `[..., V]`."""
-        self.config, self.taps = config, drafter.taps
+        self.config, self.taps, self.passes = config, drafter.taps, passes
         self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
         gamma = config.gamma or (size + 1) // 2
@@ -365,22 +252,6 @@ class BlockObjective:
         return 0.0, ()
 
 
-@torch.no_grad()
-def teacher_forced(drafter: Any, hidden: Hidden, ids: Tensor) -> Tensor:
-    """Return teacher-forced ranks `[S, D]` by the training pass.
-
-    Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d from
-    root n. It is -1 where the token is not among the best `RANKS`, or lies outside the text. `ids`
-    `[S]` are a text, `hidden` its features.
-    """
-    ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
-    for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
-        logits = drafter.logits(drafter.state(outputs, before))
-        best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        ranks[roots] = rank_of(labels, best)
-    return ranks
-
-
 def forced_blocks(
     drafter: Any, hidden: Hidden, ids: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
@@ -392,14 +263,7 @@ def forced_blocks(
     Example: in a text of 5 tokens, root 3 with three drafts has x3 x4 x4 before them (past the end
     the last token is repeated, which nothing reads) and x4 -1 -1 in their places.
     """
-    length = len(ids)
-    # The text as one document; no weights are asked of this batch, so its loss mask is anything.
-    batch = Batch(
-        ids[None].cpu(),
-        torch.arange(length)[None],
-        torch.zeros(1, length, dtype=torch.long),
-        torch.ones(1, length) > 0,
-    )
+    length, batch = len(ids), batch_of_text(ids)
     context = contexts(drafter, batch, tuple(tap[None] for tap in hidden.taps))
     depths = torch.arange(1, drafter.drafts + 1, device=ids.device)
     for start in range(0, length, PLACES):
@@ -409,3 +273,134 @@ def forced_blocks(
         labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
         before = ids[(positions - 1).clamp(max=length - 1)]
         yield roots.to(ids.device), outputs, before, labels
+
+
+def passes_of(run: DFlashRun, drafter: DFlashDrafter) -> float:
+    """Return the passes of the drafter over a position in a step.
+
+    A step runs all rows of all blocks, however few roots a packed row has.
+    """
+    return run.objective.anchors * drafter.shape.block_size / run.data.max_length
+
+
+def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> None:
+    """Give an untrained drafter what it can have of its target and of the texts.
+
+    The order matters: `attend_nearby` is fitted to fused taps, so their scales come before it, and
+    the size of the first logits follows from all of it.
+    """
+    norm = target.final_norm_weight()
+    drafter.start_from(norm.float().cpu() if norm is not None else None)
+    drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
+    ids = batches.sample_ids(target.max_positions - 1)
+    taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
+    drafter.attend_nearby(taps, torch.tensor(ids))
+    # Blocks read taps alone, so any tensor does in place of the last state. The first roots are
+    # enough to judge the size of logits by.
+    hidden = Hidden(taps[0], taps)
+    _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
+    states = drafter.norm(outputs).to(target.device, target.dtype)
+    begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
+
+
+def ready(config: BlockLoss, target: TargetSource, drafter: DFlashDrafter) -> None:
+    """Make a drafter, new or from disk, fit to learn.
+
+    Raises `UserError` where gradients cannot pass: with flex on a CPU, or in float16.
+    """
+    check_backend(config.attention, target.device)
+    if target.dtype == torch.float16:
+        raise UserError(
+            "block drafters learn through the target's head, and float16 loses their gradients; "
+            "give --target.dtype bfloat16 or "
+            "float32"
+        )
+    # On disk the scales of the taps are multiplied into `fc`, so a loaded drafter has none. They
+    # are taken out again, which changes nothing that it computes: with them in it, `fc` has small
+    # weights for large inputs, and a step of the optimiser changes it too much.
+    if bool((drafter.tap_scales == 1).all()):
+        drafter.rescale(target.tap_sizes(drafter.taps), keep=True)
+
+
+class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
+    """Training of DFlash drafters, and what DSpark's shares with it."""
+
+    run_class = DFlashRun
+    drafter_class = DFlashDrafter
+    objective_class = BlockObjective
+    configs: Any = dflash
+    """Module of the drafter's configuration, with `shape_for` and `config_of`."""
+
+    def _shape(self, run: DFlashRun, config: Any, mask_token: int) -> Any:
+        """Return the shape of the run's drafter, for a target of this config."""
+        return self.configs.shape_for(run.heads, config, mask_token)
+
+    def features_of(self, run: DFlashRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        # The taps are the same for any mask token, and none is chosen yet.
+        return self._shape(run, target.config, run.heads.mask_token or 0).taps, False
+
+    def outline(self, run: DFlashRun, target: ConfigOnly) -> Outline:
+        """Return the run's `Outline`.
+
+        The keys and values that the context makes are left out, and `fc`, which only the context
+        goes through, is counted as often as the rest: a few percent, either way.
+        """
+        shape = self._shape(run, target.config, run.heads.mask_token or 0)
+        drafter = self.drafter_class(shape, target.embedding_and_head)
+        return Outline(
+            drafter,
+            logit_rows=run.objective.rows_per_chunk * drafter.drafts,
+            passes=passes_of(run, drafter),
+            borrowed_params=shape.hidden_size * shape.vocab_size,
+            layers=shape.num_layers,
+        )
+
+    def make_drafter(
+        self, run: DFlashRun, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> DFlashDrafter:
+        """Return a drafter, see `Method.make_drafter`.
+
+        A drafter that is trained on keeps its shape, which is logged. Raises `UserError` if no mask
+        token is fit.
+        """
+        if before is not None:
+            mask_token_for(before.drafter.shape.mask_token, target, batches)
+            shape = shape_before(run.heads, str(run.init_from), target, before, self.configs)
+            return self.drafter_class(shape, target.embedding_and_head)
+        mask_token = mask_token_for(run.heads.mask_token, target, batches)
+        shape = self._shape(run, target.config, mask_token)
+        drafter = self.drafter_class(shape, target.embedding_and_head)
+        start(drafter, target, batches)
+        return drafter
+
+    def make_objective(
+        self, run: DFlashRun, target: TargetSource, drafter: DFlashDrafter
+    ) -> BlockObjective:
+        ready(run.objective, target, drafter)
+        return self.objective_class(
+            run.objective, drafter, target.head, run.seed, passes_of(run, drafter)
+        )
+
+    @torch.no_grad()
+    def teacher_forced(self, drafter: DFlashDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return ranks `[S, D]` by the training pass.
+
+        Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d
+        from root n. It is -1 where the token is not among the best, or lies outside the text.
+        """
+        ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
+        for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
+            ranks[roots] = ranks_in(drafter.logits(drafter.state(outputs, before)), labels)
+        return ranks
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        """Return the rank accuracies of the drafter, and the tree of evaluation."""
+        ranks = comparable_roots(outcomes)
+        length = min(ranks.shape[1], tree_nodes)
+        return rank_calibration(ranks, tree_nodes) | {"length": length}
+
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        return accepted_in_chains(outcome, calibration)
+
+
+METHOD = DFlashMethod()

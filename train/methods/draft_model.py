@@ -13,6 +13,7 @@ vocabulary, Vd the draft model's.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -36,7 +37,6 @@ from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.layout import place
 from ...inference.causal_model import CausalModel, Hidden
-from ...inference.proposers.draft_model import accepted_by_root, calibrate
 from ...inference.spread import decoder_layers
 from ...inference.target import Target, TargetSource
 from ..config import RunConfig
@@ -44,27 +44,13 @@ from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, student_texts
 from ..features import Features, check_packing
 from ..memory import Memory, recomputed
+from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics
 from ..outline import ConfigOnly, Outline, config_at, empty
+from .adaptive import accepted_runs, adaptive_calibration
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "REPLAYED",
-    "Run",
-    "accepted_by_root",
-    "calibrate",
-    "features_of",
-    "make_drafter",
-    "make_objective",
-    "outline",
-    "teacher_forced",
-    "writers",
-]
-
-REPLAYED: dict[str, int] = {}
-"""Settings with which the proposer drafts what `accepted_by_root` estimates: its defaults, which
-are a chain."""
 ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
 
@@ -103,7 +89,7 @@ class DistillLoss(Memory):
 
 
 @dataclass
-class Run(RunConfig):
+class DistillRun(RunConfig):
     """Distil a draft model from a frozen target."""
 
     example: ClassVar[str] = (
@@ -126,93 +112,12 @@ class Run(RunConfig):
             )
 
 
-def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
-    """Return the taps that the run reads, and `Objective.all_last`."""
-    return (), False
-
-
-def outline(run: Run, target: ConfigOnly) -> Outline:
-    """Return the run's `Outline`, from the target's config alone."""
-    return Outline(empty(_student_config(run.student, target)))
-
-
-def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
-    """Return the transformers config of the draft model that `make_student` would make."""
-    if (path := config.path or config.config) is not None:
-        student_config = config_at(path)
-        if config.config is not None:
-            student_config.vocab_size = target.vocab_size
-        return student_config
-    # Layers cannot be judged without weights, but any choice of them has the same size.
-    layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
-    return smaller(config, cast(Any, target), layers)
-
-
-def make_drafter(
-    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
-) -> DraftModel:
-    """Return the draft model that the run asks for, or the one in `before`, and log what it costs.
-
-    Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
-    """
-    if before is not None:
-        if run.student != StudentConfig():
-            raise UserError("init_from and student exclude each other; leave out student")
-        student = before.drafter.requires_grad_(True)
-        place(student, target.device, torch.float32)
-    elif target.together and run.student.path is None and run.student.config is None:
-        raise UserError(
-            "a student is cut from a whole target; give student.path, or leave out target.spread"
-        )
-    elif not isinstance(target, Target) and run.student.path is None and run.student.config is None:
-        raise UserError(
-            "a student is cut from the whole target; give student.path, or leave out the features "
-            "section"
-        )
-    else:
-        student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
-    for line in plan_of(student.model, target.model).lines(torch.float32):
-        log.info(line)
-    check_student(runner_of(student), run.data.max_length)
-    return student
-
-
-def check_student(student: CausalModel, longest: int) -> None:
-    """Demand what training and decoding rely on, before either begins.
-
-    These are positions for texts of `longest` tokens, a head that can be called on its own, packed
-    documents that do not see each other, and trees. Raises `UserError`.
-    """
-    if student.max_positions < longest:
-        raise UserError(
-            f"the student has {student.max_positions} positions, data.max_length is {longest}; "
-            "lower it"
-        )
-    try:
-        student.check_head()
-        check_packing(student, student.name)
-        student.check_tree()
-    except UserError as error:
-        raise UserError(f"this student cannot be used as a draft model: {error}") from error
-
-
-def runner_of(drafter: DraftModel) -> CausalModel:
-    """Return the draft model behind the interface of a target: prefill, trees, head."""
-    return CausalModel(drafter.model, drafter.tokenizer, "student", frozen=False)
-
-
-def make_objective(run: Run, target: TargetSource, drafter: DraftModel) -> DistillObjective:
-    """Return the run's objective."""
-    return DistillObjective(
-        run.objective, runner_of(drafter), target, run.seed, run.errors.accepted_weight
-    )
-
-
 class DistillObjective(nn.Module):
     """Objective of a draft model: a divergence at every row that predicts a reply token."""
 
     taps: tuple[int, ...] = ()
     all_last = False
+    passes = 1.0
 
     def __init__(
         self,
@@ -355,33 +260,132 @@ class DistillObjective(nn.Module):
         return (losses * factors).sum(), losses, right, alpha
 
 
-def writers(run: Run, target: Target, drafter: DraftModel) -> list[tuple[str, Rollouts, Writer]]:
-    """Return what writes texts while the run goes on: name, settings, function.
+def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
+    """Return the transformers config of the draft model that `make_student` would make."""
+    if (path := config.path or config.config) is not None:
+        student_config = config_at(path)
+        if config.config is not None:
+            student_config.vocab_size = target.vocab_size
+        return student_config
+    # Layers cannot be judged without weights, but any choice of them has the same size.
+    layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
+    return smaller(config, cast(Any, target), layers)
 
-    They are rollouts of the draft model, and texts that the target decodes with its drafts.
+
+def _check_whole(target: TargetSource) -> None:
+    """Raise `UserError` for a target from which no draft model can be cut."""
+    if target.together:
+        raise UserError(
+            "a student is cut from a whole target; give student.path, or leave out target.spread"
+        )
+    if not isinstance(target, Target):
+        raise UserError(
+            "a student is cut from the whole target; give student.path, or leave out the features "
+            "section"
+        )
+
+
+def check_student(student: CausalModel, longest: int) -> None:
+    """Demand what training and decoding rely on, before either begins.
+
+    These are positions for texts of `longest` tokens, a head that can be called on its own, packed
+    documents that do not see each other, and trees. Raises `UserError`.
     """
-    student = runner_of(drafter)
-    return [
-        ("rollouts", run.rollouts, partial(student_texts, run.rollouts, student, target.eos_ids)),
-        ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
-    ]
+    if student.max_positions < longest:
+        raise UserError(
+            f"the student has {student.max_positions} positions, data.max_length is {longest}; "
+            "lower it"
+        )
+    try:
+        student.check_head()
+        check_packing(student, student.name)
+        student.check_tree()
+    except UserError as error:
+        raise UserError(f"this student cannot be used as a draft model: {error}") from error
 
 
-@torch.no_grad()
-def teacher_forced(drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
-    """Return `[S, 2]` of a text: correctness and probability of the draft model's best tokens.
+def runner_of(drafter: DraftModel) -> CausalModel:
+    """Return the draft model behind the interface of a target: prefill, trees, head."""
+    return CausalModel(drafter.model, drafter.tokenizer, "student", frozen=False)
 
-    Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and the probability
-    of that best token. Rows past the model's last position are 0. `hidden` is not read.
-    """
-    student = runner_of(drafter)
-    seen = ids[: student.max_positions].clamp(max=student.vocab_size - 1)
-    # the last row has no token after it: -1 equals no best token
-    following = functional.pad(ids, (0, 1), value=-1)[1:]
-    outcomes = torch.zeros(len(ids), 2, device=ids.device)
-    for number, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
-        rows = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(states))
-        probs = student.head(states).float()[:, : drafter.vocab_size].softmax(-1)
-        outcomes[rows, 1], best = probs.max(-1)
-        outcomes[rows, 0] = best == following[rows]
-    return outcomes
+
+class DistillMethod(Method[DistillRun, DraftModel]):
+    """Distillation of a draft model."""
+
+    run_class = DistillRun
+    drafter_class = DraftModel
+    replays_chain = False
+
+    def features_of(self, run: DistillRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        return (), False
+
+    def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
+        model = empty(_student_config(run.student, target))
+        return Outline(model, logit_rows=run.objective.rows_per_chunk)
+
+    def make_drafter(
+        self, run: DistillRun, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> DraftModel:
+        """Return the draft model that the run asks for, or the one in `before`, and log its cost.
+
+        Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
+        """
+        if before is not None:
+            if run.student != StudentConfig():
+                raise UserError("init_from and student exclude each other; leave out student")
+            student = before.drafter.requires_grad_(True)
+            place(student, target.device, torch.float32)
+        else:
+            if run.student.path is None and run.student.config is None:
+                _check_whole(target)
+            student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
+        for line in plan_of(student.model, target.model).lines(torch.float32):
+            log.info(line)
+        check_student(runner_of(student), run.data.max_length)
+        return student
+
+    def make_objective(
+        self, run: DistillRun, target: TargetSource, drafter: DraftModel
+    ) -> DistillObjective:
+        weight = run.errors.accepted_weight
+        return DistillObjective(run.objective, runner_of(drafter), target, run.seed, weight)
+
+    def writers(
+        self, run: DistillRun, target: Target, drafter: DraftModel
+    ) -> list[tuple[str, Rollouts, Writer]]:
+        """Return what writes rollouts of the draft model, and decodes texts with its drafts."""
+        student = runner_of(drafter)
+        write = partial(student_texts, run.rollouts, student, target.eos_ids)
+        return [
+            ("rollouts", run.rollouts, write),
+            ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
+        ]
+
+    @torch.no_grad()
+    def teacher_forced(self, drafter: DraftModel, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return `[S, 2]`: correctness and probability of the draft model's best tokens.
+
+        Row t has 1 if the best token after x[t] is the text's own x[t+1], else 0, and the
+        probability of that best token. Rows past the model's last position are 0. `hidden` is not
+        read.
+        """
+        student = runner_of(drafter)
+        seen = ids[: student.max_positions].clamp(max=student.vocab_size - 1)
+        # the last row has no token after it: -1 equals no best token
+        following = functional.pad(ids, (0, 1), value=-1)[1:]
+        outcomes = torch.zeros(len(ids), 2, device=ids.device)
+        for number, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
+            rows = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(states))
+            probs = student.head(states).float()[:, : drafter.vocab_size].softmax(-1)
+            outcomes[rows, 1], best = probs.max(-1)
+            outcomes[rows, 0] = best == following[rows]
+        return outcomes
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        return adaptive_calibration(outcomes)
+
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        return accepted_runs(outcome[:, 0] > 0, calibration["length"])
+
+
+METHOD = DistillMethod()

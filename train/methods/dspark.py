@@ -10,6 +10,7 @@ transition.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -19,43 +20,15 @@ from torch.nn import functional
 
 from ...distill.divergences import Divergence
 from ...heads import dspark
-from ...heads.artifact import Artifact
-from ...heads.dspark import DSparkConfig, DSparkDrafter, shape_for
+from ...heads.dspark import DSparkConfig, DSparkDrafter
 from ...heads.errors import UserError
 from ...inference.causal_model import Hidden
-from ...inference.proposers.dflash import RANKS
-from ...inference.proposers.dspark import calibrate
-from ...inference.replay import accepted_in_chains, rank_of
-from ...inference.target import TargetSource
-from ..config import RunConfig
-from ..data.batches import Batches
 from ..objectives import Sums
-from ..outline import ConfigOnly, Outline
-from .beginnings import shape_before
-from .dflash import (
-    REPLAYED,
-    BlockLoss,
-    BlockObjective,
-    forced_blocks,
-    outline_of,
-    ready,
-    start,
-    writers,
-)
-from .mask_token import mask_token_for
+from .dflash import BlockLoss, BlockObjective, DFlashMethod, DFlashRun, forced_blocks
+from .ranks import accepted_in_chains, comparable_roots, ranks_in
 
-__all__ = [
-    "REPLAYED",
-    "Run",
-    "accepted_by_root",
-    "calibrate",
-    "features_of",
-    "make_drafter",
-    "make_objective",
-    "outline",
-    "teacher_forced",
-    "writers",
-]
+BINS = 15  # of equal mass, in which calibration errors are measured
+TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
 
 
 @dataclass
@@ -78,7 +51,7 @@ class DSparkLoss(BlockLoss):
 
 
 @dataclass
-class Run(RunConfig):
+class DSparkRun(DFlashRun):
     """Train a DSpark drafter for a frozen target."""
 
     example: ClassVar[str] = (
@@ -88,41 +61,6 @@ class Run(RunConfig):
 
     heads: DSparkConfig = field(default_factory=DSparkConfig)
     objective: DSparkLoss = field(default_factory=DSparkLoss)
-
-
-def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
-    """Return the taps that the run reads, and `Objective.all_last`."""
-    # The taps are the same for any mask token, and none is chosen yet.
-    return shape_for(run.heads, target.config, run.heads.mask_token or 0).taps, False
-
-
-def outline(run: Run, target: ConfigOnly) -> Outline:
-    """Return the run's `Outline`, from the target's config alone."""
-    shape = shape_for(run.heads, target.config, run.heads.mask_token or 0)
-    return outline_of(run, DSparkDrafter(shape, target.embedding_and_head))
-
-
-def make_drafter(
-    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
-) -> DSparkDrafter:
-    """Return an untrained drafter, or one of the shape of `before`, as `dflash.make_drafter`."""
-    if before is not None:
-        mask_token_for(before.drafter.shape.mask_token, target, batches)
-        shape = shape_before(run, target, before, dspark)
-        return DSparkDrafter(shape, target.embedding_and_head)
-    mask_token = mask_token_for(run.heads.mask_token, target, batches)
-    shape = shape_for(run.heads, target.config, mask_token)
-    drafter = DSparkDrafter(shape, target.embedding_and_head)
-    start(drafter, target, batches)
-    return drafter
-
-
-def make_objective(run: Run, target: TargetSource, drafter: DSparkDrafter) -> DSparkObjective:
-    """Return the run's objective. Raises `UserError` where `dflash.ready` does."""
-    ready(run.objective, target, drafter)
-    objective = DSparkObjective(run.objective, drafter, target.head, run.seed)
-    objective.steps = outline_of(run, drafter).passes
-    return objective
 
 
 class DSparkObjective(BlockObjective):
@@ -150,22 +88,73 @@ class DSparkObjective(BlockObjective):
         return {"confidence_loss": ((tables[0] * weights).sum(), weights.sum())}
 
 
-@torch.no_grad()
-def teacher_forced(drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
-    """Return `[S, D, 2]`, float: the ranks of `dflash.teacher_forced`, then confidences' logits."""
-    outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
-    for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
-        state = drafter.state(outputs, before)
-        logits = drafter.logits(state)
-        best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        outcomes[roots, :, 0] = rank_of(labels, best).float()
-        outcomes[roots, :, 1] = drafter.confidence(state).float()
-    return outcomes
+def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float]]:
+    """Return temperatures of the confidences' logits by sequential temperature scaling.
 
-
-def accepted_by_root(found: Tensor, calibration: dict[str, Any]) -> list[int]:
-    """Return how many drafts of a greedy chain are right at each root.
-
-    `found` `[S, D, 2]` is what `teacher_forced` returns.
+    The method is DSpark's (arXiv 2607.05147). `logits` and `survived` are `[R, D]`, a row for each
+    root; `survived` is 1 as long as the greedy chain is right, so the temperatures are for T = 0.
+    For one draft after another that temperature is chosen at which the product of the confidences
+    so far matches best how often chains survive that far. The calibration errors before and after
+    are returned too.
     """
-    return accepted_in_chains(found[..., 0], calibration)
+    raw, product = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
+    temperatures, before, after = [], [], []
+    for depth in range(logits.shape[1]):
+        tried = [(product * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
+        # Of equal errors the temperature nearest to 1 is taken; products are not compared.
+        errors = [
+            (calibration_error(scaled, survived[:, depth]), abs(t - 1), scaled, t)
+            for scaled, t in tried
+        ]
+        error, _, product, best = min(errors, key=lambda entry: entry[:2])
+        temperatures.append(best)
+        before.append(calibration_error(raw[:, depth], survived[:, depth]))
+        after.append(error)
+    return {"temperatures": temperatures, "error_before": before, "error": after}
+
+
+def calibration_error(chances: Tensor, happened: Tensor) -> float:
+    """Return the expected calibration error of `chances` `[R]`, in bins of equal mass.
+
+    `happened` `[R]` is 1 where the event of a chance happened, else 0.
+    """
+    order = chances.sort(stable=True).indices
+    bins = zip(chances[order].chunk(BINS), happened[order].chunk(BINS), strict=True)
+    # The sum over a bin is its size times the difference of the two means.
+    return sum(abs(float((chance - event).sum())) for chance, event in bins) / len(chances)
+
+
+class DSparkMethod(DFlashMethod):
+    """Training of DSpark drafters."""
+
+    run_class = DSparkRun
+    drafter_class = DSparkDrafter
+    objective_class = DSparkObjective
+    configs = dspark
+
+    @torch.no_grad()
+    def teacher_forced(self, drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return `[S, D, 2]`, float: ranks as DFlash's, then the confidences' logits."""
+        outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
+        for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
+            state = drafter.state(outputs, before)
+            outcomes[roots, :, 0] = ranks_in(drafter.logits(state), labels).float()
+            outcomes[roots, :, 1] = drafter.confidence(state).float()
+        return outcomes
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        """Return DFlash's calibration, with temperatures for the confidences."""
+        ranks = [(table[..., 0].long(), start) for table, start in outcomes]
+        calibration = super().calibrate(ranks, tree_nodes)
+        rows = comparable_roots(outcomes)
+        if not len(rows):
+            return calibration
+        # A greedy chain survives to a depth if all drafts up to there have rank 0.
+        survived = (rows[..., 0] == 0).int().cumprod(-1).float()
+        return calibration | {"confidence": scale_sequentially(rows[..., 1], survived)}
+
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        return accepted_in_chains(outcome[..., 0], calibration)
+
+
+METHOD = DSparkMethod()

@@ -22,10 +22,10 @@ Ht the target's, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -46,37 +46,28 @@ from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...heads.vocabulary import most_frequent
 from ...inference.causal_model import Hidden
-from ...inference.proposers.eagle import RANKS, calibrate
-from ...inference.replay import accepted_in_chains as accepted_by_root
-from ...inference.replay import rank_of
+from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds
 from ..features import Features
 from ..memory import Memory
+from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from ..outline import ConfigOnly, Outline
 from .beginnings import shape_before
-from .unroll import Backend, unroll
+from .ranks import (
+    accepted_in_chains,
+    batch_of_text,
+    comparable_roots,
+    rank_calibration,
+    ranks_in,
+)
+from .unroll import Backend, check_backend, unroll
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "REPLAYED",
-    "Run",
-    "accepted_by_root",
-    "calibrate",
-    "features_of",
-    "make_drafter",
-    "make_objective",
-    "outline",
-    "teacher_forced",
-    "writers",
-]
-
-REPLAYED = {"width": 1}
-"""Settings with which the proposer drafts what `accepted_by_root` estimates: a chain."""
 NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
 
@@ -156,7 +147,7 @@ class EagleLoss(Memory):
 
 
 @dataclass
-class Run(RunConfig):
+class EagleRun(RunConfig):
     """Train an EAGLE drafter for a frozen target."""
 
     example: ClassVar[str] = (
@@ -167,95 +158,6 @@ class Run(RunConfig):
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)
     errors: Errors = field(default_factory=Errors)
-
-
-def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
-    """Return the taps that the run reads, and `Objective.all_last`."""
-    shape = shape_for(run.heads, target.config)
-    # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the last
-    # state everywhere.
-    return shape.taps, shape.version == 1
-
-
-def outline(run: Run, target: ConfigOnly) -> Outline:
-    """Return the run's `Outline`, from the target's config alone."""
-    shape = shape_for(run.heads, target.config)
-    steps = run.objective.resolved(shape.version).steps or 1
-    borrowed = shape.hidden_size * shape.vocab_size if shape.version == 1 else 0
-    return Outline(
-        EagleDrafter(shape, target.embedding_and_head), steps, borrowed, shape.num_layers, steps
-    )
-
-
-def make_drafter(
-    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
-) -> EagleDrafter:
-    """Return an untrained drafter, or one of the shape of `before`, to be filled with its weights.
-
-    An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
-    vocabulary and norms, which are logged. Raises `UserError` if the run asks for others.
-    """
-    if before is not None:
-        return EagleDrafter(shape_before(run, target, before, eagle), target.embedding_and_head)
-    shape = shape_for(run.heads, target.config)
-    drafter = EagleDrafter(shape, target.embedding_and_head)
-    ids = None
-    if shape.draft_vocab_size < shape.vocab_size:
-        ids = most_frequent(
-            batches.token_counts(shape.vocab_size), shape.draft_vocab_size, special_ids(target)
-        )
-    norm = target.final_norm_weight()
-    weight = norm.float().cpu() if norm is not None else None
-    drafter.start_from(target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps))
-    loss = run.objective.resolved(shape.version)
-    # `begin_unsure` scales the final norm down. A feature loss compares states in the target's own
-    # scale, and a frozen head could not scale it up again; both need the target's norm as it is.
-    if shape.version == 3 and not loss.feature_weight and not loss.freeze_head:
-        states = torch.randn(
-            STATES, shape.hidden_size, generator=torch.Generator().manual_seed(run.seed)
-        )
-        begin_unsure(drafter.norm, drafter.logits(states))
-    return drafter
-
-
-def special_ids(target: TargetSource) -> set[int]:
-    """Return tokens that have to be drafted for a reply ever to end.
-
-    These are the end tokens and all that the tokenizer calls special.
-    """
-    special = set(target.eos_ids)
-    if (tokenizer := target.tokenizer) is not None:
-        tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
-        # A tokenizer may have more tokens than the target's embedding has rows.
-        special |= {token for token in tokens if token < target.vocab_size}
-    return special
-
-
-def make_objective(run: Run, target: TargetSource, drafter: EagleDrafter) -> EagleObjective:
-    """Return the run's objective. Raises `UserError` where gradients or sizes do not fit."""
-    config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
-    if config.feature_weight and shape.hidden_size != shape.target_hidden_size:
-        raise UserError(
-            "objective.feature_weight compares states of the target's width; leave out "
-            "heads.hidden_size"
-        )
-    if config.attention == "flex" and target.device.type == "cpu":
-        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
-    if shape.version == 1 and target.dtype == torch.float16:
-        raise UserError(
-            "EAGLE-1 learns through the target's head, and float16 loses its gradients; give "
-            "--target.dtype bfloat16 or float32"
-        )
-    if config.freeze_head:
-        drafter.freeze_head()
-    return EagleObjective(
-        config, drafter.taps, target.head, run.seed, run.errors.accepted_weight, shape.version == 1
-    )
-
-
-def writers(run: Run, target: Target, drafter: EagleDrafter) -> list[tuple[str, Rollouts, Writer]]:
-    """Return what writes texts while the run goes on: name, settings, function."""
-    return [("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter))]
 
 
 class EagleObjective:
@@ -283,6 +185,10 @@ class EagleObjective:
         self._accepted_weight = accepted_weight
         self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
         self.begin(1.0)  # all steps, for callers that have no run
+
+    @property
+    def passes(self) -> float:
+        return float(self.steps)
 
     def begin(self, progress: float) -> None:
         """Set the steps of an optimiser step that begins after this share of the run."""
@@ -536,31 +442,132 @@ class TeacherPlaces:
         return functional.pad(table, (0, 0, 0, 1))[self._root_of, self._k]
 
 
-@torch.no_grad()
-def teacher_forced(drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7) -> Tensor:
-    """Return teacher-forced ranks `[S, D]` by the training pass.
+def special_ids(target: TargetSource) -> set[int]:
+    """Return tokens that have to be drafted for a reply ever to end.
 
-    Row n, column k is the place of the text's own token x[n+1+k] among the best of the draft of
-    depth k + 1 from root n. It is -1 where the token is not among the best `RANKS`, cannot be
-    drafted, or lies outside the text. `ids` `[S]` are a text, `hidden` its features.
+    These are the end tokens and all that the tokenizer calls special.
     """
-    length = len(ids)
-    # The text as one document; no weights are asked of this batch, so its loss mask is anything.
-    batch = Batch(
-        ids[None].cpu(),
-        torch.arange(length)[None],
-        torch.zeros(1, length, dtype=torch.long),
-        torch.ones(1, length) > 0,
-    )
-    taps = tuple(tap[None] for tap in hidden.taps)
-    outputs = unroll(drafter, batch, taps, hidden.last[None], steps, "sdpa")
-    vocabulary = VocabularyMap(drafter, ids.device)
-    ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
-    for k in range(min(steps, length - 2)):
-        # Rows t = 0 .. S - 3 - k have a label x[t+2+k], and the root of row t is t + 1. With 5
-        # tokens and k = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
-        rows = length - 2 - k
-        logits = drafter.logits(outputs[k][0, :rows])
-        best = logits.topk(min(RANKS, logits.shape[-1])).indices
-        ranks[1 : 1 + rows, k] = rank_of(vocabulary.columns(ids[2 + k :]), best)
-    return ranks
+    special = set(target.eos_ids)
+    if (tokenizer := target.tokenizer) is not None:
+        tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
+        # A tokenizer may have more tokens than the target's embedding has rows.
+        special |= {token for token in tokens if token < target.vocab_size}
+    return special
+
+
+class EagleMethod(Method[EagleRun, EagleDrafter]):
+    """Training of EAGLE drafters of version 1 or 3."""
+
+    run_class = EagleRun
+    drafter_class = EagleDrafter
+
+    def features_of(self, run: EagleRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        shape = shape_for(run.heads, target.config)
+        # No loss is about most rows of a prompt, but later rows attend to them: EAGLE-1 needs the
+        # last state everywhere.
+        return shape.taps, shape.version == 1
+
+    def outline(self, run: EagleRun, target: ConfigOnly) -> Outline:
+        shape = shape_for(run.heads, target.config)
+        steps = run.objective.resolved(shape.version).steps or 1
+        return Outline(
+            EagleDrafter(shape, target.embedding_and_head),
+            logit_rows=run.objective.rows_per_chunk * steps,
+            passes=steps,
+            borrowed_params=shape.hidden_size * shape.vocab_size if shape.version == 1 else 0,
+            layers=shape.num_layers,
+        )
+
+    def make_drafter(
+        self, run: EagleRun, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> EagleDrafter:
+        """Return a drafter, see `Method.make_drafter`.
+
+        An untrained drafter's head starts as the target's. A drafter that is trained on keeps taps,
+        vocabulary and norms, which are logged.
+        """
+        if before is not None:
+            shape = shape_before(run.heads, str(run.init_from), target, before, eagle)
+            return EagleDrafter(shape, target.embedding_and_head)
+        shape = shape_for(run.heads, target.config)
+        drafter = EagleDrafter(shape, target.embedding_and_head)
+        ids = None
+        if shape.draft_vocab_size < shape.vocab_size:
+            ids = most_frequent(
+                batches.token_counts(shape.vocab_size), shape.draft_vocab_size, special_ids(target)
+            )
+        norm = target.final_norm_weight()
+        weight = norm.float().cpu() if norm is not None else None
+        drafter.start_from(
+            target.head_weight.float().cpu(), weight, ids, target.tap_sizes(shape.taps)
+        )
+        loss = run.objective.resolved(shape.version)
+        # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
+        # own scale, and a frozen head could not scale it up again; both need the target's norm as
+        # it is.
+        if shape.version == 3 and not loss.feature_weight and not loss.freeze_head:
+            generator = torch.Generator().manual_seed(run.seed)
+            states = torch.randn(STATES, shape.hidden_size, generator=generator)
+            begin_unsure(drafter.norm, drafter.logits(states))
+        return drafter
+
+    def make_objective(
+        self, run: EagleRun, target: TargetSource, drafter: EagleDrafter
+    ) -> EagleObjective:
+        config, shape = run.objective.resolved(drafter.shape.version), drafter.shape
+        if config.feature_weight and shape.hidden_size != shape.target_hidden_size:
+            raise UserError(
+                "objective.feature_weight compares states of the target's width; leave out "
+                "heads.hidden_size"
+            )
+        check_backend(config.attention, target.device)
+        if shape.version == 1 and target.dtype == torch.float16:
+            raise UserError(
+                "EAGLE-1 learns through the target's head, and float16 loses its gradients; give "
+                "--target.dtype bfloat16 or float32"
+            )
+        if config.freeze_head:
+            drafter.freeze_head()
+        weight = run.errors.accepted_weight
+        return EagleObjective(
+            config, drafter.taps, target.head, run.seed, weight, shape.version == 1
+        )
+
+    def writers(
+        self, run: EagleRun, target: Target, drafter: EagleDrafter
+    ) -> list[tuple[str, Rollouts, Writer]]:
+        """Return what decodes texts with the current drafter."""
+        return [("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter))]
+
+    @torch.no_grad()
+    def teacher_forced(
+        self, drafter: EagleDrafter, hidden: Hidden, ids: Tensor, steps: int = 7
+    ) -> Tensor:
+        """Return ranks `[S, D]` by the training pass.
+
+        Row n, column k is the place of the text's own token x[n+1+k] among the best of the draft of
+        depth k + 1 from root n. It is -1 where the token is not among the best, cannot be drafted,
+        or lies outside the text.
+        """
+        length, taps = len(ids), tuple(tap[None] for tap in hidden.taps)
+        outputs = unroll(drafter, batch_of_text(ids), taps, hidden.last[None], steps, "sdpa")
+        vocabulary = VocabularyMap(drafter, ids.device)
+        ranks = torch.full((length, steps), -1, dtype=torch.long, device=ids.device)
+        for k in range(min(steps, length - 2)):
+            # Rows t = 0 .. S - 3 - k have a label x[t+2+k], and the root of row t is t + 1. With 5
+            # tokens and k = 1: rows 0 and 1, labels x[3] and x[4], roots 1 and 2.
+            rows = length - 2 - k
+            labels = vocabulary.columns(ids[2 + k :])
+            ranks[1 : 1 + rows, k] = ranks_in(drafter.logits(outputs[k][0, :rows]), labels)
+        return ranks
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        """Return the rank accuracies of the drafter, and the tree of evaluation."""
+        calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
+        return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
+
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        return accepted_in_chains(outcome, calibration)
+
+
+METHOD = EagleMethod()

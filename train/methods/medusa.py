@@ -17,9 +17,9 @@ Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,28 +29,15 @@ from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.causal_model import Hidden
-from ...inference.proposers.medusa import accepted_by_root, calibrate
-from ...inference.proposers.medusa import teacher_forced as teacher_forced_by_last
-from ...inference.target import Target, TargetSource
+from ...inference.proposers.growth import grow
+from ...inference.target import TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
-from ..data.rollouts import Rollouts, Writer
 from ..features import Features
+from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import ConfigOnly, Outline
-
-__all__ = [
-    "REPLAYED",
-    "Run",
-    "accepted_by_root",
-    "calibrate",
-    "features_of",
-    "make_drafter",
-    "make_objective",
-    "outline",
-    "teacher_forced",
-    "writers",
-]
+from .ranks import comparable_roots, rank_calibration, ranks_in
 
 SURENESS = 0.45
 """Factor on the target's output matrix, with which each head begins.
@@ -59,8 +46,6 @@ With the matrix as it is, heads are as sure as the target, and wrong: with SmolL
 of three heads begin at 9.0, 11.1 and 11.4, with the matrix times 0.45 at 5.7, 6.7 and 6.8. The
 factor with the least divergence lies between 0.4 and 0.5, with the quickstart target too
 (EXPERIMENTS.md)."""
-REPLAYED: dict[str, int] = {}
-"""Settings with which the proposer drafts what `accepted_by_root` estimates: its defaults."""
 
 
 @dataclass
@@ -83,7 +68,7 @@ class MedusaLoss:
 
 
 @dataclass
-class Run(RunConfig):
+class MedusaRun(RunConfig):
     """Train Medusa heads for a frozen target."""
 
     example: ClassVar[str] = (
@@ -95,55 +80,12 @@ class Run(RunConfig):
     objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
-def features_of(run: Run, target: TargetSource) -> tuple[tuple[int, ...], bool]:
-    """Return the taps that the run reads, and `Objective.all_last`."""
-    return (), False
-
-
-def outline(run: Run, target: ConfigOnly) -> Outline:
-    """Return the run's `Outline`, from the target's config alone."""
-    hidden_size = target.config.hidden_size
-    heads = MedusaHeads(run.heads, hidden_size, target.vocab_size, target.embedding_and_head.head)
-    borrowed = 0
-    if run.heads.shared_head:
-        # gradients go through the target's head once for each drafter head
-        borrowed = run.heads.num_heads * hidden_size * target.vocab_size
-    return Outline(heads, borrowed_params=borrowed)
-
-
-def make_drafter(
-    run: Run, target: TargetSource, batches: Batches, before: Artifact | None
-) -> MedusaHeads:
-    """Return untrained heads, or heads of the shape of `before`, to be filled with its weights.
-
-    An untrained head starts as the target's own output matrix, scaled by `SURENESS`, so all of them
-    predict the token right after the state's. Raises `UserError` if the run asks for another shape
-    than that of `before`.
-    """
-    if before is not None:
-        shape: MedusaConfig = before.drafter.config
-        if run.heads not in (MedusaConfig(), shape):
-            raise UserError(
-                f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; leave "
-                "heads out"
-            )
-        return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
-    drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
-    drafter.start_from(target.head_weight.float() * SURENESS)
-    return drafter
-
-
-def make_objective(run: Run, target: TargetSource, drafter: MedusaHeads) -> MedusaObjective:
-    """Return the run's objective, for the heads that the drafter has: a run that begins with a
-    drafter takes its shape, whatever `heads` says."""
-    return MedusaObjective(run.objective, drafter.config.num_heads, target.head)
-
-
 class MedusaObjective:
     """Objective of Medusa-1: the target is frozen, so decoding stays lossless relative to it."""
 
     taps: tuple[int, ...] = ()
     all_last = False
+    passes = 1.0
 
     def __init__(
         self, config: MedusaLoss, num_heads: int, target_head: Callable[[Tensor], Tensor]
@@ -227,17 +169,89 @@ class MedusaObjective:
         return (losses * factors).sum(), losses, right, alpha
 
 
-def writers(run: Run, target: Target, drafter: MedusaHeads) -> list[tuple[str, Rollouts, Writer]]:
-    """Return nothing: no texts are written while heads are trained.
+class MedusaMethod(Method[MedusaRun, MedusaHeads]):
+    """Training of Medusa heads."""
 
-    Heads draft from the target's states alone, whatever earlier rounds drafted.
-    """
-    return []
+    run_class = MedusaRun
+    drafter_class = MedusaHeads
+    replays_chain = False
+
+    def features_of(self, run: MedusaRun, target: TargetSource | ConfigOnly) -> FeaturesRead:
+        return (), False
+
+    def outline(self, run: MedusaRun, target: ConfigOnly) -> Outline:
+        hidden_size = target.config.hidden_size
+        heads = MedusaHeads(
+            run.heads, hidden_size, target.vocab_size, target.embedding_and_head.head
+        )
+        borrowed = 0
+        if run.heads.shared_head:
+            # gradients go through the target's head once for each drafter head
+            borrowed = run.heads.num_heads * hidden_size * target.vocab_size
+        return Outline(heads, logit_rows=run.objective.rows_per_chunk, borrowed_params=borrowed)
+
+    def make_drafter(
+        self, run: MedusaRun, target: TargetSource, batches: Batches, before: Artifact | None
+    ) -> MedusaHeads:
+        """Return heads, see `Method.make_drafter`.
+
+        An untrained head starts as the target's own output matrix, scaled by `SURENESS`, so all of
+        them predict the token right after the state's.
+        """
+        if before is not None:
+            shape: MedusaConfig = before.drafter.config
+            if run.heads not in (MedusaConfig(), shape):
+                raise UserError(
+                    f"init_from {run.init_from} has {shape}, this run's heads are {run.heads}; "
+                    "leave heads out"
+                )
+            return MedusaHeads(shape, target.hidden_size, target.vocab_size, target.head)
+        drafter = MedusaHeads(run.heads, target.hidden_size, target.vocab_size, target.head)
+        drafter.start_from(target.head_weight.float() * SURENESS)
+        return drafter
+
+    def make_objective(
+        self, run: MedusaRun, target: TargetSource, drafter: MedusaHeads
+    ) -> MedusaObjective:
+        # For the heads that the drafter has: a run that begins with a drafter takes its shape,
+        # whatever `heads` says.
+        return MedusaObjective(run.objective, drafter.config.num_heads, target.head)
+
+    @torch.no_grad()
+    def teacher_forced(self, drafter: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
+        """Return ranks `[S, D]`: places of a text's own tokens among the heads' best.
+
+        Row n is about root n: column d has the rank of x[n+1+d] for head d, which reads the state
+        of n - 1, the newest one when n is the root. It is -1 where the token is not among the best,
+        or lies outside the text. Of `hidden` only the last state is read.
+        """
+        length, count = len(ids), drafter.config.num_heads
+        ranks = torch.full((length, count), -1, dtype=torch.long, device=ids.device)
+        for d in range(min(count, length - 2)):
+            # Roots 1 .. length - 2 - d have a token d + 1 positions ahead. Root 1 reads state 0,
+            # and its token for head d is x[2+d].
+            rows = length - 2 - d
+            ranks[1 : 1 + rows, d] = ranks_in(drafter.logits(hidden.last[:rows], d), ids[2 + d :])
+        return ranks
+
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+        """Return the rank accuracies of the heads, from which their tree is grown."""
+        return rank_calibration(comparable_roots(outcomes), tree_nodes)
+
+    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+        """Return how many drafts of the calibrated tree are right at each root.
+
+        At each depth at most one rank is right, so the count is the length of the row's longest
+        prefix that is a node.
+        """
+        paths = set(grow(calibration["rank_accuracy"], calibration["tree_nodes"]))
+        accepted = []
+        for row in outcome.tolist():
+            depth = 0
+            while depth < len(row) and tuple(row[: depth + 1]) in paths:
+                depth += 1
+            accepted.append(depth)
+        return accepted
 
 
-def teacher_forced(heads: MedusaHeads, hidden: Hidden, ids: Tensor) -> Tensor:
-    """Return the ranks `[S, D]` of `teacher_forced` in `inference/proposers/medusa.py`.
-
-    `ids` `[S]` are a text, `hidden` its features, of which the last state is read.
-    """
-    return teacher_forced_by_last(heads, hidden.last, ids)
+METHOD = MedusaMethod()

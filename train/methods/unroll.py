@@ -35,10 +35,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.eagle import EagleDrafter
+from ...heads.errors import UserError
 from ..data.batches import PADDING, Batch
 from ..memory import Memory, recomputing
 
 Backend = Literal["auto", "sdpa", "flex", "plain"]
+
+
+def check_backend(backend: Backend, device: torch.device) -> None:
+    """Raise `UserError` for a backend of attention that has no gradients on this device."""
+    if backend == "flex" and device.type == "cpu":
+        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
+
+
 Pair = tuple[Tensor, Tensor]
 """Keys and values of one step, [B, Gkv, S, E] each."""
 

@@ -17,12 +17,12 @@ from typing import Any
 from ....heads.errors import UserError
 from ...drafters import load_proposer
 from ...proposer import Proposer
-from ...proposers.eagle import RANKS
 from ...proposers.early_exit import EarlyExit
 from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
 from ...proposers.tree_plan import Planned, TreePlan
+from ...replay import RANKS
 from ...settings import Sampling
 from ...target import Target
 from ...tree_settings import MOST, Ranks, TreeSettings

@@ -16,13 +16,13 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposers import dflash, dspark
 from draftsmith.inference.proposers.dflash import cut
-from draftsmith.inference.proposers.dspark import calibration_error, scale_sequentially
 from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.inference.tree import DraftTree, TreeShape
+from draftsmith.train.methods import dflash, dspark
+from draftsmith.train.methods.dspark import calibration_error, scale_sequentially
 from torch import Tensor
 
 from tests.blocks import proposer_of, random_block
@@ -194,15 +194,15 @@ def test_calibration_error_by_hand() -> None:
 
 def test_calibrations_say_how_the_drafter_was_evaluated() -> None:
     ranks = torch.tensor([[0, 1], [0, 0], [-1, 0], [0, -1], [0, 0]])
-    found = dflash.calibrate([(ranks, 1)], tree_nodes=16)
+    found = dflash.METHOD.calibrate([(ranks, 1)], tree_nodes=16)
     assert found["length"] == 2 and found["tree_nodes"] == 16 and found["roots"] == 2
     assert found["rank_accuracy"][0][0] == 0.5 and found["rank_accuracy"][1][0] == 1
     both = torch.stack([ranks.float(), torch.zeros(5, 2)], dim=-1)
-    sparked = dspark.calibrate([(both, 1)], tree_nodes=16)
+    sparked = dspark.METHOD.calibrate([(both, 1)], tree_nodes=16)
     assert {k: sparked[k] for k in found} == found and len(
         sparked["confidence"]["temperatures"]
     ) == 2
-    assert dspark.calibrate([(both[:2], 2)], 16)["roots"] == 0, (
+    assert dspark.METHOD.calibrate([(both[:2], 2)], 16)["roots"] == 0, (
         "a reply too short to calibrate on is no failure"
     )
 

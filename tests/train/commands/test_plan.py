@@ -12,7 +12,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.estimate import RunSizes, check_affordable, plan_for, shape_of
-from draftsmith.train.methods import medusa
+from draftsmith.train.method import method_named
 from draftsmith.train.pace import PARTS, Pace
 from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
@@ -22,12 +22,10 @@ from tests.train.test_loop import make_config, train
 
 def run_of(tmp_path: Path, target: Path, method: str):
     config = make_config(tmp_path, target, method)
-    module = {"medusa": medusa}.get(method) or __import__(
-        f"draftsmith.train.methods.{method}", fromlist=["Run"]
-    )
+    module = method_named(method)
     from draftsmith.train.arguments import parse
 
-    return config, module, parse(module.Run, ["--config", str(config)], "x")[0]
+    return config, module, parse(module.run_class, ["--config", str(config)], "x")[0]
 
 
 def test_a_plan_of_round_numbers(tmp_path: Path, saved_tiny: Path) -> None:
@@ -138,7 +136,7 @@ def test_a_mixture_of_experts_costs_what_a_token_passes_through(tmp_path: Path) 
     ).save_pretrained(tmp_path / "target")  # fmt: skip
     (tmp_path / "run").mkdir()
     _, _, config = run_of(tmp_path / "run", tmp_path / "target", "medusa")
-    shape = shape_of(medusa, config)
+    shape = shape_of(method_named("medusa"), config)
     experts = 2 * 8 * 3 * 64 * 32
     assert shape.target_params - shape.active_params == experts * 6 // 8
     assert AutoConfig.from_pretrained(tmp_path / "target").num_experts == 8
@@ -200,7 +198,8 @@ def test_a_block_drafter_runs_all_slots_of_all_blocks(
     heads = {"taps": [1], "num_layers": 2, "block_size": 4}
     config = make_config(tmp_path, saved_tiny, "dflash", epochs=3, heads=heads)
     run, shape, found = plan.planned(Options(str(config), "dflash", tokens=1e6, mfu=1.0))
-    assert (shape.passes, shape.layers, shape.distributions, shape.taps) == (0.5, 2, 3, 1)
+    assert (shape.passes, shape.layers, shape.taps) == (0.5, 2, 1)
+    assert shape.logit_rows == 3 * run.objective.rows_per_chunk
     assert shape.borrowed_params == 32 * shape.vocab
     flops = (6 * shape.drafter_params + 4 * 32 * shape.vocab) * 0.5 * 1e6 * 3
     assert found["train_gpu_hours"] == pytest.approx(flops / (989e12 * 3600))

@@ -18,7 +18,7 @@ from draftsmith.heads.rotary import Rotary
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options, planned
 from draftsmith.train.estimate import outlined
-from draftsmith.train.method import METHODS, Method, method_module
+from draftsmith.train.method import METHODS, MethodName, method_named
 from draftsmith.train.outline import ConfigOnly
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
@@ -77,7 +77,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
     """The run's drafter on the meta device, and its target's stored config."""
-    method = method_module(recipe.parent.name)
+    method = method_named(recipe.parent.name)
     drafter: Any = outlined(
         method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))
     ).drafter
@@ -91,7 +91,9 @@ def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> 
         for target in {path.stem for path in RECIPES}
     }
     assert (
-        set(METHODS) == set(get_args(Method)) == {"medusa", "eagle", "dflash", "dspark", "distill"}
+        set(METHODS)
+        == set(get_args(MethodName))
+        == {"medusa", "eagle", "dflash", "dspark", "distill"}
     )
     assert len(methods) == 9 and methods.pop("gpt-oss-20b") == set(METHODS) - {"distill"}
     assert all(found == set(METHODS) for found in methods.values())
@@ -227,7 +229,7 @@ def test_a_block_drafters_block_mask_token_and_chunk(recipe: Path, plans: Any) -
     drafts = slots - 1 if recipe.parent.name == "dflash" else 7
     assert (
         run.heads.block_size == (slots if recipe.parent.name == "dflash" else 7)
-        and shape.distributions == drafts
+        and shape.logit_rows == drafts * run.objective.rows_per_chunk
     )
     assert f"to vLLM it is num_speculative_tokens {drafts}" in header(recipe)
     assert f"Slots to be filled hold {mask}" in header(recipe)

@@ -57,4 +57,4 @@ def test_medusa_trains_all_heads_of_the_drafter_that_a_run_begins_with() -> None
     drafter = MedusaHeads(MedusaConfig(num_heads=6), target.hidden_size, target.vocab_size, None)
     run: Any = SimpleNamespace(objective=medusa.MedusaLoss(), heads=MedusaConfig())
     batch = collate([[(np.arange(9), np.ones(9, bool))]])
-    assert len(medusa.make_objective(run, target, drafter).weights(batch)) == 6
+    assert len(medusa.METHOD.make_objective(run, target, drafter).weights(batch)) == 6

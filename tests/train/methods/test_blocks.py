@@ -411,10 +411,10 @@ def dense(
 
 def test_accepted_drafts_are_the_leading_zeros_of_the_ranks() -> None:
     ranks = torch.tensor([[0, 0, 1], [0, 2, 0], [-1, 0, 0], [0, 0, 0]])
-    assert dflash.accepted_by_root(ranks, {"length": 3}) == [2, 1, 0, 3]
-    assert dflash.accepted_by_root(ranks, {"length": 1}) == [1, 1, 0, 1]
+    assert dflash.METHOD.accepted_by_root(ranks, {"length": 3}) == [2, 1, 0, 3]
+    assert dflash.METHOD.accepted_by_root(ranks, {"length": 1}) == [1, 1, 0, 1]
     with_confidence = torch.stack([ranks.float(), torch.randn(4, 3)], dim=-1)
-    assert dspark.accepted_by_root(with_confidence, {"length": 3}) == [2, 1, 0, 3]
+    assert dspark.METHOD.accepted_by_root(with_confidence, {"length": 3}) == [2, 1, 0, 3]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -16,13 +16,7 @@ from draftsmith.heads.layout import place
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import tau
-from draftsmith.inference.proposers.draft_model import (
-    accepted_runs,
-    best_adaptive,
-    calibrate,
-    chain_lengths,
-    make_proposer,
-)
+from draftsmith.inference.proposers.draft_model import best_adaptive, make_proposer
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
@@ -30,14 +24,14 @@ from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.rollouts import Errors, Rollouts
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.methods.adaptive import accepted_runs, chain_lengths
 from draftsmith.train.methods.draft_model import (
+    METHOD,
     DistillLoss,
     DistillObjective,
-    Run,
-    accepted_by_root,
+    DistillRun,
     check_student,
     runner_of,
-    teacher_forced,
 )
 
 from tests.conftest import ROOT, tiny_target
@@ -176,7 +170,7 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         check_student(runner_of(student_of()), 257)
     config = {"output": "x", "target": TargetConfig("x"), "data": Data([Source("x")])}
     with pytest.raises(UserError, match="would teach the student its own words"):
-        Run(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
+        DistillRun(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="errors.begin in"):
         Errors(begin=1.0)
 
@@ -215,11 +209,11 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
     forced = []
     for ids, start in texts:
         row = torch.tensor(ids)
-        forced.append((teacher_forced(artifact.drafter, quickstart.forward(row[None]), row), start))
-    found = calibrate(forced, 1)["adaptive"]
-    assert [row[3] for row in found] == sorted(row[3] for row in found) and found[-1][2] > found[0][
-        2
-    ] > 1
+        hidden = quickstart.forward(row[None])
+        forced.append((METHOD.teacher_forced(artifact.drafter, hidden, row), start))
+    found = METHOD.calibrate(forced, 1)["adaptive"]
+    drafts = [row[3] for row in found]
+    assert drafts == sorted(drafts) and found[-1][2] > found[0][2] > 1
     for threshold, longest, expected, _ in found[:: len(found) // 4]:
         proposer = make_proposer(artifact, TreeSettings(length=int(longest), threshold=threshold))
         kept = []
@@ -228,7 +222,9 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
             assert text.prompt_ids + text.token_ids == ids
             kept.append([len(r.tokens) for r in text.rounds])
         assert tau(kept) == pytest.approx(expected)
-    assert accepted_by_root(forced[0][0], {"length": 3}) == accepted_runs(forced[0][0][:, 0] > 0, 3)
+    assert METHOD.accepted_by_root(forced[0][0], {"length": 3}) == accepted_runs(
+        forced[0][0][:, 0] > 0, 3
+    )
 
 
 def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) -> None:

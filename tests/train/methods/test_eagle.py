@@ -17,11 +17,10 @@ from draftsmith.inference.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.methods.eagle import (
+    METHOD,
     EagleLoss,
     EagleObjective,
     TeacherPlaces,
-    accepted_by_root,
-    teacher_forced,
 )
 from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.objectives import (
@@ -484,13 +483,13 @@ def test_the_target_stays_frozen() -> None:
 
 def test_chains_by_the_training_pass_are_counted_from_the_root() -> None:
     ranks = torch.tensor([[-1, -1, -1], [0, 0, 1], [0, 0, 0], [2, 0, 0], [0, -1, 0]])
-    assert accepted_by_root(ranks, {"length": 3}) == [0, 2, 3, 0, 1]
-    assert accepted_by_root(ranks, {"length": 1}) == [0, 1, 1, 0, 1]
+    assert METHOD.accepted_by_root(ranks, {"length": 3}) == [0, 2, 3, 0, 1]
+    assert METHOD.accepted_by_root(ranks, {"length": 1}) == [0, 1, 1, 0, 1]
     drafter = random_eagle(TARGET, "eagle3")
     ids = torch.arange(9) + 5
     features = features_of(batch_of((9, [])), drafter)
     hidden = Hidden(features.last[0], tuple(t[0] for t in features.taps))
-    found = teacher_forced(drafter, hidden, ids, STEPS)
+    found = METHOD.teacher_forced(drafter, hidden, ids, STEPS)
     assert (
         found.shape == (9, 3)
         and (found[0] == -1).all()

@@ -1,0 +1,71 @@
+"""Teacher-forced ranks: places of a text's own tokens among the best drafts, and what follows.
+
+Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...inference.replay import RANKS, rank_of
+from ..data.batches import Batch
+
+
+def batch_of_text(ids: Tensor) -> Batch:
+    """Return a text `[S]` as a batch of one document, on the CPU.
+
+    No weights are asked of this batch, so its loss mask is anything.
+    """
+    length = len(ids)
+    return Batch(
+        ids[None].cpu(),
+        torch.arange(length)[None],
+        torch.zeros(1, length, dtype=torch.long),
+        torch.ones(1, length, dtype=torch.bool),
+    )
+
+
+def ranks_in(logits: Tensor, columns: Tensor) -> Tensor:
+    """Return the rank `[...]` of the tokens `columns` `[...]` by `logits` `[..., V]`, 0 the best.
+
+    It is -1 for a token that is not among the best `RANKS`.
+    """
+    best = logits.topk(min(RANKS, logits.shape[-1])).indices
+    return rank_of(columns, best)
+
+
+def comparable_roots(texts: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Return the rows of all replies with a token at every depth, end to end: `[R, D, ..]`.
+
+    `texts` are teacher-forced tables `[S, D, ..]`, each with the start of the reply. The last roots
+    of a text lack tokens at the deeper depths; without them the depths are comparable.
+    """
+    depths = texts[0][0].shape[1]
+    return torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
+
+
+def rank_calibration(ranks: Tensor, tree_nodes: int) -> dict[str, Any]:
+    """Return the calibration that ranks give: how often the rank-r draft is right at each depth.
+
+    `ranks` `[R, D]` are those of `comparable_roots`. Its table `rank_accuracy` is `[D][RANKS]`;
+    `tree_nodes` is stored with it.
+    """
+    accuracy = []
+    for depth in range(ranks.shape[1]):
+        hits = [int((ranks[:, depth] == rank).sum()) for rank in range(RANKS)]
+        accuracy.append([count / max(len(ranks), 1) for count in hits])
+    return {"rank_accuracy": accuracy, "roots": len(ranks), "tree_nodes": tree_nodes}
+
+
+def accepted_in_chains(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
+    """Return how many drafts of a greedy chain are right at each root.
+
+    `ranks` `[S, D]` are the text's own tokens among the drafts, 0 the best; the chain has
+    `calibration["length"]` drafts.
+    """
+    # A running product stops at the first wrong draft: 1 1 0 1 becomes 1 1 0 0, so 2.
+    return (ranks == 0)[:, : calibration["length"]].int().cumprod(-1).sum(-1).tolist()

@@ -7,7 +7,9 @@ is above the newest that this version knows is refused: its content may mean som
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -17,6 +19,8 @@ from msgspec import Meta, Struct
 from .errors import UserError
 from .files import read_json
 from .fingerprint import Fingerprint
+
+log = logging.getLogger(__name__)
 
 # Version of draftsmith.json. In version 1 the method draft_model was called draft_lm.
 SCHEMA = 2
@@ -53,6 +57,8 @@ class Document(Struct):
     """Newest version that can be read."""
     finite: ClassVar[bool] = True
     """True if NaN and infinities are mistakes in this file."""
+    former_keys: ClassVar[dict[str, str]] = {}
+    """Keys of older versions with their names of now; they are read at any depth."""
 
 
 def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
@@ -66,10 +72,31 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
     if isinstance(version, int) and version > kind.newest:
         versions = f"{kind.version_key} {version}, this one reads {kind.newest}"
         raise UserError(f"{path} was written by a newer draftsmith ({versions}); update draftsmith")
+    if renamed := rename_keys(value, kind.former_keys):
+        log.warning("%s has the keys of an older version: %s", path, ", ".join(renamed))
     try:
         return convert(value, kind), value
     except DocumentError as error:
         raise UserError(f"{path} is not {kind.what}: {error}; {remedy}") from error
+
+
+def rename_keys(value: Any, names: Mapping[str, str]) -> list[str]:
+    """Give the keys of a JSON value their names of now, in place; return `old -> new` of each.
+
+    `names` has the new name by the old one.
+    """
+    renamed: dict[str, None] = {}
+    waiting = [value] if names else []
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, list):
+            waiting += item
+        elif isinstance(item, dict):
+            for old in names.keys() & item.keys():
+                item.setdefault(names[old], item.pop(old))
+                renamed[f"{old} -> {names[old]}"] = None
+            waiting += item.values()
+    return list(renamed)
 
 
 def convert(value: Any, kind: type[T]) -> T:

@@ -8,19 +8,17 @@ resampled in pairs, because a prompt that is easy before is easy after, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
 from ..console import Console, plain_table
-from ..documents import ReportFile
 from ..metrics import bootstrap, pooled, tau
 from .evaluate import BASELINES
-from .measure import FEWEST
+from .figures import FEWEST
 from .options import CompareOptions as Options
+from .results import Report, RequestRecord, SettingFigures, read_measured
 
 REGRESSED = 3  # exit code
 ALL = "all"
@@ -41,7 +39,7 @@ def run(options: Options) -> None:
             f"--drafter must be given once for each of the {len(options.report)} reports, or not "
             "at all"
         )
-    reports = [load_measured(path) for path in options.report]
+    reports = [read_measured(path) for path in options.report]
     names = options.drafter or [
         _only_drafter(report, path) for report, path in zip(reports, options.report, strict=True)
     ]
@@ -51,53 +49,33 @@ def run(options: Options) -> None:
             "reports": options.report,
             "drafters": names,
             "fail_on_regression": limit,
-            "settings": settings,
+            "settings": [asdict(setting) for setting in settings],
         }
         with whole_file(options.json) as aside:
             write_json(aside, comparison)
     show(settings, options.report, Console())
-    regressed = any(row["regressed"] for setting in settings for row in setting["rows"])
+    regressed = any(row.regressed for setting in settings for row in setting.rows)
     if limit is not None and regressed:
         raise SystemExit(REGRESSED)
 
 
-def load_report(path: str) -> dict[str, Any]:
-    """Return the report of `draftsmith evaluate` in a file. Raises `UserError`."""
-    return read_document(
-        Path(path), ReportFile, "write the report again with draftsmith evaluate --json"
-    )[1]
-
-
-def load_measured(path: str) -> dict[str, Any]:
-    """Return a report that has drafters, not only a server's figures. Raises `UserError`."""
-    report = load_report(path)
-    if not report["settings"]:
-        raise UserError(
-            f"{path} holds the figures of a server only; evaluate with a --drafter too to compare "
-            "it"
-        )
-    return report
-
-
-def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None:
+def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
     """Demand whole reports in which nothing but the drafter differs. Raises `UserError`."""
     for report, path in zip(reports, paths, strict=True):
-        if report.get("partial"):
+        if report.partial:
             raise UserError(
-                f"{path} holds only {report['partial']}; let its command finish (it goes on where "
+                f"{path} holds only {report.partial}; let its command finish (it goes on where "
                 "it stopped)"
             )
 
-    def facts_of(report):
+    def facts_of(report: Report) -> dict[str, Any]:
         # temperatures are matched setting by setting in `compared`
-        sampling = dict(report.get("sampling") or {})
+        sampling = {**(report.sampling or {})}
         sampling.pop("temperature", None)
         return {
-            "prompts": (report["prompt_set"]["sha256"], report["prompt_set"]["prompts"]),
-            "targets": (report.get("target") or {}).get("weights_hash"),
-            "lengths of replies (max_new_tokens)": (report.get("options") or {}).get(
-                "max_new_tokens"
-            ),
+            "prompts": (report.prompt_set.sha256, report.prompt_set.prompts),
+            "targets": report.target.weights_hash if report.target is not None else None,
+            "lengths of replies (max_new_tokens)": (report.options or {}).get("max_new_tokens"),
             "sampling": sampling,
         }
 
@@ -109,73 +87,100 @@ def check_alike(reports: Sequence[dict[str, Any]], paths: Sequence[str]) -> None
                 )
 
 
-def compared(
-    reports: Sequence[dict[str, Any]], names: Sequence[str], paths: Sequence[str], limit: float
-) -> list[dict[str, Any]]:
-    """Return an entry for each setting that all reports have: temperature, batch and `rows`.
+@dataclass
+class Change:
+    """Tau of two drafters over the same requests of one category, and its relative change."""
 
-    There is one row for each category and each report after the first; docs/metrics.md#report-keys
-    names its keys. `names` are the drafters, one of each report, and `limit` is the share by which
-    tau may fall (see `_change`). Raises `UserError` for reports that cannot be compared.
+    category: str
+    report: int
+    """Number of the later report among all, from 1."""
+    requests: int
+    tau_before: float
+    tau_before_ci95: tuple[float, float]
+    tau_after: float
+    tau_after_ci95: tuple[float, float]
+    change: float
+    change_ci95: tuple[float, float]
+    regressed: bool
+
+
+@dataclass
+class Comparison:
+    """Changes at one temperature and batch size: by category, then by report."""
+
+    temperature: float
+    batch: int
+    rows: list[Change]
+
+
+def compared(
+    reports: Sequence[Report], names: Sequence[str], paths: Sequence[str], limit: float
+) -> list[Comparison]:
+    """Return a comparison for each setting that all reports have.
+
+    It has one row for each category and each report after the first. `names` are the drafters, one
+    of each report, and `limit` is the share by which tau may fall (see `_change`). Raises
+    `UserError` for reports that cannot be compared.
     """
     check_alike(reports, paths)
-    settings_by_key = [
-        {(s["temperature"], s["batch"], s["lossless"]): s for s in report["settings"]}
-        for report in reports
-    ]
+    settings_by_key = []
+    for report in reports:
+        settings_by_key.append({(s.temperature, s.batch, s.lossless): s for s in report.settings})
     common = [key for key in settings_by_key[0] if all(key in by_key for by_key in settings_by_key)]
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
-    entries = []
+    comparisons = []
     for key in common:
         requests = [
             _requests(by_key[key], name, path)
             for by_key, name, path in zip(settings_by_key, names, paths, strict=True)
         ]
-        before = requests[0]
-        categories = [ALL, *sorted({r.category for r in before})]
-        if len(categories) == 2:  # the row of the only category would repeat that of all
-            categories = [ALL]
         rows = []
         for number, after in enumerate(requests[1:], 1):
-            if [r.name for r in before] != [r.name for r in after]:
-                raise UserError(
-                    f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the "
-                    "same prompts"
-                )
-            # a reply without a round, whose only token is the prefill's, has no tau
-            counted = [(a, b) for a, b in zip(before, after, strict=True) if a.kept and b.kept]
-            for category in categories:
-                pairs = [(a, b) for a, b in counted if category in (ALL, a.category)]
-                if pairs:
-                    rows.append({"category": category, "report": number, **_change(pairs, limit)})
-        entries.append({"temperature": key[0], "batch": key[1], "rows": rows})
-    return entries
+            rows += _changes(requests[0], after, number, paths, limit)
+        comparisons.append(Comparison(key[0], key[1], rows))
+    return comparisons
 
 
-@dataclass
-class _Request:
-    """One reply of a drafter, as its report has it."""
+def _changes(
+    before: list[RequestRecord],
+    after: list[RequestRecord],
+    number: int,
+    paths: Sequence[str],
+    limit: float,
+) -> list[Change]:
+    """Return the changes of all prompts and of each category, in the report of this number.
 
-    name: tuple[str, int]
-    """Id and turn."""
-    category: str
-    """Category of its prompt."""
-    prompt: int
-    """Number of its prompt, which the turns of a conversation share."""
-    kept: list[int]
-    """Tokens emitted in each round."""
+    Raises `UserError` if it has other requests than the first.
+    """
+    if [(r.id, r.turn) for r in before] != [(r.id, r.turn) for r in after]:
+        raise UserError(
+            f"{paths[number]} holds other requests than {paths[0]}; evaluate both on the same "
+            "prompts"
+        )
+    # a reply without a round, whose only token is the prefill's, has no tau
+    counted = [(a, b) for a, b in zip(before, after, strict=True) if a.rounds and b.rounds]
+    categories = sorted({r.category for r in before})
+    changes = []
+    # the row of the only category would repeat that of all
+    for category in [ALL, *(categories if len(categories) > 1 else [])]:
+        pairs = [(a, b) for a, b in counted if category in (ALL, a.category)]
+        if pairs:
+            changes.append(_change(category, number, pairs, limit))
+    return changes
 
 
-def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, Any]:
+def _change(
+    category: str, number: int, pairs: list[tuple[RequestRecord, RequestRecord]], limit: float
+) -> Change:
     """Return tau before and after over the same requests, and the relative change with interval.
 
     The turns of a prompt are resampled together. A change counts as regressed if tau fell by more
     than `limit`, its interval lies below 0, and there are at least `FEWEST` prompts.
     """
-    prompts = [request.prompt for request, _ in pairs]
-    before = pooled([request.kept for request, _ in pairs], prompts)
-    after = pooled([request.kept for _, request in pairs], prompts)
+    prompts = [request.prompt or 0 for request, _ in pairs]
+    before = pooled([request.emitted for request, _ in pairs], prompts)
+    after = pooled([request.emitted for _, request in pairs], prompts)
 
     def relative(sample):
         return tau([b for _, b in sample]) / tau([a for a, _ in sample]) - 1
@@ -184,42 +189,37 @@ def _change(pairs: list[tuple[_Request, _Request]], limit: float) -> dict[str, A
     prompt_pairs = list(zip(before, after, strict=True))
     low, high = bootstrap(prompt_pairs, relative)
     change = relative(prompt_pairs)
-    return {
-        "requests": len(pairs),
-        "tau_before": tau(before),
-        "tau_before_ci95": bootstrap(before, tau),
-        "tau_after": tau(after),
-        "tau_after_ci95": bootstrap(after, tau),
-        "change": change,
-        "change_ci95": [low, high],
-        "regressed": change < -limit and high < 0 and len(prompt_pairs) >= FEWEST,
-    }
+    return Change(
+        category=category,
+        report=number,
+        requests=len(pairs),
+        tau_before=tau(before),
+        tau_before_ci95=bootstrap(before, tau),
+        tau_after=tau(after),
+        tau_after_ci95=bootstrap(after, tau),
+        change=change,
+        change_ci95=(low, high),
+        regressed=change < -limit and high < 0 and len(prompt_pairs) >= FEWEST,
+    )
 
 
-def _requests(setting: dict[str, Any], name: str, path: str) -> list[_Request]:
+def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestRecord]:
     """Return the replies of drafter `name` in one setting of the report `path`. Raises `UserError`.
 
     Reports of older versions do not number their prompts; each request is then a prompt.
     """
-    if name not in setting["drafters"]:
-        raise UserError(
-            f"{path} has no drafter {name!r}; there are: {', '.join(setting['drafters'])}"
-        )
-    requests = setting["drafters"][name]["per_request"]
-    return [
-        _Request(
-            (r["id"], r["turn"]),
-            r["category"],
-            r.get("prompt", index),
-            [emitted for _, _, emitted in r["rounds"]],
-        )
-        for index, r in enumerate(requests)
-    ]
+    if name not in setting.drafters:
+        raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
+    requests = setting.drafters[name].per_request
+    for index, request in enumerate(requests):
+        if request.prompt is None:
+            request.prompt = index
+    return requests
 
 
-def _only_drafter(report: dict[str, Any], path: str) -> str:
+def _only_drafter(report: Report, path: str) -> str:
     """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
-    drafters = report["settings"][0]["drafters"]
+    drafters = report.settings[0].drafters
     names = [
         name
         for name in drafters
@@ -246,33 +246,33 @@ def _share(text: str | None) -> float | None:
     return value
 
 
-def show(found: Sequence[dict[str, Any]], paths: Sequence[str], console: Console) -> None:
-    """Print a table for each entry of `compared`; `paths` are those of the reports."""
+def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Console) -> None:
+    """Print a table for each of `comparisons`; `paths` are those of the reports."""
 
     def with_interval(value, pair):
         return f"{value:.2f} ({pair[0]:.2f}-{pair[1]:.2f})"
 
-    for setting in found:
-        title = f"T = {setting['temperature']:g}, batch {setting['batch']}; before: {paths[0]}"
+    for setting in comparisons:
+        title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
         table = plain_table(title, title_justify="left")
         table.add_column("category")
         for column in ("requests", "before", "after", "change", "95%"):
             table.add_column(column, justify="right", no_wrap=True)
         regressed = []
-        for row in setting["rows"]:
-            low, high = row["change_ci95"]
-            label = row["category"] or "-"
+        for row in setting.rows:
+            low, high = row.change_ci95
+            label = row.category or "-"
             if len(paths) > 2:
-                label += f" ({paths[row['report']]})"
+                label += f" ({paths[row.report]})"
             table.add_row(
                 label,
-                str(row["requests"]),
-                with_interval(row["tau_before"], row["tau_before_ci95"]),
-                with_interval(row["tau_after"], row["tau_after_ci95"]),
-                f"{row['change']:+.1%}",
+                str(row.requests),
+                with_interval(row.tau_before, row.tau_before_ci95),
+                with_interval(row.tau_after, row.tau_after_ci95),
+                f"{row.change:+.1%}",
                 f"{low:+.1%} to {high:+.1%}",
             )
-            if row["regressed"]:
+            if row.regressed:
                 regressed.append(label)
         console.print(table)
         if regressed:

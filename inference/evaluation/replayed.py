@@ -23,8 +23,7 @@ from ..metrics import bootstrap, repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..stored import HeldOutText, StoredTarget, load_stored, load_texts
-
-SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
+from .results import SHOWN, by_depth
 
 
 def run(options: Any) -> None:
@@ -46,11 +45,11 @@ def run(options: Any) -> None:
         proposer = load_proposer(spec, target, warn)
         drafters[proposer.name] = replayed(proposer, target, texts)
     report = {
-        "schema_version": 1,
+        "schema_version": 2,
         "replayed_from": options.features,
         "target": target.fingerprint().as_dict(),
         "dtype": dtype_name(target.dtype),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"torch": str(torch.__version__), "transformers": transformers.__version__},
         "options": asdict(options),
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "drafters": drafters,
@@ -66,7 +65,7 @@ def replayed(
 ) -> dict[str, Any]:
     """Return tau, its 95% interval over texts, survival by depth, and the rounds themselves.
 
-    The key `kept` has the tokens emitted in each round of each text.
+    The key `emitted` has the tokens emitted in each round of each text.
     """
 
     def loaded(states):
@@ -83,7 +82,7 @@ def replayed(
         "tau_incl_bonus": tau(emitted),
         "tau_ci95": bootstrap(emitted, tau),
         "survival": survival(accepted, max(accepted, default=0)),
-        "kept": emitted,
+        "emitted": emitted,
     }
 
 
@@ -99,8 +98,8 @@ def show(report: dict[str, Any], texts: int) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, figures in report["drafters"].items():
         low, high = figures["tau_ci95"]
-        shown = " ".join(f"{x:.2f}".removeprefix("0") for x in figures["survival"][:SHOWN]) or "-"
-        table.add_row(name, f"{figures['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}", shown)
+        row = (f"{figures['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}")
+        table.add_row(name, *row, by_depth(figures["survival"]))
     console = Console()
     console.print(table)
     console.print(

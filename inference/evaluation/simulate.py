@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ...heads.documents import convert, read_document
+from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
 from ..console import Console, plain_table
-from ..documents import ProfileFile, ReportFile
-from .compare import load_measured
-from .evaluate import numbers
+from ..documents import ProfileFile
+from .checks import numbers
 from .gains import (
     GPUS,
     Model,
@@ -34,6 +33,7 @@ from .gains import (
 )
 from .options import SimulateOptions as Options
 from .report.tables import factor, number
+from .results import read_measured
 from .tuning.costs import between
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
@@ -183,16 +183,16 @@ def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
     Raises `UserError` for a report that lacks times or acceptances. The best chain is None where
     what was drafted is not a chain.
     """
-    settings = convert(load_measured(path), ReportFile).settings
+    settings = read_measured(path).settings
     rows = {}
     for setting in settings:
-        plain = setting.drafters["plain"]
-        plain_seconds = sum((plain.split_s or {}).values())
+        plain = setting.plain
+        plain_seconds = sum(plain.split.values())
         for name, drafter in setting.drafters.items():
             if not drafter.cond_accept:
                 continue
             acceptance = [share for share in drafter.cond_accept if share is not None]
-            levels, split = len(drafter.cond_accept), drafter.split_s or {}
+            levels, split = len(drafter.cond_accept), drafter.split
             timed = plain_seconds and plain.rounds and drafter.rounds
             if not (timed and {"draft", "verify"} <= split.keys()):
                 raise UserError(

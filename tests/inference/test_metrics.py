@@ -6,13 +6,13 @@ import math
 
 import pytest
 from draftsmith.inference.decode import Generation, Round
+from draftsmith.inference.evaluation.figures import summarise
 from draftsmith.inference.metrics import (
     bootstrap,
     conditional,
     offered_conditional,
     pooled,
     repeats_itself,
-    summarise,
     survival,
     tau,
     tau_by_position,
@@ -24,11 +24,11 @@ def test_the_worked_example_of_the_definitions() -> None:
     """A chain of 3 that accepted 0, 2 and 3 drafts in three rounds, nothing cut."""
     rounds = [Round(tokens=[1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
     summary = summarise([Generation([7], [1] * 9, rounds, decode_s=1.0)])
-    assert summary["tau_incl_bonus"] == pytest.approx(8 / 3)
-    assert summary["accept_rate"] == pytest.approx(5 / 9)
-    assert summary["survival"] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
-    assert summary["cond_accept"] == pytest.approx([2 / 3, 1, 0.5])
-    assert summary["tau_untruncated"] == pytest.approx(1 + sum(summary["survival"]))
+    assert summary.tau_incl_bonus == pytest.approx(8 / 3)
+    assert summary.accept_rate == pytest.approx(5 / 9)
+    assert summary.survival == pytest.approx([2 / 3, 2 / 3, 1 / 3])
+    assert summary.cond_accept == pytest.approx([2 / 3, 1, 0.5])
+    assert summary.tau_untruncated == pytest.approx(1 + 2 / 3 + 2 / 3 + 1 / 3)
 
 
 def test_tau_pools_rounds_over_requests() -> None:
@@ -68,7 +68,7 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
         ],
         prompts=[0, 0, 1, 1],
     )
-    assert summary["tau_ci95"] == [2.0, 2.0]
+    assert summary.tau_ci95 == (2.0, 2.0)
 
 
 def test_acceptance_among_drafts_that_were_offered() -> None:

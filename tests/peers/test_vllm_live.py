@@ -184,7 +184,7 @@ def test_a_draft_model_drafts_there_what_it_drafts_here(
         assert s["drafted"] == passes * sum(drafted for drafted, _, _ in rounds)
         assert s["accepted"] == passes * sum(accepted for _, accepted, _ in rounds)
         assert s["tau_incl_bonus"] == pytest.approx(ours["tau_untruncated"])
-        assert s["tau_kept"] == pytest.approx(ours["tau_incl_bonus"])
+        assert s["tau_emitted"] == pytest.approx(ours["tau_incl_bonus"])
         assert s["survival"] == pytest.approx(ours["survival"])
 
 
@@ -196,7 +196,7 @@ def test_n_grams(ngram: Serving, prompts: Path) -> None:
     for s in report["server"]["settings"]:
         check_sums(s)
         assert s["equal_to_plain"] == s["compared"] == s["requests"] and s["divergences"] == []
-        assert s["drafts"] < s["rounds"] and s["tau_kept"] < s["tau_incl_bonus"]
+        assert s["drafts"] < s["rounds"] and s["tau_emitted"] < s["tau_incl_bonus"]
 
 
 def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
@@ -259,7 +259,7 @@ def test_other_peoples_requests_are_said(ngram: Serving, prompts: Path) -> None:
     finally:
         stop.set()
         thread.join()
-    assert len(s["warnings"]) == 1 and "other" in s["warnings"][0] and s["tau_kept"] is None
+    assert len(s["warnings"]) == 1 and "other" in s["warnings"][0] and s["tau_emitted"] is None
 
 
 def test_a_prompt_beyond_the_context(ngram: Serving, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ The export is checked before it is put in place.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -24,7 +24,7 @@ from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec
-from ...inference.evaluation.compare import load_measured
+from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
 from ...inference.target import TargetSource
 from ..data.templates import encode
@@ -182,49 +182,54 @@ def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
     There are figures for each setting of the report and each tree of the drafter. Raises
     `UserError` if the report is about other drafters.
     """
-    report = load_measured(path)
+    report = read_measured(path)
     # A drafter is recognised by its weights: names and folders change.
     weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
-    listed: dict[str, Any] = report.get("drafters", {})
-    names = {name for name, facts in listed.items() if facts.get("sha256") == weights_hash}
+    listed = report.drafters
+    names = {name for name, origin in listed.items() if origin.sha256 == weights_hash}
     if not names:
-        with_weights = [name for name, facts in listed.items() if facts.get("sha256")]
+        with_weights = [name for name, origin in listed.items() if origin.sha256]
         measured = ", ".join(with_weights) or "none with weights"
         raise UserError(
             f"{path} is not about {drafter}: the drafters that it measured ({measured}) have "
             "other weights"
         )
-    specs = {facts["spec"] for name, facts in listed.items() if name in names}
-    prompts = report["prompt_set"]
-    source = f"{Path(path).name}, {prompts['prompts']} prompts, SHA-256 {prompts['sha256'][:16]}"
+    specs = {origin.spec for name, origin in listed.items() if name in names}
+    prompts = report.prompt_set
+    source = f"{Path(path).name}, {prompts.prompts} prompts, SHA-256 {prompts.sha256[:16]}"
     rows = []
-    for setting in report["settings"]:
-        for name, summary in setting["drafters"].items():
+    for setting in report.settings:
+        for name, drafter_figures in setting.drafters.items():
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
-            if name in names or summary.get("spec") in specs:
-                rows.append(_figure(name, method, summary, setting, source))
+            if name in names or drafter_figures.spec in specs:
+                rows.append(_figure(name, method, drafter_figures, setting, source))
     return rows
 
 
 def _figure(
-    name: str, method: str, found: dict[str, Any], setting: dict[str, Any], source: str
+    name: str, method: str, found: DrafterFigures, setting: SettingFigures, source: str
 ) -> CardFigures:
     """Return the line of the card for one drafter in one setting of a report."""
-    low, high = found["tau_ci95"]
+    low, high = known(found.tau_ci95 or (None, None))
     # Later settings win: the method's default, the spec's, and those of a profile.
     default = {"width": 1 if method == "draft_model" else None}
-    chosen = default | parse_spec(name)[1] | found.get("setting", {})
+    chosen = default | parse_spec(name)[1] | (found.setting or {})
     return CardFigures(
         drafts=name,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
-        temperature=setting["temperature"],
-        batch=setting["batch"],
-        tau=found["tau_incl_bonus"],
+        temperature=setting.temperature,
+        batch=setting.batch,
+        tau=known([found.tau_incl_bonus])[0],
         interval=(low, high),
-        survival=tuple(found["survival"][:8]),
-        prompts=found["requests"],
+        survival=known(found.survival[:8]),
+        prompts=found.requests,
         source=source,
     )
+
+
+def known(values: Sequence[float | None]) -> tuple[float, ...]:
+    """Return the figures of a report, NaN for those that it does not have."""
+    return tuple(NAN if value is None else value for value in values)
 
 
 def push(folder: str, name: str) -> None:

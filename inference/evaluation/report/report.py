@@ -15,12 +15,12 @@ from typing import Any
 
 from ....heads.errors import UserError
 from ....heads.files import check_output, read_json, whole_file
-from ..compare import load_report
 from ..evaluate import BASELINES
 from ..options import ReportOptions as Options
+from ..results import Report, read_report
 from . import sections
 from .page import folded, page
-from .tables import Report, Training, categories, firsts, served, summary, trainings
+from .tables import Training, categories, firsts, served, summary, trainings
 
 METRICS_FILE = "metrics.jsonl"  # a training run's log, in its output folder
 HTML_FILE = "report.html"
@@ -73,7 +73,7 @@ def gather(paths: Sequence[str]) -> Found:
     for text in paths:
         path = Path(text)
         if path.is_file() and path.name != METRICS_FILE:
-            reports[path.resolve()] = (text, load_report(text))
+            reports[path.resolve()] = (text, read_report(text))
         elif path.is_dir() or path.is_file():
             folder = path if path.is_dir() else path.parent
             before = len(reports) + len(runs)
@@ -88,7 +88,7 @@ def gather(paths: Sequence[str]) -> Found:
                     runs[log.parent.resolve()] = read_metrics(log)
             for file in sorted(folder.glob("*.json")):
                 if is_report(file):
-                    reports[file.resolve()] = (str(file), load_report(str(file)))
+                    reports[file.resolve()] = (str(file), read_report(str(file)))
             if len(reports) + len(runs) == before and not known:
                 raise UserError(
                     f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name "
@@ -163,9 +163,7 @@ def html(found: Found) -> bytes:
     reports = [report for _, report in found.reports]
     several = len(reports) > 1
     colours = sections.colours_of(reports, BASELINES)
-    targets = dict.fromkeys(
-        str((report.get("target") or {}).get("name", "target")) for report in reports
-    )
+    targets = dict.fromkeys(report.target_name for report in reports)
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
     body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
     links: list[tuple[str, str]] = []
@@ -200,7 +198,7 @@ def _definitions(reports: Sequence[Report]) -> str:
     """Return the definitions that the reports give of their numbers, folded; "" without any."""
     definitions: dict[str, str] = {}
     for report in reports:
-        definitions |= report.get("definitions", {})
+        definitions |= report.definitions
     if not definitions:
         return ""
     rows = "".join(
@@ -229,10 +227,10 @@ def markdown(found: Found) -> str:
     """Return the tables of all reports and training runs as Markdown."""
     blocks = []
     for path, report in found.reports:
-        name = (report.get("target") or {}).get("name", "target")
-        blocks.append(f"## {name}\n\n{report['prompt_set']['prompts']} prompts, {path}\n")
-        for setting in report["settings"]:
-            blocks.append(summary(setting, report.get("drafter_bytes", {})).markdown())
+        prompts = report.prompt_set.prompts
+        blocks.append(f"## {report.target_name}\n\n{prompts} prompts, {path}\n")
+        for setting in report.settings:
+            blocks.append(summary(setting, report.drafter_bytes).markdown())
         tables = [served(report), *(categories(setting) for setting in firsts(report))]
         blocks += [table.markdown() for table in tables if table is not None]
     table = trainings(found.trainings)

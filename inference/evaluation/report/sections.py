@@ -11,16 +11,15 @@ from html import escape
 from math import log2
 from typing import Any
 
+from ..results import PromptSet, Report, Sample, SettingFigures
 from .charts import LOOKS, Axis, Bar, Series, Shares, bar_chart, line_chart, nudged, share_chart
 from .page import figure, folded, side_by_side
 from .tables import (
     UNNAMED,
-    Report,
     Training,
     bounds,
     caption,
     categories,
-    drafting,
     factor,
     fastest,
     finite_pair,
@@ -46,8 +45,8 @@ def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str,
     """
     names: dict[str, None] = {}
     for report in reports:
-        for setting in report["settings"]:
-            names |= dict.fromkeys(drafting(setting))
+        for setting in report.settings:
+            names |= dict.fromkeys(setting.drafting)
     drafters = [name for name in names if name not in baselines]
     ordered = drafters + [name for name in names if name in baselines]
     return {"plain": 0} | {name: 1 + i % LOOKS for i, name in enumerate(ordered)}
@@ -55,44 +54,43 @@ def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str,
 
 def facts(report: Report, path: str) -> str:
     """Return a list of what the report was measured on; `path` is where it was read from."""
-    prompts, versions = report["prompt_set"], report.get("versions", {})
-    memory = report.get("peak_memory_bytes")
+    memory = report.peak_memory_bytes
     rows = {
         "report": path,
-        "target": (report.get("target") or {}).get("name"),
-        "measured": str(report.get("started_at", "")).replace("T", " ").replace("+00:00", " UTC"),
+        "target": report.target.name if report.target is not None else None,
+        "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
         "machine": _machine(report),
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
-        "prompts": _prompt_set(prompts),
-        "replies": _reply_limits(report.get("options") or {}),
-        "partial": f"only {report['partial']} so far" if report.get("partial") else None,
-        **{f"without {name}": why for name, why in report.get("left_out", {}).items()},
+        "prompts": _prompt_set(report.prompt_set),
+        "replies": _reply_limits(report.options or {}),
+        "partial": f"only {report.partial} so far" if report.partial else None,
+        **{f"without {name}": why for name, why in report.left_out.items()},
     }
     body = ""
     for name, value in rows.items():
         if value:
             body += f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
-    if report.get("command"):
+    if report.command:
         # The style keeps a word whole where it fits in a line, so that options do not break.
-        words = " ".join(f"<span>{escape(word)}</span>" for word in report["command"].split(" "))
+        words = " ".join(f"<span>{escape(word)}</span>" for word in report.command.split(" "))
         body += f"<dt>command</dt><dd><code>{words}</code></dd>"
     return f'<dl class="facts">{body}</dl>\n'
 
 
 def _machine(report: Report) -> str:
     """Return device, dtype and threads, as far as the report has them."""
-    known = [report.get("device"), report.get("dtype")]
-    if report.get("threads") is not None:
-        known.append(f"threads: {report['threads']}")
+    known = [report.device, report.dtype]
+    if report.threads is not None:
+        known.append(f"threads: {report.threads}")
     return ", ".join(str(value) for value in known if value is not None)
 
 
-def _prompt_set(prompts: Mapping[str, Any]) -> str:
+def _prompt_set(prompts: PromptSet) -> str:
     """Return how many prompts there are, of which file, and their categories if several."""
-    path = prompts.get("path", "an unnamed set")
-    text = f"{prompts['prompts']} of {path}, SHA-256 {prompts['sha256'][:12]}"
-    categories = [name for name in prompts.get("categories", {}) if name]
+    path = prompts.path or "an unnamed set"
+    text = f"{prompts.prompts} of {path}, SHA-256 {prompts.sha256[:12]}"
+    categories = [name for name in prompts.categories if name]
     if len(categories) > 1:
         text += f", {len(categories)} categories: {', '.join(categories)}"
     return text
@@ -111,13 +109,9 @@ def verdict(report: Report) -> str:
 
     The line is about the smallest batch of that temperature.
     """
-    if not report["settings"]:
+    if not report.settings:
         return ""
-    lossy = [
-        f"T = {s['temperature']:g}, batch {s['batch']}"
-        for s in report["settings"]
-        if not s["lossless"]
-    ]
+    lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
     lines = []
     if lossy:
         lossy_settings = "; ".join(lossy)
@@ -138,20 +132,20 @@ def verdict(report: Report) -> str:
                 f'<p class="verdict">{title}: no drafter is faster than plain decoding.</p>'
             )
             continue
-        s = setting["drafters"][name]
+        s = setting.drafters[name]
         # Of fewer than five prompts or batches there is no interval.
         between = ""
-        if finite_pair(s.get("speedup_ci95")):
-            between = f" (95% {interval(s['speedup_ci95'])})"
+        if finite_pair(s.speedup_ci95):
+            between = f" (95% {interval(s.speedup_ci95)})"
         lines.append(
             f'<p class="verdict">{title}: <strong>{escape(name)}</strong> is fastest, '
-            f"<strong>{factor(s['speedup'])}</strong> plain decoding{between}, at "
-            f"{number(s['tau_incl_bonus'])} tokens a round.</p>"
+            f"<strong>{factor(s.speedup)}</strong> plain decoding{between}, at "
+            f"{number(s.tau_incl_bonus)} tokens a round.</p>"
         )
     return "\n".join(lines)
 
 
-def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
+def others_folded(report: Report, draw: Callable[[SettingFigures], list[str]]) -> str:
     """Return figures of the smallest batches in sight, and those of all others folded.
 
     `draw` returns the figures of one setting.
@@ -160,7 +154,7 @@ def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
     in_sight, others = [], []
     for setting in smallest:
         in_sight += draw(setting)
-    for setting in report["settings"]:
+    for setting in report.settings:
         # By identity, since two settings may be equal in all their numbers.
         if not any(setting is first for first in smallest):
             others += draw(setting)
@@ -169,24 +163,18 @@ def others_folded(report: Report, draw: Callable[[Report], list[str]]) -> str:
 
 def summaries(report: Report, colours: Colours) -> str:
     """Return a table for each setting, and the remarks that a reader of it needs."""
-    tables = [
-        summary(setting, report.get("drafter_bytes", {})).html(colours)
-        for setting in report["settings"]
-    ]
+    tables = [summary(setting, report.drafter_bytes).html(colours) for setting in report.settings]
     notes = [
         "tau: tokens a round, the target's own included. Bold: the highest speed-up. Intervals "
         "are over prompts."
     ]
     if shares := loop_shares(report):
         notes.append(shares)
-    for setting in report["settings"]:
-        for name, s in setting["drafters"].items():
-            gaps = [
-                r["top2_gap"] for r in s.get("per_request", []) if r.get("top2_gap") is not None
-            ]
-            if gaps:
+    for setting in report.settings:
+        for name, s in setting.drafters.items():
+            if (gap := s.largest_gap) is not None:
                 differ = "where a reply first differs, the target's two best logits are at most"
-                notes.append(f"{caption(setting)}, {name}: {differ} {max(gaps):.2g} apart.")
+                notes.append(f"{caption(setting)}, {name}: {differ} {gap:.2g} apart.")
     return "".join(tables) + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
@@ -196,18 +184,18 @@ def acceptance(report: Report, colours: Colours) -> str:
     Dashed lines are `cond_offered`, where it differs; see docs/metrics.md#acceptance.
     """
 
-    def draw(setting: Report) -> list[str]:
+    def draw(setting: SettingFigures) -> list[str]:
         """Return both charts of one setting."""
         accepted, survived = [], []
-        for name, s in drafting(setting).items():
+        for name, s in setting.drafting.items():
             colour = colours[name]
-            accepted.append(Series(name, _by_depth(s.get("cond_accept")), colour))
-            if s.get("cond_offered") and s["cond_offered"] != s.get("cond_accept"):
-                points = _by_depth(s["cond_offered"])
+            accepted.append(Series(name, _by_depth(s.cond_accept), colour))
+            if s.cond_offered and s.cond_offered != s.cond_accept:
+                points = _by_depth(s.cond_offered)
                 accepted.append(
                     Series(f"{name}, where offered", points, colour, dashed=True, label="")
                 )
-            survived.append(Series(name, _by_depth(s.get("survival")), colour))
+            survived.append(Series(name, _by_depth(s.survival), colour))
         deepest = max((len(line.points) for line in (*accepted, *survived)), default=0)
         # About 16 ticks at most: every depth, every second one, and so on.
         step = max(1, -(-deepest // 16))
@@ -232,15 +220,15 @@ def acceptance(report: Report, colours: Colours) -> str:
     return others_folded(report, draw)
 
 
-def _by_depth(values: Sequence[float | None] | None) -> list[tuple[float, float]]:
+def _by_depth(values: Sequence[float | None]) -> list[tuple[float, float]]:
     """Return points (depth, value) of values at the depths 1, 2, ..; `None` has no point."""
-    return [(float(i), v) for i, v in enumerate(values or [], 1) if v is not None]
+    return [(float(i), v) for i, v in enumerate(values, 1) if v is not None]
 
 
 def by_category(report: Report, colours: Colours) -> str:
     """Return bar charts of tau by category of prompts, where there is more than one."""
 
-    def draw(setting: Report) -> list[str]:
+    def draw(setting: SettingFigures) -> list[str]:
         """Return the charts of one setting, each of as many categories as fit."""
         if (table := categories(setting)) is None:
             return []
@@ -249,14 +237,13 @@ def by_category(report: Report, colours: Colours) -> str:
             # The table names the category of prompts that have none; in the report it is empty.
             key = "" if category == UNNAMED else category
             bars = []
-            for name, s in drafting(setting).items():
-                if c := s.get("by_category", {}).get(key):
-                    known = finite_pair(c["tau_ci95"])
-                    bars.append(Bar(name, c["tau_incl_bonus"], colours[name], known))
+            for name, s in setting.drafting.items():
+                if c := s.by_category.get(key):
+                    bars.append(Bar(name, c.tau_incl_bonus, colours[name], finite_pair(c.tau_ci95)))
             groups.append((category, bars))
         # Many categories go on in further figures, with the same axis.
         high = max(max(bar.value, *(bar.interval or (0,))) for _, bars in groups for bar in bars)
-        per_figure = max(1, BARS // len(drafting(setting)))
+        per_figure = max(1, BARS // len(setting.drafting))
         pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
         title = f"Tau by category, {caption(setting)}"
         note = "dotted: plain decoding; whiskers: 95% over prompts"
@@ -278,10 +265,10 @@ def speed(report: Report, colours: Colours) -> str:
     """Return a chart of the speed-up for each temperature: over batch sizes, or bars for one."""
     figures = []
     for first in firsts(report):
-        kind = first["temperature"], first["lossless"]
-        same = [s for s in report["settings"] if (s["temperature"], s["lossless"]) == kind]
-        same.sort(key=lambda setting: setting["batch"])
-        title = f"Speed-up, T = {first['temperature']:g}" + ("" if first["lossless"] else ", LOSSY")
+        kind = first.temperature, first.lossless
+        same = [s for s in report.settings if (s.temperature, s.lossless) == kind]
+        same.sort(key=lambda setting: setting.batch)
+        title = f"Speed-up, T = {first.temperature:g}" + ("" if first.lossless else ", LOSSY")
         if len(same) > 1:
             note = (
                 "points: measured, with 95% intervals; dashed: predicted from the smallest "
@@ -290,39 +277,39 @@ def speed(report: Report, colours: Colours) -> str:
             figures.append(figure(title, _over_batches(same, colours), note))
             continue
         bars = [
-            Bar(name, s["speedup"], colours[name], finite_pair(s.get("speedup_ci95")), None)
-            for name, s in drafting(first).items()
-            if s.get("speedup") is not None
+            Bar(name, s.speedup, colours[name], finite_pair(s.speedup_ci95), None)
+            for name, s in first.drafting.items()
+            if s.speedup is not None
         ]
-        label = f"speed-up over plain decoding, batch {first['batch']}"
+        label = f"speed-up over plain decoding, batch {first.batch}"
         chart = bar_chart([("", bars)], label, 1.0)
         figures.append(figure(title, chart, "dotted: plain decoding"))
     return side_by_side(figures)
 
 
-def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
+def _over_batches(settings: Sequence[SettingFigures], colours: Colours) -> str:
     """Return a chart of the speed-up over batch sizes, measured (points) and predicted (dashed).
 
     The prediction is `modelled_speedup` of docs/metrics.md#speed. Batch sizes are on a logarithmic
     axis.
     """
-    names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
+    names = list(dict.fromkeys(name for setting in settings for name in setting.drafting))
     lines = []
     for name, offset in zip(names, nudged(len(names), 0.12), strict=True):
         measured, intervals, predicted = [], [], []
         for setting in settings:
-            if name not in setting["drafters"]:
+            if name not in setting.drafters:
                 continue
-            s = setting["drafters"][name]
-            x = log2(setting["batch"]) + offset
-            if s.get("speedup") is not None:
-                measured.append((x, s["speedup"]))
-                intervals.append(finite_pair(s.get("speedup_ci95")))
-            if s.get("modelled_speedup") is not None:
-                predicted.append((x, s["modelled_speedup"]))
+            s = setting.drafters[name]
+            x = log2(setting.batch) + offset
+            if s.speedup is not None:
+                measured.append((x, s.speedup))
+                intervals.append(finite_pair(s.speedup_ci95))
+            if s.modelled_speedup is not None:
+                predicted.append((x, s.modelled_speedup))
         lines.append(Series(f"{name}, predicted", predicted, colours[name], dashed=True, label=""))
         lines.append(Series(name, measured, colours[name], intervals, joined=False))
-    sizes = [(log2(setting["batch"]), str(setting["batch"])) for setting in settings]
+    sizes = [(log2(setting.batch), str(setting.batch)) for setting in settings]
     return line_chart(
         lines,
         Axis("batch size (requests)", ticks=sizes),
@@ -334,17 +321,17 @@ def _over_batches(settings: Sequence[Report], colours: Colours) -> str:
 def times(report: Report) -> str:
     """Return charts of the parts of a round's time, for each way of decoding."""
 
-    def draw(setting: Report) -> list[str]:
+    def draw(setting: SettingFigures) -> list[str]:
         """Return the chart of one setting."""
         rows = []
-        for name, s in setting["drafters"].items():
-            parts = [(s.get("split_s") or {}).get(part, 0.0) for part in PARTS]
+        for name, s in setting.drafters.items():
+            parts = [s.split.get(part, 0.0) for part in PARTS]
             # Other libraries' loops (transformers' assisted generation) time no parts, so that all
             # of their time is the host's.
-            if s.get("rounds") and sum(parts[:-1]) > 0:
-                rows.append(Shares(name, parts, f"{sum(parts) / s['rounds'] * 1000:.2f} ms"))
+            if s.rounds and sum(parts[:-1]) > 0:
+                rows.append(Shares(name, parts, f"{sum(parts) / s.rounds * 1000:.2f} ms"))
         note = "share of a round; behind it its length"
-        if setting["batch"] != 1:
+        if setting.batch != 1:
             note += ", shared among the batch's requests"
         return [figure(f"Time of a round, {caption(setting)}", share_chart(rows, PARTS), note)]
 
@@ -393,9 +380,8 @@ def replies(report: Report, colours: Colours) -> str:
     blocks: list[str] = []
     for setting in firsts(report):
         views = []
-        for name in sorted(drafting(setting), key=lambda name: colours[name]):
-            samples = setting["drafters"][name].get("samples", [])
-            samples = [sample for sample in samples if sample["tokens"]]
+        for name in sorted(setting.drafting, key=lambda name: colours[name]):
+            samples = [sample for sample in setting.drafters[name].samples if sample.tokens]
             opened = not blocks and not views
             inside = [
                 folded(_about(sample), reply(sample), opened and not i)
@@ -408,23 +394,20 @@ def replies(report: Report, colours: Colours) -> str:
     return LEGEND + "".join(blocks) if blocks else ""
 
 
-def _about(sample: Mapping[str, Any]) -> str:
+def _about(sample: Sample) -> str:
     """Return a reply's title: its id, its turn if a later one, and its numbers of tokens."""
-    turn = f", turn {sample['turn'] + 1}" if sample.get("turn") else ""
-    accepted = sum(depth > 0 for depth in sample["came"])
-    return f"{sample['id']}{turn} ({len(sample['tokens'])} tokens, {accepted} of them drafted)"
+    turn = f", turn {sample.turn + 1}" if sample.turn else ""
+    accepted = sum(depth > 0 for depth in sample.came)
+    return f"{sample.id}{turn} ({len(sample.tokens)} tokens, {accepted} of them drafted)"
 
 
-def reply(sample: Mapping[str, Any]) -> str:
+def reply(sample: Sample) -> str:
     """Return one reply as HTML, each token in an element that shows how it came.
 
-    `sample` is an entry of `samples` in docs/metrics.md#report-keys. Every text in it is escaped,
-    and characters that cannot be seen are made visible.
+    Every text in `sample` is escaped, and characters that cannot be seen are made visible.
     """
     spans = []
-    for token, came, p, best in zip(
-        sample["tokens"], sample["came"], sample["p"], sample["best"], strict=True
-    ):
+    for token, came, p, best in zip(sample.tokens, sample.came, sample.p, sample.best, strict=True):
         # `came` is the depth of an accepted draft, 0 for a bonus token, -1 for the prefill's token.
         if came > 0:
             kind, origin = f"d{min(came, DEEPEST)}", f"accepted draft, depth {came}"
@@ -437,9 +420,9 @@ def reply(sample: Mapping[str, Any]) -> str:
             lines.append(f"{rank}. {quoted(text)}  {chance:.3f}")
         title = escape("\n".join(lines)).replace("\n", "&#10;")
         spans.append(f'<i class="{kind}" title="{title}">{visible(token)}</i>')
-    prompt_text = visible(sample.get("prompt", ""), False)
+    prompt_text = visible(sample.prompt, False)
     prompt = folded("Prompt", f'<div class="prompt">{prompt_text}</div>')
-    label = escape(f"reply to {sample['id']}")
+    label = escape(f"reply to {sample.id}")
     # It can have the focus, so that the arrow keys reach its tokens.
     return (
         f'{prompt}<div class="reply" tabindex="0" role="group" '

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-Report = dict[str, Any]
-"""JSON of `draftsmith evaluate`, or an object in it; keys as in docs/metrics.md#report-keys."""
+from ..results import Report, SettingFigures
+
 # Typographic signs, written as codes because they look like others.
 NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"
 UNNAMED = "(none)"  # the category of prompts that have none
@@ -88,7 +88,7 @@ def number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
     return format(value * scale, form)
 
 
-def interval(pair: Sequence[float] | None) -> str:
+def interval(pair: Sequence[float | None] | None) -> str:
     """Return an interval as `2.01-2.34`; a dash where it is not known."""
     known = finite_pair(pair)
     return NOTHING if known is None else f"{known[0]:.2f}{TO}{known[1]:.2f}"
@@ -100,11 +100,14 @@ def factor(value: Any) -> str:
     return text if text == NOTHING else text + TIMES
 
 
-def finite_pair(pair: Sequence[float] | None) -> tuple[float, float] | None:
+def finite_pair(pair: Sequence[float | None] | None) -> tuple[float, float] | None:
     """Return both ends of an interval; `None` unless it has two and they are finite numbers."""
-    if pair is None or len(pair) != 2 or not all(map(is_finite, pair)):
+    if pair is None or len(pair) != 2:
         return None
-    return pair[0], pair[1]
+    low, high = pair
+    if low is None or high is None or not (is_finite(low) and is_finite(high)):
+        return None
+    return low, high
 
 
 def size(count: int | None) -> str:
@@ -115,18 +118,18 @@ def size(count: int | None) -> str:
     return f"{count / 1000**unit:.3g} {('B', 'kB', 'MB', 'GB')[unit]}"
 
 
-def caption(setting: Report) -> str:
+def caption(setting: SettingFigures) -> str:
     """Return `T = 0, batch 4`, and a remark if the target's distribution is not kept."""
-    lossy = "" if setting["lossless"] else ", LOSSY typical acceptance"
-    return f"T = {setting['temperature']:g}, batch {setting['batch']}{lossy}"
+    lossy = "" if setting.lossless else ", LOSSY typical acceptance"
+    return f"T = {setting.temperature:g}, batch {setting.batch}{lossy}"
 
 
-def firsts(report: Report) -> list[Report]:
+def firsts(report: Report) -> list[SettingFigures]:
     """Return the setting of the smallest batch for each temperature, lossless and lossy apart."""
-    smallest: dict[Any, Report] = {}
-    for setting in report["settings"]:
-        key = setting["temperature"], setting["lossless"]
-        if key not in smallest or setting["batch"] < smallest[key]["batch"]:
+    smallest: dict[tuple[float, bool], SettingFigures] = {}
+    for setting in report.settings:
+        key = setting.temperature, setting.lossless
+        if key not in smallest or setting.batch < smallest[key].batch:
             smallest[key] = setting
     return list(smallest.values())
 
@@ -136,29 +139,23 @@ def loop_shares(report: Report) -> str:
 
     It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
     """
-    shares = {
-        caption(setting): setting["drafters"]["plain"].get("loop_share")
-        for setting in firsts(report)
-    }
-    known = [f"{share:.0%} ({name})" for name, share in shares.items() if share is not None]
+    known = []
+    for setting in firsts(report):
+        if (share := setting.plain.loop_share) is not None:
+            known.append(f"{share:.0%} ({caption(setting)})")
     if not known:
         return ""
     listed = ", ".join(known)
     return f"Loop share (replies that repeat an 8-gram): {listed}; loops flatter every drafter."
 
 
-def drafting(setting: Report) -> dict[str, Report]:
-    """Return the figures of every way of decoding that drafts, by name: all but plain decoding."""
-    return {name: s for name, s in setting["drafters"].items() if name != "plain"}
-
-
-def fastest(setting: Report) -> str | None:
+def fastest(setting: SettingFigures) -> str | None:
     """Return the drafter of the highest speed-up; `None` if none is faster than plain decoding."""
-    gains = {name: s.get("speedup") for name, s in drafting(setting).items()}
-    known = {
-        name: gain for name, gain in gains.items() if isinstance(gain, int | float) and gain > 1
-    }
-    return max(known, key=lambda name: known[name]) if known else None
+    name, gain = None, 1.0
+    for drafter, figures in setting.drafting.items():
+        if figures.speedup is not None and figures.speedup > gain:
+            name, gain = drafter, figures.speedup
+    return name
 
 
 COLUMNS = (
@@ -167,40 +164,40 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def summary(setting: Report, sizes: Mapping[str, int]) -> Table:
+def summary(setting: SettingFigures, sizes: Mapping[str, int | None]) -> Table:
     """Return the table of one setting, with a row for each way of decoding.
 
     `sizes` are the drafters' own weights in bytes, by name.
     """
     rows = []
-    for name, s in setting["drafters"].items():
+    for name, s in setting.drafters.items():
         # Without drafts tau is 1 by definition, and there is nothing to accept.
-        drafts = bool(s.get("mean_n_draft"))
-        ttft, tpot = s.get("ttft_quantiles_s") or {}, s.get("tpot_quantiles_s") or {}
-        identical = s.get("equal_to_ar")
+        drafts = bool(s.mean_n_draft)
+        ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
+        equal = s.equal_to_ar
         rows.append([
             name,
-            number(s["tau_incl_bonus"]),
-            interval(s["tau_ci95"]) if drafts else NOTHING,
-            number(s.get("tau_untruncated")),
-            number(s.get("accept_rate")) if drafts else NOTHING,
-            number(s.get("mean_n_draft"), ".1f") if drafts else NOTHING,
-            number(s["tokens_s"], ".0f" if (s["tokens_s"] or 0) >= 100 else ".1f"),
-            factor(s.get("speedup")),
-            interval(s.get("speedup_ci95")) if name != "plain" else NOTHING,
+            number(s.tau_incl_bonus),
+            interval(s.tau_ci95) if drafts else NOTHING,
+            number(s.tau_untruncated),
+            number(s.accept_rate) if drafts else NOTHING,
+            number(s.mean_n_draft, ".1f") if drafts else NOTHING,
+            number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
+            factor(s.speedup),
+            interval(s.speedup_ci95) if name != "plain" else NOTHING,
             number(ttft.get("p50"), ".1f", 1000),
             number(tpot.get("p50"), ".2f", 1000),
             number(tpot.get("p95"), ".2f", 1000),
             size(sizes.get(name)),
-            NOTHING if identical is None or name == "plain" else f"{identical} of {s['requests']}",
+            NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
         ])  # fmt: skip
     best = fastest(setting)
-    best_row = None if best is None else list(setting["drafters"]).index(best)
+    best_row = None if best is None else list(setting.drafters).index(best)
     return Table(caption(setting), COLUMNS, rows, best_row)
 
 
 SERVER_COLUMNS = (
-    "setting", "tau", "kept", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms",
+    "setting", "tau", "emitted", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms",
     "its p95", "ms/token p50", "its p95", "identical",
 )  # fmt: skip
 
@@ -211,38 +208,36 @@ def served(report: Report) -> Table | None:
     `None` is returned if no server was measured. Its figures are defined in
     docs/metrics.md#servers-counters.
     """
-    if (server := report.get("server")) is None:
+    if (server := report.server) is None:
         return None
     rows = []
-    for s in server["settings"]:
-        ttft, tpot = s.get("ttft_quantiles_s") or {}, s.get("tpot_quantiles_s") or {}
+    for s in server.settings:
+        ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
         # Three columns of survival, whatever depth the server drafts to.
-        survival = [*s["survival"], None, None, None][:3]
-        identical = s.get("equal_to_plain")
+        survival = [*s.survival, None, None, None][:3]
+        equal = s.equal_to_plain
         rows.append([
-            f"T = {s['temperature']:g}, {s['concurrency']} at once",
-            number(s["tau_incl_bonus"]),
-            number(s["tau_kept"]),
+            f"T = {s.temperature:g}, {s.concurrency} at once",
+            number(s.tau_incl_bonus),
+            number(s.tau_emitted),
             *map(number, survival),
-            number(s["accept_rate"]),
-            number(s["tokens_s"], ".0f"),
+            number(s.accept_rate),
+            number(s.tokens_s, ".0f"),
             number(ttft.get("p50"), ".1f", 1000),
             number(ttft.get("p95"), ".1f", 1000),
             number(tpot.get("p50"), ".1f", 1000),
             number(tpot.get("p95"), ".1f", 1000),
-            NOTHING if identical is None else f"{identical} of {s['compared']}",
+            NOTHING if equal is None else f"{equal} of {s.compared}",
         ])  # fmt: skip
-    return Table(f"{server['engine']} {server['version']} at {server['url']}", SERVER_COLUMNS, rows)
+    return Table(server.title, SERVER_COLUMNS, rows)
 
 
-def categories(setting: Report) -> Table | None:
+def categories(setting: SettingFigures) -> Table | None:
     """Return tau with its interval, by category (rows) and drafter (columns).
 
     `None` is returned where the prompts are of less than two categories.
     """
-    by_drafter = {
-        name: s["by_category"] for name, s in drafting(setting).items() if s.get("by_category")
-    }
+    by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
     names = sorted({category for by in by_drafter.values() for category in by})
     if len(names) < 2:
         return None
@@ -252,9 +247,7 @@ def categories(setting: Report) -> Table | None:
         for by in by_drafter.values():
             c = by.get(category)
             # A drafter whose replies had no round has no tau in that category.
-            cells.append(
-                NOTHING if c is None else _with_interval(c["tau_incl_bonus"], c["tau_ci95"])
-            )
+            cells.append(NOTHING if c is None else _with_interval(c.tau_incl_bonus, c.tau_ci95))
         rows.append(cells)
     return Table(f"Tau by category, {caption(setting)}", ["category", *by_drafter], rows)
 
@@ -293,7 +286,7 @@ def bounds(run: Training, step: float) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def _with_interval(value: float, pair: Sequence[float] | None) -> str:
+def _with_interval(value: float, pair: Sequence[float | None] | None) -> str:
     """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
     text = interval(pair)
     return number(value) + (f" ({text})" if text != NOTHING else "")

@@ -125,7 +125,7 @@ class Speculation:
     rounds: int | None = None
     """Decoding steps of the measured requests, those without a draft included; of vLLM a lower
     bound, see `of_vllm`."""
-    tau_kept: float | None = None
+    tau_emitted: float | None = None
     """Tokens emitted per decoding step, the prefill's excluded: what `draftsmith evaluate` calls
     tau of a local drafter."""
     warnings: list[str] = field(default_factory=list)
@@ -144,7 +144,7 @@ def of_vllm(
     an accepted draft gave. The largest of the three is taken.
     """
     if delta.drafts is None:
-        speculation = Speculation("none", 1.0, rounds=tokens - replies, tau_kept=1.0)
+        speculation = Speculation("none", 1.0, rounds=tokens - replies, tau_emitted=1.0)
     else:
         tau = 1 + delta.accepted / delta.drafts if delta.drafts else 1.0
         survival = [count / delta.drafts for count in delta.by_position] if delta.drafts else []
@@ -153,11 +153,11 @@ def of_vllm(
             "vllm", tau, delta.drafts, delta.drafted, delta.accepted, survival, rounds
         )
         if rounds:
-            speculation.tau_kept = (tokens - replies) / rounds
+            speculation.tau_emitted = (tokens - replies) / rounds
     speculation.warnings = _shared(delta, tokens, replies, ran_before)
     # The counters hold steps of other clients, while `tokens` are those of the measured requests.
     if speculation.warnings and speculation.counted == "vllm":
-        speculation.rounds = speculation.tau_kept = None
+        speculation.rounds = speculation.tau_emitted = None
     if delta.prefix_hits > 0.1 * delta.prefix_queries > 0:
         share = delta.prefix_hits / delta.prefix_queries
         speculation.warnings.append(
@@ -216,17 +216,23 @@ def of_sglang(
                 "the server speculates, but its replies have no spec_verify_ct; use a newer SGLang"
             )
             return Speculation("unknown", None, warnings=[why])
-        return Speculation("none", 1.0, rounds=tokens - len(metas), tau_kept=1.0)
+        return Speculation("none", 1.0, rounds=tokens - len(metas), tau_emitted=1.0)
     # One token of each reply is the prefill's and belongs to no round.
-    tau_kept = (tokens - len(metas)) / rounds
+    tau_emitted = (tokens - len(metas)) / rounds
     accepted, drafted = (_sum(verified, names) for names in (ACCEPTED_NAMES, DRAFTED_NAMES))
     if accepted is None:
         return Speculation(
-            "sglang, tokens", tau_kept, rounds, drafted, None, rounds=rounds, tau_kept=tau_kept
+            "sglang, tokens",
+            tau_emitted,
+            rounds,
+            drafted,
+            None,
+            rounds=rounds,
+            tau_emitted=tau_emitted,
         )
     survival = _survival(verified, rounds)
     return Speculation(
-        "sglang", 1 + accepted / rounds, rounds, drafted, accepted, survival, rounds, tau_kept
+        "sglang", 1 + accepted / rounds, rounds, drafted, accepted, survival, rounds, tau_emitted
     )
 
 

@@ -28,6 +28,16 @@ from ...settings import Sampling, TargetConfig
 from ...target import Target
 from ...target_files import base_and_adapter
 from ..measure import Results, divergence
+from ..results import (
+    SHOWN,
+    Divergence,
+    ServerFigures,
+    ServerReport,
+    ServerRequest,
+    SettingFigures,
+    by_depth,
+    identical,
+)
 from .client import (
     EngineServer,
     Load,
@@ -40,7 +50,6 @@ from .client import (
 )
 from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
 
-SHOWN = 3  # positions whose acceptance the table shows; the JSON holds all
 WARM_UP = 8  # tokens of a first reply that is not counted
 # Share of the time from which the client counts as too slow. Only runs of a second or more are
 # checked: shorter ones are mostly the client's start.
@@ -48,7 +57,7 @@ BUSY = 0.7
 MEANINGS = {
     "tau_incl_bonus": "as tau_definition says; unlike local tau, vLLM's leaves out steps that had "
     "no draft",
-    "tau_kept": "tokens per decoding step, steps without a draft included, the prefill's token "
+    "tau_emitted": "tokens per decoding step, steps without a draft included, the prefill's token "
     "excluded: comparable with local tau. vLLM does not count steps; where a slow reader got "
     "several in one chunk it is at most this",
     "survival": "share of the drafts of which at least d tokens were accepted",
@@ -69,8 +78,7 @@ MEANINGS = {
 class ServerMeasurement:
     """Report about a server, and the runs that it was made of."""
 
-    report: dict[str, Any]
-    """The value of `server` in the JSON; see docs/metrics.md#report-keys."""
+    report: ServerReport
     prompts: list[Prompt]
     tokenizer: Any
     loads: list[Load]
@@ -150,15 +158,15 @@ async def _measure(
                 )
                 runs.append(run)
                 settings.append(figures(sampling, at_once, run, speculation))
-    report = {
-        "url": server.url,
-        "engine": server.engine,
-        "version": server.version,
-        "model": server.model,
-        "context": server.context,
-        "definitions": MEANINGS,
-        "settings": settings,
-    }
+    report = ServerReport(
+        url=server.url,
+        engine=server.engine,
+        version=server.version,
+        model=server.model,
+        context=server.context,
+        definitions=MEANINGS,
+        settings=settings,
+    )
     return ServerMeasurement(report, prompts, reader.tokenizer, runs)
 
 
@@ -214,52 +222,49 @@ async def _one(
     return run, of_vllm(delta, tokens, len(run.replies), chunks, before.running)
 
 
-def figures(sampling: Sampling, at_once: int, run: Load, found: Speculation) -> dict[str, Any]:
-    """Return the numbers of one setting, under the keys of docs/metrics.md#report-keys.
-
-    `found` are the engine's own counts during the run.
-    """
+def figures(sampling: Sampling, at_once: int, run: Load, speculation: Speculation) -> ServerFigures:
+    """Return the figures of one setting, with the engine's own counts during the run."""
     replies = run.replies
     tokens = sum(reply.tokens for reply in replies)
     gaps = [later - earlier for reply in replies for earlier, later in pairwise(reply.arrivals)]
-    return {
-        "temperature": sampling.temperature,
-        "concurrency": at_once,
-        "in_flight_peak": run.peak,
-        "tau_incl_bonus": found.tau,
-        "tau_definition": DEFINITIONS[found.counted],
-        "tau_kept": found.tau_kept,
-        "survival": found.survival,
-        "accept_rate": _ratio(found.accepted, found.drafted),
-        "mean_n_draft": _ratio(found.drafted, found.drafts),
-        "tokens_s": tokens / run.seconds,
-        "seconds": run.seconds,
-        "ttft_quantiles_s": quantiles([reply.ttft_s for reply in replies]),
-        "tpot_quantiles_s": quantiles([reply.tpot_s for reply in replies]),
-        "chunk_gap_quantiles_s": quantiles(gaps),
-        "requests": len(replies),
-        "tokens": tokens,
-        "chunks": sum(len(reply.arrivals) for reply in replies),
-        "drafts": found.drafts,
-        "drafted": found.drafted,
-        "accepted": found.accepted,
-        "rounds": found.rounds,
-        "speculates": None if found.counted == "unknown" else found.counted != "none",
-        "client_busy": run.busy,
-        "warnings": found.warnings + _slow_client(run),
-        "per_request": [
-            {
-                "id": reply.prompt.id,
-                "turn": reply.turn,
-                "n_prompt": len(reply.prompt.token_ids),
-                "n_out": reply.tokens,
-                "ttft_s": reply.ttft_s,
-                "tpot_s": reply.tpot_s,
-                "finish_reason": reply.finish,
-            }
+    return ServerFigures(
+        temperature=sampling.temperature,
+        concurrency=at_once,
+        in_flight_peak=run.peak,
+        tau_incl_bonus=speculation.tau,
+        tau_definition=DEFINITIONS[speculation.counted],
+        tau_emitted=speculation.tau_emitted,
+        survival=speculation.survival,
+        accept_rate=_ratio(speculation.accepted, speculation.drafted),
+        mean_n_draft=_ratio(speculation.drafted, speculation.drafts),
+        tokens_s=tokens / run.seconds,
+        seconds=run.seconds,
+        ttft_quantiles_s=quantiles([reply.ttft_s for reply in replies]),
+        tpot_quantiles_s=quantiles([reply.tpot_s for reply in replies]),
+        chunk_gap_quantiles_s=quantiles(gaps),
+        requests=len(replies),
+        tokens=tokens,
+        chunks=sum(len(reply.arrivals) for reply in replies),
+        drafts=speculation.drafts,
+        drafted=speculation.drafted,
+        accepted=speculation.accepted,
+        rounds=speculation.rounds,
+        speculates=None if speculation.counted == "unknown" else speculation.counted != "none",
+        client_busy=run.busy,
+        warnings=speculation.warnings + _slow_client(run),
+        per_request=[
+            ServerRequest(
+                id=reply.prompt.id,
+                turn=reply.turn,
+                n_prompt=len(reply.prompt.token_ids),
+                n_out=reply.tokens,
+                ttft_s=reply.ttft_s,
+                tpot_s=reply.tpot_s,
+                finish_reason=reply.finish,
+            )
             for reply in replies
         ],
-    }
+    )
 
 
 def _ratio(count: int | None, of: int | None) -> float | None:
@@ -289,67 +294,63 @@ def compare_replies(
     sampling = sampling.resolved(target.repetition_penalty)
     plain_turns = next(iter(results.values()))
     plain = {(turn.prompt.place, turn.number): turn.generation for turn in plain_turns}
-    for setting, run in zip(measured.report["settings"], measured.loads, strict=True):
-        if setting["temperature"] != 0:
+    for setting, run in zip(measured.report.settings, measured.loads, strict=True):
+        if setting.temperature == 0:
+            _compare_load(setting, run, plain, target, sampling)
+
+
+def _compare_load(
+    figures: ServerFigures,
+    run: Load,
+    plain: dict[tuple[int, int], Generation],
+    target: Target,
+    sampling: Sampling,
+) -> None:
+    """Set `equal_to_plain`, `compared` and `divergences` of one greedy setting.
+
+    `plain` are the replies of plain decoding by place of the prompt and number of the turn.
+    """
+    equal = compared = 0
+    differing: dict[tuple[int, int, tuple[int, ...]], Divergence] = {}
+    for reply in run.replies:
+        expected = plain.get((reply.prompt.place, reply.turn))
+        if reply.ids is None or expected is None:
             continue
-        equal = compared = 0
-        differing: dict[Any, dict[str, Any]] = {}
-        for reply in run.replies:
-            expected = plain.get((reply.prompt.place, reply.turn))
-            if reply.ids is None or expected is None:
-                continue
-            # The server's reply to an earlier turn differed, and so does everything behind it.
-            if expected.prompt_ids != reply.prompt.token_ids:
-                continue
-            compared += 1
-            equal += reply.ids == expected.token_ids
-            # Several passes mostly repeat a reply; one pass of the target over each is enough.
-            key = (reply.prompt.place, reply.turn, tuple(reply.ids))
-            if reply.ids != expected.token_ids and key not in differing:
-                generation = Generation(reply.prompt.token_ids, reply.ids)
-                index, gap = divergence(target, expected, generation, sampling)
-                differing[key] = {
-                    "id": reply.prompt.id,
-                    "turn": reply.turn,
-                    "index": index,
-                    "top2_gap": gap,
-                }
-        setting |= {
-            "equal_to_plain": equal,
-            "compared": compared,
-            "divergences": list(differing.values()),
-        }
+        # The server's reply to an earlier turn differed, and so does everything behind it.
+        if expected.prompt_ids != reply.prompt.token_ids:
+            continue
+        compared += 1
+        equal += reply.ids == expected.token_ids
+        # Several passes mostly repeat a reply; one pass of the target over each is enough.
+        key = (reply.prompt.place, reply.turn, tuple(reply.ids))
+        if reply.ids != expected.token_ids and key not in differing:
+            generation = Generation(reply.prompt.token_ids, reply.ids)
+            index, gap = divergence(target, expected, generation, sampling)
+            differing[key] = Divergence(
+                id=reply.prompt.id, turn=reply.turn, index=index, top2_gap=gap
+            )
+    figures.equal_to_plain, figures.compared = equal, compared
+    figures.divergences = list(differing.values())
 
 
-def show(report: dict[str, Any], console: Console) -> None:
-    """Print the server's figures: acceptance beside that of local drafters, then the times."""
-    server = report["server"]
-    for temperature in dict.fromkeys(setting["temperature"] for setting in server["settings"]):
-        rows = [setting for setting in server["settings"] if setting["temperature"] == temperature]
-        console.print(_acceptance(report, rows, temperature))
+def show(server: ServerReport, local: Sequence[SettingFigures], console: Console) -> None:
+    """Print the server's figures: acceptance beside that of `local` drafters, then the times."""
+    for temperature in dict.fromkeys(setting.temperature for setting in server.settings):
+        rows = [setting for setting in server.settings if setting.temperature == temperature]
+        beside = [setting for setting in local if setting.temperature == temperature]
+        title = f"{server.title}\n{server.model}, T = {temperature:g}"
+        console.print(_acceptance(title, rows, beside))
         console.print(_times(rows))
         for row in rows:
-            label = f"{row['concurrency']} at once"
-            for warning in row["warnings"]:
-                console.print(f"warning, {label}: {warning}")
-            if row["in_flight_peak"] < row["concurrency"]:
-                console.print(
-                    f"warning, {label}: only {row['in_flight_peak']} requests were in flight"
-                )
-            gaps = [d["top2_gap"] for d in row.get("divergences", []) if d["top2_gap"] is not None]
-            if gaps:
-                console.print(
-                    f"{label}: where a reply first differs, the target's two best logits are at "
-                    f"most {max(gaps):.2g} apart."
-                )
-    if any(setting["speculates"] is False for setting in server["settings"]):
+            _show_warnings(row, console)
+    if any(setting.speculates is False for setting in server.settings):
         console.print("The server does not speculate: it writes one token a step.")
-    definitions = dict.fromkeys(s["tau_definition"] for s in server["settings"] if s["speculates"])
+    definitions = dict.fromkeys(s.tau_definition for s in server.settings if s.speculates)
     for definition in definitions:
         console.print(f"The server's tau: {definition}.")
     if definitions:
         console.print(
-            "kept: tokens a step, steps without a draft and ends of replies as they are: what "
+            "emitted: tokens a step, steps without a draft and ends of replies as they are: what "
             "local tau counts."
         )
     console.print(
@@ -358,71 +359,69 @@ def show(report: dict[str, Any], console: Console) -> None:
     )
 
 
+def _show_warnings(row: ServerFigures, console: Console) -> None:
+    """Print what makes the figures of one setting doubtful."""
+    label = f"{row.concurrency} at once"
+    for warning in row.warnings:
+        console.print(f"warning, {label}: {warning}")
+    if row.in_flight_peak < row.concurrency:
+        console.print(f"warning, {label}: only {row.in_flight_peak} requests were in flight")
+    gaps = [d.top2_gap for d in row.divergences if d.top2_gap is not None]
+    if gaps:
+        console.print(
+            f"{label}: where a reply first differs, the target's two best logits are at most "
+            f"{max(gaps):.2g} apart."
+        )
+
+
 def _acceptance(
-    report: dict[str, Any], rows: Sequence[dict[str, Any]], temperature: float
+    title: str, rows: Sequence[ServerFigures], local: Sequence[SettingFigures]
 ) -> Table:
     """Return the table of one temperature: local drafters, and below them the server's `rows`."""
-    server = report["server"]
-    title = f"{server['engine']} {server['version']} at {server['url']}"
-    table = plain_table(f"{title}\n{server['model']}, T = {temperature:g}")
+    table = plain_table(title)
     table.add_column("drafter", overflow="fold", min_width=8)
     accepted = f"accepted\n1-{SHOWN}"
-    for column in (
-        "batch", "con-\ncurrency", "tau", "kept", accepted, "acc/\ndrafted", "tok/s", "identical",
-    ):  # fmt: skip
+    columns = ("batch", "con-\ncurrency", "tau", "emitted", accepted, "acc/\ndrafted", "tok/s")
+    for column in (*columns, "identical"):
         table.add_column(column, justify="right", no_wrap=True)
 
     def number(value):
         return "-" if value is None else f"{value:.2f}"
 
-    def depths(survival):
-        return " ".join(f"{x:.2f}".removeprefix("0") for x in survival[:SHOWN]) or "-"
-
-    for setting in report["settings"]:
-        if setting["temperature"] == temperature:
-            for name, s in setting["drafters"].items():
-                tau = number(s["tau_incl_bonus"])
-                rate = number(s["accept_rate"] if s["mean_n_draft"] else None)
-                same = _identical(s["equal_to_ar"], s["requests"])
-                # A local tau counts emitted tokens of all rounds, which is the meaning of "kept".
-                row = (tau, tau, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
-                table.add_row(name, str(setting["batch"]), "-", *row)
+    for setting in local:
+        for name, s in setting.drafters.items():
+            tau = number(s.tau_incl_bonus)
+            rate = number(s.accept_rate if s.mean_n_draft else None)
+            same = identical(s.equal_to_ar, s.requests)
+            # A local tau counts emitted tokens of all rounds, which is the meaning of "emitted".
+            row = (tau, tau, by_depth(s.survival), rate, f"{s.tokens_s:.0f}", same)
+            table.add_row(name, str(setting.batch), "-", *row)
     for s in rows:
-        tau, tau_kept = number(s["tau_incl_bonus"]), number(s["tau_kept"])
-        rate = number(s["accept_rate"])
-        same = _identical(s.get("equal_to_plain"), s.get("compared"))
-        row = (tau, tau_kept, depths(s["survival"]), rate, f"{s['tokens_s']:.0f}", same)
-        table.add_row("server", "-", str(s["concurrency"]), *row)
+        tau, rate = number(s.tau_incl_bonus), number(s.accept_rate)
+        same = identical(s.equal_to_plain, s.compared)
+        speed = f"{s.tokens_s:.0f}"
+        row = (tau, number(s.tau_emitted), by_depth(s.survival), rate, speed, same)
+        table.add_row("server", "-", str(s.concurrency), *row)
     return table
 
 
-def _identical(same: int | None, of: int | None) -> str:
-    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
-    if same is None or not of:
-        return "-"
-    return "yes" if same == of else f"{same} of {of}"
-
-
-def _times(rows: Sequence[dict[str, Any]]) -> Table:
+def _times(rows: Sequence[ServerFigures]) -> Table:
     """Return a table of times in milliseconds, with a row for each concurrency."""
     table = plain_table(None)
-    # The columns' keys, and how many quantiles of p50, p95 and p99 they show.
-    columns = {
-        "TTFT": ("ttft_quantiles_s", 3),
-        "time per token": ("tpot_quantiles_s", 3),
-        "chunk gap": ("chunk_gap_quantiles_s", 2),
-    }
+    # How many quantiles of p50, p95 and p99 each column shows.
+    columns = {"TTFT": 3, "time per token": 3, "chunk gap": 2}
     table.add_column("con-\ncurrency", justify="right")
-    for name, (_, count) in columns.items():
+    for name, count in columns.items():
         heading = f"{name}, ms\np50 / p95" + " / p99" * (count > 2)
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("requests", justify="right")
     for s in rows:
         cells = []
-        for key, count in columns.values():
-            values = list((s[key] or {}).values())[:count]
-            cells.append(" / ".join(map(_milliseconds, values)) or "-")
-        table.add_row(str(s["concurrency"]), *cells, str(s["requests"]))
+        times = (s.ttft_quantiles_s, s.tpot_quantiles_s, s.chunk_gap_quantiles_s)
+        for quantiles_s, count in zip(times, columns.values(), strict=True):
+            values = [value for value in (quantiles_s or {}).values() if value is not None]
+            cells.append(" / ".join(map(_milliseconds, values[:count])) or "-")
+        table.add_row(str(s.concurrency), *cells, str(s.requests))
     return table
 
 

@@ -36,7 +36,7 @@ def machine_of(target: Target) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": dtype_name(target.dtype),
         "compiled": target.compiled,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
     }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from msgspec import to_builtins
 from rich.table import Table
 
 from ....heads.errors import UserError
@@ -27,11 +28,14 @@ from ...drafters import check_spec, load_proposer
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...target import Target, load_target
-from ..evaluate import numbers, origin
+from ..checks import numbers
+from ..evaluate import origin
+from ..figures import figures_of
 from ..journal import Journal
-from ..measure import Setting, compare, measured
+from ..measure import Setting, compare
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
+from ..results import NAN
 from .budget import (
     DRAFTING,
     MEASURING,
@@ -167,7 +171,7 @@ def identity(
     """
     texts = hashlib.sha256(repr([prompt.token_ids for prompt in prompts]).encode()).hexdigest()
     settings = {key: value for key, value in asdict(options).items() if key != "out"}
-    weights = [origin(spec) for spec in options.drafter]
+    weights = [to_builtins(origin(spec)) for spec in options.drafter]
     facts = {
         "target": profile["target"],
         "machine": profile["machine"],
@@ -417,11 +421,15 @@ class Bench:
         """Decode `prompts` with each of `chosen` in turns, and return the figures of each."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
         results = compare(self.target, ways, prompts, setting, progress_bar=False)
-        summaries = measured(self.target, results, setting)["drafters"].values()
-        return [
-            {"tau": s["tau_incl_bonus"], "tokens_s": s["tokens_s"], "speedup": s["speedup"]}
-            for s in summaries
-        ]
+        plain = [turn.generation for turn in next(iter(results.values()))]
+        measurements = []
+        for turns in results.values():
+            f = figures_of(turns, plain, setting.batch)
+            assert f.tau_incl_bonus is not None and f.tokens_s is not None
+            measurements.append(
+                {"tau": f.tau_incl_bonus, "tokens_s": f.tokens_s, "speedup": f.speedup or NAN}
+            )
+        return measurements
 
 
 class _Ready:

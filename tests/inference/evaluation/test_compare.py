@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.compare import Options, compared, run
+from draftsmith.inference.evaluation.results import Report
 
 CODE, CHAT = [3, 4, 2], [2, 1, 2]
 
 
-def report(
+def written(
     code: list[int], chat: list[int], name: str = "head", temperature: float = 0.0, sha: str = "x"
 ) -> dict[str, Any]:
     """As `draftsmith evaluate` writes it: ten prompts of each category."""
@@ -40,23 +42,27 @@ def report(
     return {"settings": [setting], "prompt_set": {"sha256": sha, "prompts": 20}}
 
 
+def report(code: list[int], chat: list[int], **facts: Any) -> Report:
+    return convert(written(code, chat) | facts, Report)
+
+
 def test_what_is_gained_on_one_category_and_lost_on_another() -> None:
     (setting,) = compared(
         [report(CODE, CHAT), report([5, 5, 2], [1, 1, 2])], ["head", "head"], ["a", "b"], 0.02
     )
-    rows = {row["category"]: row for row in setting["rows"]}
+    rows = {row.category: row for row in setting.rows}
     assert list(rows) == ["all", "chat", "code"]
     assert (
-        rows["code"]["tau_before"] == 3
-        and rows["code"]["tau_after"] == 4
-        and rows["code"]["change"] == pytest.approx(1 / 3)
+        rows["code"].tau_before == 3
+        and rows["code"].tau_after == 4
+        and rows["code"].change == pytest.approx(1 / 3)
     )
     assert (
-        rows["chat"]["change"] == pytest.approx(-0.2)
-        and rows["chat"]["regressed"]
-        and not rows["code"]["regressed"]
+        rows["chat"].change == pytest.approx(-0.2)
+        and rows["chat"].regressed
+        and not rows["code"].regressed
     )
-    low, high = rows["chat"]["change_ci95"]
+    low, high = rows["chat"].change_ci95
     assert low == high == pytest.approx(-0.2), "pairs that all change alike leave no doubt"
 
 
@@ -65,21 +71,21 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     has changed."""
     before, after = report(CODE, CHAT), report(CODE, CHAT)
     for found in (before, after):
-        for place, request in enumerate(found["settings"][0]["drafters"]["head"]["per_request"]):
-            request |= {"prompt": place // 2, "category": "", "rounds": [[5, 3, 4]]}
-    for place, request in enumerate(after["settings"][0]["drafters"]["head"]["per_request"]):
-        request["rounds"] = [[5, 1, 2]] if place % 2 else [[5, 5, 6]]
+        for place, request in enumerate(found.settings[0].drafters["head"].per_request):
+            request.prompt, request.category, request.rounds = place // 2, "", [(5, 3, 4)]
+    for place, request in enumerate(after.settings[0].drafters["head"].per_request):
+        request.rounds = [(5, 1, 2)] if place % 2 else [(5, 5, 6)]
     (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
-    assert [row["change_ci95"] for row in setting["rows"]] == [[0.0, 0.0]]
+    assert [row.change_ci95 for row in setting.rows] == [(0.0, 0.0)]
 
 
 def test_few_prompts_do_not_fail_anybody() -> None:
     before, after = report(CODE, CHAT), report(CODE, [1, 1, 1])
     for found in (before, after):
-        requests = found["settings"][0]["drafters"]["head"]["per_request"]
-        found["settings"][0]["drafters"]["head"]["per_request"] = requests[:10] + requests[10:14]
+        requests = found.settings[0].drafters["head"].per_request
+        found.settings[0].drafters["head"].per_request = requests[:10] + requests[10:14]
     (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.02)
-    assert {row["category"]: row["regressed"] for row in setting["rows"]}["chat"] is False
+    assert {row.category: row.regressed for row in setting.rows}["chat"] is False
 
 
 def test_only_the_drafter_may_differ() -> None:
@@ -90,14 +96,14 @@ def test_only_the_drafter_may_differ() -> None:
     }.items():
         with pytest.raises(UserError, match="of different"):
             compared(
-                [report(CODE, CHAT), report(CODE, CHAT) | {key: value}],
+                [report(CODE, CHAT), report(CODE, CHAT, **{key: value})],
                 ["head", "head"],
                 ["a", "b"],
                 0.0,
             )
-    hotter = report(CODE, CHAT) | {"sampling": {"temperature": 1}}
+    hotter = report(CODE, CHAT, sampling={"temperature": 1})
     assert compared(
-        [report(CODE, CHAT) | {"sampling": {"temperature": 0}}, hotter],
+        [report(CODE, CHAT, sampling={"temperature": 0}), hotter],
         ["head", "head"],
         ["a", "b"],
         0.0,
@@ -107,12 +113,12 @@ def test_only_the_drafter_may_differ() -> None:
 def test_a_fall_within_the_interval_is_no_regression() -> None:
     """Five prompts gain what five lose, and one round more: -3%, with 0 inside."""
     before, after = report(CODE, CHAT), report(CODE, CHAT)
-    for place, request in enumerate(after["settings"][0]["drafters"]["head"]["per_request"]):
+    for place, request in enumerate(after.settings[0].drafters["head"].per_request):
         shift = 1 if place % 2 else -1
-        request["rounds"] = [[5, 0, max(1, kept + shift)] for _, _, kept in request["rounds"]]
+        request.rounds = [(5, 0, max(1, count + shift)) for count in request.emitted]
     (setting,) = compared([before, after], ["head", "head"], ["a", "b"], 0.0)
-    assert not any(row["regressed"] for row in setting["rows"])
-    assert all(row["change_ci95"][0] < 0 < row["change_ci95"][1] for row in setting["rows"])
+    assert not any(row.regressed for row in setting.rows)
+    assert all(row.change_ci95[0] < 0 < row.change_ci95[1] for row in setting.rows)
 
 
 def write(path: Path, value: dict[str, Any]) -> str:
@@ -122,8 +128,8 @@ def write(path: Path, value: dict[str, Any]) -> str:
 
 def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = (
-        write(tmp_path / "a.json", report(CODE, CHAT)),
-        write(tmp_path / "b.json", report(CODE, [1, 1, 2], "tuned")),
+        write(tmp_path / "a.json", written(CODE, CHAT)),
+        write(tmp_path / "b.json", written(CODE, [1, 1, 2], "tuned")),
     )
     run(Options(report=[a, b]))
     assert "REGRESSED" in capsys.readouterr().out, "flagged, but nobody asked to fail"
@@ -137,7 +143,7 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("other", "options", "why"),
     [
-        (report(CODE, CHAT, sha="y"), {}, "of different prompts"),
+        (written(CODE, CHAT, sha="y"), {}, "of different prompts"),
         (
             {
                 "server": {"url": "x", "engine": "vllm", "version": "1", "settings": []},
@@ -147,22 +153,22 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
             {},
             "figures of a server only",
         ),
-        (report(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
+        (written(CODE, CHAT, temperature=1.0), {}, "no temperature and batch size in common"),
         (
-            report(CODE, CHAT),
+            written(CODE, CHAT),
             {"drafter": ["head", "nobody"]},
             "has no drafter 'nobody'; there are: plain, ngram, head",
         ),
-        (report(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),
-        (report(CODE, CHAT), {"fail_on_regression": "much"}, "a share such as 2%"),
+        (written(CODE, CHAT), {"drafter": ["head"]}, "once for each of the 2"),
+        (written(CODE, CHAT), {"fail_on_regression": "much"}, "a share such as 2%"),
         ({}, {}, "not a report"),
-        (report(CODE, CHAT, name="ngram"), {}, "0 drafters besides the baselines"),
+        (written(CODE, CHAT, name="ngram"), {}, "0 drafters besides the baselines"),
     ],
 )
 def test_what_cannot_be_compared_is_said(
     tmp_path: Path, other: dict[str, Any], options: dict[str, Any], why: str
 ) -> None:
-    paths = [write(tmp_path / "a.json", report(CODE, CHAT)), write(tmp_path / "b.json", other)]
+    paths = [write(tmp_path / "a.json", written(CODE, CHAT)), write(tmp_path / "b.json", other)]
     with pytest.raises(UserError, match=why):
         run(Options(report=paths, **options))
     with pytest.raises(UserError, match="at least two"):

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
+from draftsmith.inference.evaluation.batch_model import model_batches
 from draftsmith.inference.evaluation.evaluate import Options, check
-from draftsmith.inference.evaluation.measure import model_batches
+from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.target import load_target
@@ -270,22 +271,24 @@ def test_what_a_batch_gains_is_foretold_from_the_smallest_one() -> None:
 
     def summary(
         milliseconds: float, drafted: float, tau: float, split: dict[str, float]
-    ) -> dict[str, Any]:
+    ) -> DrafterFigures:
         parts = {"draft": 0.0, "verify": 0.0, "accept": 0.0, "kv": 0.0, "host": 0.0} | {
             k: v / 100 for k, v in split.items()
         }
-        times = {"decode_s": milliseconds / 100, "steps": 10, "rounds": 10, "split_s": parts}
-        return {**times, "mean_n_draft": drafted, "tau_incl_bonus": tau}
+        return DrafterFigures(
+            requests=1, rounds=10, steps=10, decode_s=milliseconds / 100, split_s=parts,
+            tau_incl_bonus=tau, tau_ci95=None, mean_n_draft=drafted, tokens_s=None,
+        )  # fmt: skip
 
-    def setting(batch: int, milliseconds: float) -> dict[str, Any]:
+    def setting(batch: int, milliseconds: float) -> SettingFigures:
         drafter = summary(22, 3.0, 2.0, {"draft": 5, "verify": 16, "host": 1})
         drafters = {"plain": summary(milliseconds, 0, 1, {"verify": milliseconds}), "d": drafter}
-        return {"temperature": 0, "lossless": True, "batch": batch, "drafters": drafters}
+        return SettingFigures(temperature=0, lossless=True, batch=batch, drafters=drafters)
 
     settings = [setting(1, 10), setting(4, 16), setting(8, 24)]
     model_batches(settings)
-    assert settings[0]["drafters"]["d"]["modelled_speedup"] == pytest.approx(2 * 10 / (5 + 16 + 1))
-    assert settings[1]["drafters"]["d"]["modelled_speedup"] == pytest.approx(2 * 16 / (8 + 40 + 1))
+    assert settings[0].drafters["d"].modelled_speedup == pytest.approx(2 * 10 / (5 + 16 + 1))
+    assert settings[1].drafters["d"].modelled_speedup == pytest.approx(2 * 16 / (8 + 40 + 1))
     model_batches(settings[:1])
 
 

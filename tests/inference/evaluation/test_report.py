@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.evaluation.report import charts, sections
 from draftsmith.inference.evaluation.report.charts import (
@@ -38,6 +39,7 @@ from draftsmith.inference.evaluation.report.tables import (
     trainings,
 )
 from draftsmith.inference.evaluation.report.tables import served as tables_served
+from draftsmith.inference.evaluation.results import Report, Sample, read_report
 
 from tests.inference.evaluation.test_simulate import run_cli
 
@@ -108,7 +110,7 @@ def made(
                 }
             )
     return {
-        "schema_version": 2, "command": "draftsmith evaluate --target some/target",
+        "schema_version": 3, "command": "draftsmith evaluate --target some/target",
         "started_at": "2026-01-02T03:04:05+00:00",
         "target": {"name": "some/target"}, "dtype": "float32", "device": "cpu", "threads": 2,
         "versions": {"torch": "9.9.9"},
@@ -117,8 +119,12 @@ def made(
         "prompt_set": {"path": "held.jsonl", "sha256": "abc" * 20, "prompts": 6,
         "categories": {"code": 3, "chat": 3}},
         "drafter_bytes": {"plain": 0, "ngram": 0, "head": 3_940_000}, "settings": settings,
-        "definitions": {"tau_incl_bonus": "tokens kept per round"},
+        "definitions": {"tau_incl_bonus": "tokens emitted per round"},
     }  # fmt: skip
+
+
+def typed(report: dict[str, Any]) -> Report:
+    return convert(report, Report)
 
 
 def metrics() -> list[dict[str, Any]]:
@@ -153,7 +159,7 @@ def page_of(report: dict[str, Any], tmp_path: Path) -> str:
 
 def test_a_server_has_its_table(tmp_path: Path) -> None:
     setting = {
-        "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_kept": 2.5,
+        "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_emitted": 2.5,
         "survival": [0.875], "accept_rate": 0.4375,
         "tokens_s": 321.4, "ttft_quantiles_s": {"p50": 0.0625, "p95": 0.125},
         "tpot_quantiles_s": None, "equal_to_plain": 5,
@@ -165,8 +171,8 @@ def test_a_server_has_its_table(tmp_path: Path) -> None:
         "url": "http://127.0.0.1:1",
         "settings": [setting],
     }
-    table = tables_served(made() | {"server": server})
-    assert table is not None and tables_served(made()) is None
+    table = tables_served(typed(made() | {"server": server}))
+    assert table is not None and tables_served(typed(made())) is None
     cells = [
         "T = 0, 8 at once",
         "2.75",
@@ -215,6 +221,23 @@ class Seen(HTMLParser):
         self._inside = "" if tag == self._inside else self._inside
 
 
+def test_reports_of_older_versions_are_read_with_a_notice(tmp_path: Path, caplog) -> None:
+    setting = {
+        "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_kept": 2.5,
+        "survival": [0.875], "accept_rate": 0.4375, "tokens_s": 321.4,
+    }  # fmt: skip
+    server = {"engine": "vllm", "version": "0", "url": "http://127.0.0.1:1", "settings": [setting]}
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(made() | {"server": server, "schema_version": 2}))
+    report = read_report(str(path))
+    assert report.server is not None and report.server.settings[0].tau_emitted == 2.5
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} has the keys of an older version: tau_kept -> tau_emitted"
+    ]
+    written = report.to_json()
+    assert "tau_kept" not in json.dumps(written) and convert(written, Report) == report
+
+
 def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
     rows = Seen(page_of(made(), tmp_path)).rows
     cells = [
@@ -254,7 +277,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
 def test_a_lossy_setting_is_flagged_loudly(tmp_path: Path) -> None:
     text = page_of(made(lossless=False), tmp_path)
     assert 'class="lossy" role="alert"' in text and "✓ lossless" not in text
-    assert "LOSSY" in summary(made(lossless=False)["settings"][0], {}).title
+    assert "LOSSY" in summary(typed(made(lossless=False)).settings[0], {}).title
     assert "LOSSY" in markdown(gather([str(tmp_path / "made.json")]))
 
 
@@ -341,7 +364,7 @@ def test_no_text_of_a_report_breaks_out_of_its_place(tmp_path: Path) -> None:
 
 
 def test_the_token_view_says_how_each_token_came() -> None:
-    seen = Seen(sections.reply(sample(["def", " add", "(", "\n"], [-1, 1, 9, 0])))
+    seen = Seen(sections.reply(convert(sample(["def", " add", "(", "\n"], [-1, 1, 9, 0]), Sample)))
     spans = [attrs for tag, attrs in seen.elements if tag == "i"]
     assert [s["class"] for s in spans] == ["first", "d1", "d6", "own"]
     titles = [(s["title"] or "").replace("\u2018", "[").replace("\u2019", "]") for s in spans]
@@ -362,7 +385,7 @@ def test_the_token_view_says_how_each_token_came() -> None:
 def test_every_drafter_keeps_its_colour_and_drafters_come_before_baselines() -> None:
     report = made()
     report["settings"][0]["drafters"] |= {f"more{i}": drafter(2, 1.5) for i in range(7)}
-    colours = sections.colours_of([report], ("ngram",))
+    colours = sections.colours_of([typed(report)], ("ngram",))
     assert (
         colours["plain"] == 0
         and colours["head"] == 1
@@ -372,7 +395,7 @@ def test_every_drafter_keeps_its_colour_and_drafters_come_before_baselines() -> 
     assert colours["more6"] == 8 and colours["ngram"] == 9
     drawn = {((n - 1) % charts.COLOURS, charts.marker(n, 0, 0)) for n in range(1, charts.LOOKS + 1)}
     assert len(drawn) == charts.LOOKS == 28, "where the colours begin again, markers differ"
-    assert fastest(report["settings"][0]) == "head"
+    assert fastest(typed(report).settings[0]) == "head"
 
 
 def test_training_curves_and_their_table(inputs: Path) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt
-from draftsmith.inference.evaluation.compare import load_measured
 from draftsmith.inference.evaluation.evaluate import Options, run
+from draftsmith.inference.evaluation.results import read_measured
 from draftsmith.inference.evaluation.server.client import Load, ServerReply
 from draftsmith.inference.evaluation.server.counters import (
     DEFINITIONS,
@@ -345,7 +345,7 @@ def test_the_worked_example_over_the_wire(
     assert s["tau_incl_bonus"] == pytest.approx(8 / 3), (
         "0, 2 and 3 of three drafts, and a bonus token each"
     )
-    assert s["tau_kept"] == pytest.approx(9 / 4), "the step without a draft is a step"
+    assert s["tau_emitted"] == pytest.approx(9 / 4), "the step without a draft is a step"
     assert s["survival"] == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert s["accept_rate"] == pytest.approx(5 / 9) and s["mean_n_draft"] == 3 and s["rounds"] == 16
     assert s["warnings"] == [] and s["speculates"] and s["in_flight_peak"] == plan.peak == 1
@@ -360,7 +360,7 @@ def test_the_worked_example_over_the_wire(
     printed = capsys.readouterr().out
     assert "2.67" in printed and "2.25" in printed and ".67 .67 .33" in printed
     with pytest.raises(UserError, match="holds the figures of a server only"):
-        load_measured(str(prompts.with_name("out.json")))
+        read_measured(str(prompts.with_name("out.json")))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -428,7 +428,7 @@ def test_what_others_do_is_said(
     (s,) = evaluate(url, saved_tiny, prompts)["server"]["settings"]
     (warning,) = s["warnings"]
     assert why in warning and why in " ".join(capsys.readouterr().out.split())
-    assert (s["tau_kept"] is None) == ("prefix_hits" not in settings), (
+    assert (s["tau_emitted"] is None) == ("prefix_hits" not in settings), (
         "steps of others are no steps of ours"
     )
 
@@ -440,7 +440,7 @@ def test_a_server_without_speculation(
         url, _ = serve(engine=engine, speculates=False)
         (s,) = evaluate(url, saved_tiny, prompts)["server"]["settings"]
         assert (
-            s["tau_incl_bonus"] == s["tau_kept"] == 1
+            s["tau_incl_bonus"] == s["tau_emitted"] == 1
             and s["drafts"] is None
             and s["survival"] == []
             and not s["warnings"]
@@ -465,7 +465,7 @@ def test_sglang_says_it_in_every_reply(
         40,
         20,
     )
-    assert s["tau_incl_bonus"] == s["tau_kept"] == pytest.approx(9 / 4)
+    assert s["tau_incl_bonus"] == s["tau_emitted"] == pytest.approx(9 / 4)
     assert s["survival"] == pytest.approx([2 / 4, 2 / 4, 1 / 4])
     assert s["compared"] == 4, "its token ids were read"
     assert plan.asked[1]["sampling_params"]["top_k"] == -1 and plan.asked[1]["input_ids"]
@@ -536,7 +536,7 @@ def test_replies_are_held_against_plain_decoding(
         temperatures="0,1",
     )
     greedy, sampled = report["server"]["settings"]
-    assert (greedy["equal_to_plain"], greedy["compared"]) == (3, 4) and "compared" not in sampled
+    assert (greedy["equal_to_plain"], greedy["compared"]) == (3, 4) and sampled["compared"] is None
     (difference,) = greedy["divergences"]
     assert (difference["id"], difference["index"]) == ("p2", 2) and difference["top2_gap"] > 0
     assert [(s["temperature"], s["batch"], list(s["drafters"])) for s in report["settings"]] == [
@@ -548,13 +548,13 @@ def test_replies_are_held_against_plain_decoding(
 def test_a_client_that_is_too_slow_says_so() -> None:
     reply = ServerReply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
     nothing = Speculation("none", 1.0)
-    assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing)["warnings"] == []
+    assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing).warnings == []
     s = figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
-    assert "this client was busy 90% of the time" in s["warnings"][0] and s["client_busy"] == 0.9
-    assert (
-        s["tokens_s"] == 1
-        and s["ttft_quantiles_s"]["p50"] == 0.5
-        and s["tpot_quantiles_s"]["p99"] == 1
+    assert "this client was busy 90% of the time" in s.warnings[0] and s.client_busy == 0.9
+    assert (s.tokens_s, s.ttft_quantiles_s, s.tpot_quantiles_s) == (
+        1,
+        {"p50": 0.5, "p95": 0.5, "p99": 0.5},
+        {"p50": 1, "p95": 1, "p99": 1},
     )
 
 

@@ -361,7 +361,7 @@ def test_replay_without_the_target_counts_what_decoding_counts(
             emitted_per_round(generate_one(target, proposer, text.ids[: text.start], longest))
             for text in texts
         ]
-        assert found["kept"] == decoded
+        assert found["emitted"] == decoded
     assert not isinstance(load_stored(store), Target)
 
 

@@ -1,0 +1,104 @@
+"""Checks of the options of `draftsmith evaluate` before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...heads.errors import UserError
+from ...heads.files import check_output
+from ..conversations.sources import source_files
+from ..drafters import check_spec
+from ..settings import check_url
+from .engines import Engine
+from .measure import Setting
+from .options import EvaluateOptions as Options
+
+
+def check(options: Options) -> list[Setting]:
+    """Return the settings to measure, a temperature and a batch size each.
+
+    Raises `UserError` for all that can be known to be wrong before a large target is loaded and
+    hours have passed.
+    """
+    for name in ("limit", "max_new_tokens", "batch_size", "repeats"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if (options.features is None) == (options.prompts is None):
+        raise UserError("give either --target and --prompts to decode, or --features to replay")
+    only_decoding = ("temperatures", "batch_sizes", "spec_bench", "profile", "like")
+    given = [name for name in only_decoding if getattr(options, name)]
+    if options.features is not None and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"--features replays greedy texts one by one; leave out {names}")
+    for engine in options.like:
+        Engine(engine)  # raises for an engine or a setting that is not known
+    if (options.like or options.profile) and not options.drafter:
+        raise UserError("--like and --profile are about drafters; name one with --drafter")
+    check_server(options)
+    if options.prompts is not None:
+        source_files(options.prompts)
+    for spec in options.drafter:
+        check_spec(spec)
+    check_output(options.json, "--json")
+    if options.spec_bench is not None and Path(options.spec_bench).exists():
+        raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
+    sizes = numbers(options.batch_sizes, "--batch-sizes", int, 1) or [options.batch_size]
+    temperatures = numbers(options.temperatures, "--temperatures", float) or [
+        options.sampling.temperature
+    ]
+    samplings = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
+    return [
+        Setting(sampling, size, options.max_new_tokens, options.repeats)
+        for sampling in samplings
+        for size in sizes
+    ]
+
+
+def check_server(options: Options) -> None:
+    """Raise `UserError` for options that do not go with `server`, or only with it."""
+    if options.server is None:
+        if options.concurrency is not None or options.server_model is not None:
+            raise UserError(
+                "--concurrency and --server-model are of a server; name it with --server "
+                "http://127.0.0.1:8000"
+            )
+        return
+    check_url(options.server, "--server")
+    if options.features is not None:
+        raise UserError(
+            "--features replays without a server; leave out one of --features and --server"
+        )
+    if options.batch_sizes is not None or options.batch_size != 1:
+        raise UserError(
+            "--server takes --concurrency 1,8,32 in place of batch sizes; drafters here are "
+            "measured one by one"
+        )
+    if options.spec_bench is not None and not options.drafter:
+        raise UserError(
+            "--spec-bench writes the replies of drafters here; name one with --drafter, or leave "
+            "it out"
+        )
+    if min(numbers(options.concurrency, "--concurrency", int), default=1) < 1:
+        raise UserError("--concurrency must be at least 1")
+
+
+def numbers(text: str | None, option: str, kind: type, least: float | None = None) -> list[Any]:
+    """Return the numbers of a text such as 1,4,16, each made by `kind`; none where `text` is None.
+
+    Raises `UserError`, which names `option`, for anything else and for numbers below `least`.
+    """
+    try:
+        values = [kind(item) for item in text.split(",")] if text is not None else []
+    except ValueError as error:
+        raise UserError(f"{option} takes numbers with commas between them, not {text!r}") from error
+    for number in values:
+        if not math.isfinite(number) or (least is not None and number < least):
+            raise UserError(
+                f"{option} must be {'finite' if least is None else f'at least {least:g}'}, not "
+                f"{number}"
+            )
+    return values

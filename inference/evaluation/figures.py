@@ -1,0 +1,348 @@
+"""Figures of drafters from their replies: docs/metrics.md defines each of them.
+
+The functions here turn the replies of every way to decode in one setting (`measure.compare`) into
+the types of `results.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..decode import Generation
+from ..metrics import (
+    alpha,
+    batch_seconds,
+    bootstrap,
+    conditional,
+    emitted_per_round,
+    mean,
+    offered_conditional,
+    pooled,
+    quantiles,
+    repeats_itself,
+    split,
+    survival,
+    tau,
+    tau_by_position,
+    time_per_token,
+)
+from ..settings import Sampling
+from ..target import Target
+from .measure import Results, Setting, Turn, comparable, divergence
+from .results import NAN, CategoryFigures, DrafterFigures, RequestRecord, Sample, SettingFigures
+
+FEWEST = 5  # prompts, or batches, for which an interval of the speed-up is given
+SAMPLES = 3  # replies of each drafter that the report shows token by token
+
+
+def measured(
+    target: Target,
+    results: Results,
+    setting: Setting,
+    settings_of: Mapping[str, dict[str, Any]] | None = None,
+    samples: int = SAMPLES,
+) -> SettingFigures:
+    """Return the figures of every way to decode in one setting.
+
+    `settings_of` has tree settings by the name of the way, where a profile or an engine chose them.
+    The first `samples` replies of each way are shown token by token.
+    """
+    settings_of = settings_of or {}
+    plain = [turn.generation for turn in next(iter(results.values()))]
+    sampling = setting.sampling.resolved(target.repetition_penalty)
+    drafters = {}
+    for name, turns in results.items():
+        figures = figures_of(turns, plain, setting.batch)
+        figures.per_request = [
+            request_record(target, turn, expected, sampling)
+            for turn, expected in zip(turns, plain, strict=True)
+        ]
+        figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
+        figures.setting = settings_of.get(name)
+        drafters[name] = figures
+    plain_figures = next(iter(drafters.values()))
+    for figures in drafters.values():
+        _compare_rounds(figures, plain_figures)
+    return SettingFigures(
+        temperature=sampling.temperature,
+        batch=setting.batch,
+        lossless=sampling.lossless,
+        drafters=drafters,
+    )
+
+
+def figures_of(turns: Sequence[Turn], plain: Sequence[Generation], size: int) -> DrafterFigures:
+    """Return the figures of one way to decode, from its replies beside those of plain decoding.
+
+    `size` is the number of requests that were decoded together.
+    """
+    generations = [turn.generation for turn in turns]
+    batches = batches_of(turns, size)
+    figures = summarise(generations, batches, [turn.prompt.place for turn in turns])
+    costs: list[Costs] = []
+    for batch in batches:
+        plain_cost = _cost([plain[i] for i in batch])
+        costs.append((*plain_cost, *_cost([generations[i] for i in batch])))
+    figures.speedup = _ratio(costs)
+    units = _by_prompt(costs, batches, turns)
+    figures.speedup_ci95 = bootstrap(units, _ratio) if len(units) >= FEWEST else (NAN, NAN)
+    # a batch without a round has neither time nor tokens, and no ratio
+    ratios = [_ratio([cost]) for cost in costs if all(cost)]
+    figures.speedup_median = statistics.median(ratios) if ratios else None
+    # not counted unless the rule promises equality of every reply
+    if all(map(comparable, generations)):
+        pairs = zip(plain, generations, strict=True)
+        figures.equal_to_ar = sum(a.token_ids == b.token_ids for a, b in pairs)
+    figures.warnings = warnings_of(generations)
+    figures.by_category = by_category(turns)
+    return figures
+
+
+def summarise(
+    generations: Sequence[Generation],
+    batches: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[int] | None = None,
+) -> DrafterFigures:
+    """Return the figures of requests decoded alike that need no comparison with plain decoding.
+
+    `batches`: indices of the requests that ran together; each alone if not given. `prompts`: the
+    number of the prompt that each request belongs to, for intervals; each its own if not given.
+    """
+    count = len(generations)
+    rounds = [r for g in generations for r in g.rounds]
+    emitted = [emitted_per_round(g) for g in generations]
+    accepted = [r.accepted for r in rounds]
+    drafted = sum(r.drafted or 0 for r in rounds)
+    levels = max(accepted, default=0)
+    survived = survival(accepted, levels)
+    # a reply without a round has no tau
+    own_taus = [tau([of_request]) if of_request else None for of_request in emitted]
+    roots = [len(g.prompt_ids) for g in generations]
+    interval = (NAN, NAN)
+    if rounds:
+        interval = bootstrap(pooled(emitted, prompts or range(count)), tau)
+    decode_s = steps = 0
+    for batch in batches if batches is not None else [[i] for i in range(count)]:
+        together = [generations[i] for i in batch]
+        decode_s += batch_seconds(together)
+        # a batch goes on until its last request has finished
+        steps += max(len(g.rounds) for g in together)
+    return DrafterFigures(
+        requests=count,
+        rounds=len(rounds),
+        steps=steps,
+        tokens=sum(len(g.token_ids) for g in generations),
+        tau_incl_bonus=tau(emitted),
+        tau_ci95=interval,
+        tau_macro=mean(own_taus),
+        tau_by_request=quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
+        tau_by_position=tau_by_position(list(zip(roots, emitted, strict=True))),
+        tau_untruncated=_share(sum(accepted) + len(rounds), len(rounds), NAN),
+        survival=survived,
+        cond_accept=conditional(survived),
+        cond_offered=offered_conditional(accepted, [r.offered for r in rounds], levels),
+        accept_rate=_share(sum(accepted), drafted),
+        mean_n_draft=_share(drafted, len(rounds)),
+        discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
+        zero_accept_rate=_share(accepted.count(0), len(rounds)),
+        accepted_hist=_histogram(accepted),
+        rb_tau=mean([r.expected for r in rounds]),
+        alpha=alpha([r.overlap for r in rounds]),
+        verify_mode=sorted({r.rule for r in rounds}),
+        loop_share=sum(repeats_itself(g.token_ids) for g in generations) / count,
+        tokens_s=_share(sum(map(sum, emitted)), decode_s, NAN),
+        ttft_s=sum(g.ttft_s for g in generations) / count,
+        ttft_quantiles_s=quantiles([g.ttft_s for g in generations]),
+        tpot_quantiles_s=quantiles([time_per_token(g) for g in generations]),
+        chunk_gap_quantiles_s=quantiles([r.t_round_s for r in rounds]),
+        split_s=split(rounds),
+        decode_s=decode_s,
+    )
+
+
+def _share(count: float, of: float, of_nothing: float = 0.0) -> float:
+    """Return `count / of`, and `of_nothing` where `of` is 0."""
+    return count / of if of else of_nothing
+
+
+def request_record(
+    target: Target, turn: Turn, plain: Generation, sampling: Sampling
+) -> RequestRecord:
+    """Return the record of one reply; `plain` is plain decoding's reply to the same prompt."""
+    reply, prompt = turn.generation, turn.prompt
+    rounds = reply.rounds
+    equal = plain.token_ids == reply.token_ids if comparable(reply) else None
+    index, gap = divergence(target, plain, reply, sampling) if equal is False else (None, None)
+    seconds = split(rounds)
+    return RequestRecord(
+        id=prompt.id,
+        prompt=prompt.place,
+        category=prompt.category,
+        turn=turn.number,
+        n_prompt=len(reply.prompt_ids),
+        n_out=len(reply.token_ids),
+        n_rounds=len(rounds),
+        rounds=[(r.drafted or 0, r.accepted, len(r.tokens)) for r in rounds],
+        accepted_hist=_histogram([r.accepted for r in rounds]),
+        drafted_hist=_histogram([r.drafted or 0 for r in rounds]),
+        offered_hist=_histogram([r.offered for r in rounds]),
+        tau_incl_bonus=tau([emitted_per_round(reply)]) if rounds else None,
+        ttft_s=reply.ttft_s,
+        decode_s=reply.decode_s,
+        tpot_s=time_per_token(reply),
+        chunk_gap_s=quantiles([r.t_round_s for r in rounds], (0.5, 0.95)),
+        rb_tau=mean([r.expected for r in rounds]),
+        alpha=alpha([r.overlap for r in rounds]),
+        t_draft_s=seconds["draft"],
+        t_verify_s=seconds["verify"],
+        t_accept_s=seconds["accept"],
+        t_kv_s=seconds["kv"],
+        t_host_s=seconds["host"],
+        finish_reason=reply.finish_reason,
+        equal_to_ar=equal,
+        first_divergence=index,
+        top2_gap=gap,
+        verify_mode=rounds[0].rule if rounds else None,
+    )
+
+
+def batches_of(turns: Sequence[Turn], size: int) -> list[list[int]]:
+    """Return the indices of the turns that ran together, in batches of at most `size`.
+
+    Batches do not reach from one turn of the conversations to the next.
+    """
+    batches: list[list[int]] = []
+    for index, turn in enumerate(turns):
+        if not batches or len(batches[-1]) == size or turns[batches[-1][0]].number != turn.number:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
+    """Return tau with its interval for each category of prompts that has a round."""
+    groups: dict[str, list[Turn]] = {}
+    for turn in turns:
+        groups.setdefault(turn.prompt.category, []).append(turn)
+    figures = {}
+    for name, group in sorted(groups.items()):
+        emitted = [emitted_per_round(turn.generation) for turn in group]
+        if any(emitted):
+            interval = bootstrap(pooled(emitted, [turn.prompt.place for turn in group]), tau)
+            figures[name] = CategoryFigures(
+                requests=len(group), tau_incl_bonus=tau(emitted), tau_ci95=interval
+            )
+    return figures
+
+
+def _compare_rounds(figures: DrafterFigures, plain: DrafterFigures) -> None:
+    """Set the costs of a round and of a verification in plain steps, and what follows from them.
+
+    The predicted speed-up is tau over the cost of a round, both over plain decoding's. Without a
+    round there are no costs.
+    """
+    if not figures.rounds or not plain.rounds:
+        return
+    plain_round = sum(plain.split.values()) / plain.rounds
+    figures.round_cost = sum(figures.split.values()) / figures.rounds / plain_round
+    verify = figures.split["verify"] / figures.rounds
+    # a loop that is not draftsmith's does not report it: 0 becomes None
+    figures.verify_cost = verify / (plain.split["verify"] / plain.rounds) or None
+    if figures.tau_incl_bonus is not None and plain.tau_incl_bonus is not None:
+        gain = figures.tau_incl_bonus / plain.tau_incl_bonus
+        figures.predicted_speedup = gain / figures.round_cost
+
+
+def warnings_of(generations: Sequence[Generation]) -> list[str]:
+    """Return the signs that make figures doubtful (docs/metrics.md#doubtful-figures)."""
+    warnings = []
+    if cut := sum(g.finish_reason == "context" for g in generations):
+        warnings.append(f"{cut} replies were cut where the target's positions end")
+    if empty := sum(not g.rounds for g in generations):
+        warnings.append(f"{empty} replies had no round: their only token is the prefill's")
+    return warnings
+
+
+@torch.inference_mode()
+def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
+    """Return a reply token by token: its text, its origin, and the target's probabilities.
+
+    `came` is the depth of an accepted draft, 0 for the target's own token at the end of a round,
+    and -1 for the prefill's. `p` is the target's probability of the token, and `best` has the three
+    likeliest tokens with theirs: as sampled from, or at temperature 1 where decoding is greedy.
+    """
+    reply, tokenizer = turn.generation, target.tokenizer
+    came = [-1] * (len(reply.token_ids) - sum(emitted_per_round(reply)))
+    for r in reply.rounds:
+        came += [d if d <= r.accepted else 0 for d in range(1, len(r.tokens) + 1)]
+    text = [*reply.prompt_ids, *reply.token_ids]
+    ids: Any = torch.tensor([text], device=target.device)
+    # a position predicts the token after it: those before each reply token, not the last one
+    start = len(reply.prompt_ids) - 1
+    scores = target.head(target.forward(ids).last[0, start:-1]).float()
+    # the penalty is about the text before each token, so that every row has its own
+    if (penalise := sampling.history_processor) is not None:
+        scores = torch.cat(
+            [penalise(ids[:, : start + 1 + i], scores[i : i + 1]) for i in range(len(scores))]
+        )
+    probs = sampling.warpers(ids, scores).softmax(-1)
+    chances = probs.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
+    best = probs.topk(min(3, probs.shape[-1]))
+
+    def words(tokens):
+        return [tokenizer.decode([token]) for token in tokens]
+
+    likeliest = []
+    for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        likeliest.append(list(zip(words(tokens), values, strict=True)))
+    return Sample(
+        id=turn.prompt.id,
+        turn=turn.number,
+        prompt=tokenizer.decode(reply.prompt_ids, skip_special_tokens=True),
+        tokens=words(reply.token_ids),
+        came=came,
+        p=chances,
+        best=likeliest,
+    )
+
+
+Costs = tuple[float, int, float, int]
+"""Seconds and tokens of a batch's rounds: first of plain decoding, then of the drafter."""
+
+
+def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
+    """Return seconds and tokens of a batch's rounds."""
+    return batch_seconds(generations), sum(sum(emitted_per_round(g)) for g in generations)
+
+
+def _by_prompt(
+    costs: Sequence[Costs], batches: Sequence[Sequence[int]], turns: Sequence[Turn]
+) -> list[Any]:
+    """Return the costs to resample for an interval, one for each prompt or batch.
+
+    The turns of a conversation are correlated and are added up where each ran alone; the prompts of
+    a larger batch share its time, so that the batch cannot be divided.
+    """
+    groups: dict[Any, list[Costs]] = {}
+    for cost, batch in zip(costs, batches, strict=True):
+        key = (turns[batch[0]].prompt.place,) if len(batch) == 1 else tuple(batch)
+        groups.setdefault(key, []).append(cost)
+    return [tuple(map(sum, zip(*group, strict=True))) for group in groups.values()]
+
+
+def _ratio(costs: Sequence[Costs]) -> float:
+    """Return the drafter's tokens per second over plain decoding's, NaN where there are none.
+
+    It is the ratio of the times where both wrote the same text.
+    """
+    plain_s, plain, drafted_s, drafted = map(sum, zip(*costs, strict=True))
+    return (drafted / drafted_s) / (plain / plain_s) if drafted_s and plain else float("nan")
+
+
+def _histogram(values: list[int]) -> list[int]:
+    """Return how many of `values` are 0, 1, 2 and so on."""
+    return [values.count(v) for v in range(max(values, default=-1) + 1)]

@@ -1,0 +1,420 @@
+"""Results of `draftsmith evaluate`, as types: what is measured, written as JSON and read again.
+
+docs/metrics.md#report-keys explains every key. Keys with a default may be missing in reports of
+older versions. Ratios of nothing are NaN, which Python writes into JSON and reads from it; None
+stands for what does not apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...heads.documents import Count, Document, demand, read_document
+from ...heads.errors import UserError
+from ...heads.files import whole_file, write_json
+
+SCHEMA = 3
+Number = float | None
+Interval = tuple[Number, Number]
+"""Both ends of a 95% interval; NaN where it is not known."""
+ByName = Mapping[str, Number]
+ByDepth = Sequence[Number]
+Temperature = Annotated[float, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
+NAN = float("nan")
+SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
+MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
+
+
+class RequestRecord(Struct, kw_only=True):
+    """One reply with one drafter."""
+
+    id: str | int
+    category: str
+    turn: Count
+    rounds: list[tuple[Count, Count, Count]]
+    """Drafted nodes, accepted drafts and emitted tokens of each round."""
+    prompt: Count | None = None
+    """Number of the prompt's row in its file, from 0."""
+    n_prompt: Count = 0
+    n_out: Count = 0
+    n_rounds: Count = 0
+    accepted_hist: list[Count] = []
+    drafted_hist: list[Count] = []
+    offered_hist: list[Count] = []
+    tau_incl_bonus: Number = None
+    ttft_s: Number = None
+    decode_s: Number = None
+    tpot_s: Number = None
+    chunk_gap_s: ByName | None = None
+    rb_tau: Number = None
+    alpha: ByDepth | None = None
+    t_draft_s: Number = None
+    t_verify_s: Number = None
+    t_accept_s: Number = None
+    t_kv_s: Number = None
+    t_host_s: Number = None
+    finish_reason: str | None = None
+    equal_to_ar: bool | None = None
+    first_divergence: Count | None = None
+    top2_gap: Number = None
+    verify_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        demand(
+            all(emitted <= MOST_EMITTED for *_, emitted in self.rounds),
+            "a round emitted more tokens than any tree holds",
+        )
+
+    @property
+    def emitted(self) -> list[int]:
+        """Tokens emitted in each round."""
+        return [emitted for _, _, emitted in self.rounds]
+
+
+class Sample(Struct, kw_only=True):
+    """Reply token by token, as the page shows it."""
+
+    tokens: list[str]
+    came: list[int]
+    """Depth of the accepted draft, 0 for the target's own token, -1 for the prefill's."""
+    p: ByDepth
+    """The target's probability of each token."""
+    best: list[list[tuple[str, float]]]
+    """The target's most likely tokens in place of each, with their probabilities."""
+    id: str | int = ""
+    turn: Count = 0
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        lengths = {len(column) for column in (self.tokens, self.came, self.p, self.best)}
+        demand(len(lengths) == 1, "tokens, came, p and best are not of one length")
+
+
+class CategoryFigures(Struct, kw_only=True):
+    """Tau over the prompts of one category."""
+
+    tau_incl_bonus: float
+    tau_ci95: Interval
+    requests: Count = 0
+
+
+class DrafterFigures(Struct, kw_only=True):
+    """Figures of one drafter, or of plain decoding, in one setting."""
+
+    requests: Count
+    rounds: Count = 0
+    steps: Count = 0
+    """Rounds of whole batches: a batch goes on until its last request has finished."""
+    tokens: Count = 0
+    tau_incl_bonus: Number
+    tau_ci95: Interval | None
+    tau_macro: Number = None
+    tau_by_request: ByName | None = None
+    tau_by_position: ByName | None = None
+    tau_untruncated: Number = None
+    survival: ByDepth = []
+    cond_accept: ByDepth = []
+    cond_offered: ByDepth = []
+    accept_rate: Number = None
+    mean_n_draft: Number
+    discarded_share: Number = None
+    zero_accept_rate: Number = None
+    accepted_hist: list[Count] = []
+    rb_tau: Number = None
+    alpha: float | ByDepth | None = None
+    verify_mode: list[str] = []
+    loop_share: Number = None
+    equal_to_ar: Count | None = None
+    """Replies equal to plain decoding's; None unless the rule promises equality of every reply."""
+    tokens_s: Number
+    ttft_s: Number = None
+    ttft_quantiles_s: ByName | None = None
+    tpot_quantiles_s: ByName | None = None
+    chunk_gap_quantiles_s: ByName | None = None
+    split_s: dict[str, Seconds] | None = None
+    decode_s: Number = None
+    speedup: Number = None
+    speedup_ci95: Interval | None = None
+    speedup_median: Number = None
+    verify_cost: Number = None
+    round_cost: Number = None
+    predicted_speedup: Number = None
+    modelled_speedup: Number = None
+    warnings: list[str] = []
+    by_category: dict[str, CategoryFigures] = {}
+    per_request: list[RequestRecord] = []
+    samples: list[Sample] = []
+    setting: dict[str, Any] | None = None
+    """Settings of the tree that a profile or an engine chose."""
+    spec: str | None = None
+    """Spec of the drafter for which they were chosen."""
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds of each part of the rounds, see `metrics.split`; empty where not known."""
+        return self.split_s or {}
+
+    @property
+    def largest_gap(self) -> float | None:
+        """The largest `top2_gap` of a reply that differs from plain decoding's; None for none."""
+        gaps = [r.top2_gap for r in self.per_request if r.top2_gap is not None]
+        return max(gaps, default=None)
+
+
+class SettingFigures(Struct, kw_only=True):
+    """Figures of every drafter at one temperature and batch size."""
+
+    temperature: Temperature
+    batch: Annotated[int, Meta(ge=1)]
+    lossless: bool
+    drafters: dict[str, DrafterFigures]
+
+    def __post_init__(self) -> None:
+        # every speed-up is a ratio to plain decoding
+        demand("plain" in self.drafters, "plain decoding is not among the drafters")
+        demand(math.isfinite(self.temperature), "the temperature is not finite")
+
+    @property
+    def plain(self) -> DrafterFigures:
+        return self.drafters["plain"]
+
+    @property
+    def drafting(self) -> dict[str, DrafterFigures]:
+        """Figures of every way to decode that drafts, by name: all but plain decoding."""
+        return {name: figures for name, figures in self.drafters.items() if name != "plain"}
+
+
+class ServerRequest(Struct, kw_only=True):
+    """One reply of a server."""
+
+    id: str | int
+    turn: Count = 0
+    n_prompt: Count = 0
+    n_out: Count = 0
+    ttft_s: Number = None
+    tpot_s: Number = None
+    finish_reason: str | None = None
+
+
+class Divergence(Struct, kw_only=True):
+    """First difference of a server's reply to plain decoding's."""
+
+    id: str | int
+    turn: Count = 0
+    index: Count = 0
+    top2_gap: Number = None
+
+
+class ServerFigures(Struct, kw_only=True):
+    """Figures of a live server at one temperature and concurrency."""
+
+    temperature: Temperature
+    concurrency: Annotated[int, Meta(ge=1)]
+    in_flight_peak: Count = 0
+    tau_incl_bonus: Number
+    tau_definition: str = ""
+    tau_emitted: Number
+    """Tokens emitted per decoding step, steps without a draft included."""
+    survival: ByDepth
+    accept_rate: Number
+    mean_n_draft: Number = None
+    tokens_s: Number
+    seconds: Number = None
+    ttft_quantiles_s: ByName | None = None
+    tpot_quantiles_s: ByName | None = None
+    chunk_gap_quantiles_s: ByName | None = None
+    requests: Count = 0
+    tokens: Count = 0
+    chunks: Count = 0
+    drafts: Count | None = None
+    drafted: Count | None = None
+    accepted: Count | None = None
+    rounds: Count | None = None
+    speculates: bool | None = None
+    client_busy: Number = None
+    warnings: list[str] = []
+    per_request: list[ServerRequest] = []
+    equal_to_plain: Count | None = None
+    compared: Count | None = None
+    divergences: list[Divergence] = []
+
+
+class ServerReport(Struct, kw_only=True):
+    """Figures of a live server in each setting."""
+
+    url: str
+    engine: str
+    version: str | None
+    model: str | None = None
+    context: Count | None = None
+    definitions: dict[str, str] = {}
+    settings: list[ServerFigures]
+
+    @property
+    def title(self) -> str:
+        return f"{self.engine} {self.version} at {self.url}"
+
+
+class PromptSet(Struct, kw_only=True):
+    """Prompts that were decoded."""
+
+    path: str | None = None
+    sha256: str
+    prompts: Count
+    categories: dict[str, Count] = {}
+
+
+class TargetFacts(Struct, kw_only=True):
+    """Fingerprint of the target; of a target without weights only name and tokenizer are known."""
+
+    name: str = ""
+    model_type: str | None = None
+    hidden_size: Count | None = None
+    num_layers: Count | None = None
+    vocab_size: Count | None = None
+    tokenizer_hash: str | None = None
+    template_hash: str | None = None
+    weights_hash: str | None = None
+
+
+class DrafterOrigin(Struct, kw_only=True):
+    """A drafter's spec, and the hashes of its weight files; None for one without files."""
+
+    spec: str = ""
+    sha256: str | None = None
+
+
+class Report(Document, kw_only=True):
+    """JSON report of `draftsmith evaluate`."""
+
+    what: ClassVar[str] = "a report of draftsmith evaluate"
+    version_key: ClassVar[str] = "schema_version"
+    newest: ClassVar[int] = SCHEMA
+    finite: ClassVar[bool] = False
+    former_keys: ClassVar[dict[str, str]] = {"tau_kept": "tau_emitted"}
+
+    schema_version: Annotated[int, Meta(ge=1)] = 1
+    command: str = ""
+    started_at: str = ""
+    target: TargetFacts | None = None
+    dtype: str | None = None
+    device: str | None = None
+    threads: Count | None = None
+    machine: dict[str, Any] | None = None
+    versions: dict[str, str] = {}
+    sampling: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    prompt_set: PromptSet
+    peak_memory_bytes: Count | None = None
+    definitions: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    drafters: dict[str, DrafterOrigin] = {}
+    drafter_bytes: Mapping[str, int | None] = {}
+    settings: list[SettingFigures]
+    server: ServerReport | None = None
+    partial: str = ""
+    """How much is measured, in words; empty for a whole report."""
+
+    @property
+    def target_name(self) -> str:
+        return (self.target and self.target.name) or "target"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON can hold it, without keys that do not apply to it."""
+        value = msgspec.to_builtins(self)
+        for key in ("server", "partial"):
+            if not value[key]:
+                del value[key]
+        return value
+
+
+def by_depth(survival: ByDepth) -> str:
+    """Return the first figures of `survival` as a table shows them: `.71 .44 .25`."""
+    known = [share for share in survival[:SHOWN] if share is not None]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in known) or "-"
+
+
+def identical(same: int | None, of: int | None) -> str:
+    """Return `yes`, `3 of 4`, or a dash where replies were not compared."""
+    if same is None or not of:
+        return "-"
+    return "yes" if same == of else f"{same} of {of}"
+
+
+def read_report(path: str) -> Report:
+    """Return the report of `draftsmith evaluate` in a file, of any version. Raises `UserError`."""
+    remedy = "write the report again with draftsmith evaluate --json"
+    report, _ = read_document(Path(path), Report, remedy)
+    if not report.settings and report.server is None:
+        raise UserError(f"{path} is not {Report.what}: it holds no setting; {remedy}")
+    return report
+
+
+def read_measured(path: str) -> Report:
+    """Return a report that has drafters, not only a server's figures. Raises `UserError`."""
+    report = read_report(path)
+    if not report.settings:
+        raise UserError(
+            f"{path} holds the figures of a server only; evaluate with a --drafter too to compare "
+            "it"
+        )
+    return report
+
+
+def write_report(report: Report, path: str | None) -> None:
+    """Write the report to the file that the user named, if any."""
+    if path is not None:
+        with whole_file(path) as aside:
+            write_json(aside, report.to_json())
+
+
+DEFINITIONS = {
+    "tau_incl_bonus": "tokens emitted per round, the target's own included, the prefill's "
+    "excluded, pooled over requests",
+    "tau_ci95": "95% bootstrap interval over prompts (the turns of one go together), 1000 "
+    "resamples",
+    "tau_by_position": "tau of the rounds whose root stands below that position",
+    "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
+    "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "
+    "target's own, -1 the prefill's",
+    "rounds": "of each request: [nodes drafted, drafts accepted, tokens emitted] of every round",
+    "discarded_share": "share of all verified nodes, roots included, that were drafts and not "
+    "accepted",
+    "verify_cost": "a verification over a plain verification; round_cost: a whole round over a "
+    "plain round",
+    "predicted_speedup": "tau over round_cost; both over plain decoding's: what the split of "
+    "these very rounds explains",
+    "modelled_speedup": "predicted from the smallest batch's tau and draft time, and from plain "
+    "decoding's steps at all sizes",
+    "ttft_s": "time to the first token; tpot: time per later token, of each request; quantiles "
+    "over requests, nearest rank",
+    "survival": "share of rounds that accepted at least d drafts",
+    "cond_accept": "survival at d over survival at d - 1; cond_offered: among the rounds that had "
+    "a draft at d",
+    "chunk_gap": "seconds between the pieces that a reader of the stream sees: one a round",
+    "tokens_s": "tokens of all rounds / their wall time, prefill excluded",
+    "speedup_ci95": "over prompts; over batches where several prompts ran together; not given for "
+    "fewer than five of them",
+    "speedup": "tokens a second over plain decoding's, the same prompts, prefill excluded; where "
+    "both wrote the same text, the ratio of the times",
+    "verify_mode": "the rule that decided: greedy, gumbel (coupled noise), match, block, "
+    "traversal, rrs, or typical (lossy)",
+    "rb_tau": "1 + sum of the target's probabilities of the drafted paths: tau in expectation; "
+    "for fixed drafts at T > 0",
+    "alpha": "mean sum of min(p, q) at each depth on accepted prefixes; rules that compare "
+    "distributions only",
+    "loop_share": "share of replies that repeat an 8-gram; loops flatter every drafter",
+    "equal_to_ar": "replies equal to plain decoding with the same noise, token for token; null "
+    "for rules that keep the distribution only",
+    "first_divergence": "index of the first token that differs from plain decoding",
+    "top2_gap": "the target's best logit minus its second best there: near-ties flip in low "
+    "precision, others must not",
+}
+"""Short definitions of the figures, for the report; docs/metrics.md has the whole ones."""

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ..heads.draft_model import DraftModel
 from ..heads.errors import UserError, first_line
 from ..heads.pretrained import make_causal_lm, read_config
-from ..inference.causal_model import CausalModel
-from ..inference.spread import decoder_layers
-from ..inference.target import Target, TargetSource
-from ..inference.target_files import check_there
+from ..inference.targets.causal_model import CausalModel
+from ..inference.targets.spread import decoder_layers
+from ..inference.targets.target import Target, TargetSource
+from ..inference.targets.target_files import check_there
 from .divergences import divergence, log_probs
 
 Choice = Literal["even", "ends", "importance"]

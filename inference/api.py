@@ -21,7 +21,7 @@ from .drafters import load_proposer
 from .metrics import emitted_per_round, tau
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
-from .target import Target, load_target, target_of
+from .targets.target import Target, load_target, target_of
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from transformers import StopStringCriteria
 from ..heads.errors import UserError
 from .accept import judge
 from .cache import TreeCache
-from .causal_model import CausalModel, Hidden
 from .clock import Clock
 from .decision import Decision, decide
 from .device import send
@@ -29,6 +28,7 @@ from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY, Sampling
+from .targets.causal_model import CausalModel, Hidden
 from .tree import DraftTree
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles

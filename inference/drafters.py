@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
-from .causal_model import CausalModel
 from .proposer import Proposer
-from .target import TargetSource
+from .targets.causal_model import CausalModel
+from .targets.target import TargetSource
 from .tree_settings import TREE_SETTINGS, TreeSettings
 
 

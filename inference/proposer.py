@@ -12,8 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from .cache import TreeCache
-from .causal_model import Hidden
 from .sampling import Draws
+from .targets.causal_model import Hidden
 from .tree import DraftTree
 
 

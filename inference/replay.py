@@ -16,10 +16,10 @@ from torch import Tensor
 
 from .accept import match
 from .cache import TreeCache
-from .causal_model import Hidden
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY
+from .targets.causal_model import Hidden
 
 RANKS = 10  # best tokens of a draft whose accuracies are counted
 UNKNOWN = -2

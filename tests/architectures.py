@@ -16,7 +16,7 @@ from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.proposers.suffix import SuffixLookup
 from draftsmith.inference.sampling import Draws
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
 from transformers import (

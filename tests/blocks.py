@@ -13,7 +13,7 @@ from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TREE_SETTINGS, TreeSettings
 
 from tests.eagles import committed

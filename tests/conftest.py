@@ -18,7 +18,7 @@ import pytest
 import torch
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 

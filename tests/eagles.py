@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.vocabulary import most_frequent
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 
 from tests.conftest import ROOT
 

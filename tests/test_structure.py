@@ -23,7 +23,7 @@ ROOTS = ("heads", "inference", "distill", "train")
 LAYERS = (  # packages of one line may import each other and all lines above
     ("heads",),
     ("heads.exchange",),
-    ("inference", "inference.conversations"),
+    ("inference", "inference.conversations", "inference.targets"),
     ("inference.proposers",),
     (
         "inference.evaluation",
@@ -38,7 +38,7 @@ LAYERS = (  # packages of one line may import each other and all lines above
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}
 FILES = sorted(file for root in ROOTS for file in (ROOT / root).rglob("*.py"))
-MOST_MODULES = 27  # of one folder; inference/ is still above the twenty that are aimed at
+MOST_MODULES = 22  # of one folder
 
 
 def module_of(file: Path) -> str:

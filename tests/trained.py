@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
-from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import generate
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.target import Target
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.methods.medusa import METHOD, MedusaLoss, MedusaObjective

@@ -15,7 +15,7 @@ import torch
 from ..heads.errors import UserError
 from ..heads.files import check_space
 from ..inference.evaluation.gains import GPUS
-from ..inference.target import resolve_device
+from ..inference.targets.target import resolve_device
 from .config import RunConfig
 from .method import AnyMethod
 from .options import PlanOptions

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
-from ..inference.causal_model import Hidden
 from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
@@ -41,8 +40,9 @@ from ..inference.metrics import (
 from ..inference.proposers.plain import PlainDecoding
 from ..inference.replay import replay, rounds_on_text
 from ..inference.settings import Sampling
-from ..inference.stored import HeldOutText
-from ..inference.target import Target, TargetSource
+from ..inference.targets.causal_model import Hidden
+from ..inference.targets.stored import HeldOutText
+from ..inference.targets.target import Target, TargetSource
 from .config import Evaluation
 from .data.tables import TokenTable
 from .method import AnyMethod

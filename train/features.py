@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
-from ..inference.causal_model import CausalModel, Hidden
-from ..inference.target import Target
+from ..inference.targets.causal_model import CausalModel, Hidden
+from ..inference.targets.target import Target
 from .data.batches import Batch
 
 

@@ -15,15 +15,15 @@ from safetensors import safe_open
 from ..heads.errors import UserError
 from ..heads.fingerprint import Fingerprint, hash_of
 from ..heads.pretrained import read_tokenizer
-from ..inference.stored import (
+from ..inference.targets.stored import (
     HeldOutText,
     load_stored,
     load_texts,
     manifest_of,
     model_of_embedding_and_head,
 )
-from ..inference.target import TargetSource, load_target, resolve_device, resolve_dtype
-from ..inference.target_files import check_there
+from ..inference.targets.target import TargetSource, load_target, resolve_device, resolve_dtype
+from ..inference.targets.target_files import check_there
 from .config import RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches

@@ -29,9 +29,9 @@ from ..heads.errors import UserError
 from ..heads.files import check_output_folder
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
-from ..inference.stored import manifest_of
-from ..inference.target import resolve_device
-from ..inference.target_files import check_there
+from ..inference.targets.stored import manifest_of
+from ..inference.targets.target import resolve_device
+from ..inference.targets.target_files import check_there
 from .checkpoint import RunFolder, TrainerState, find_resume
 from .config import RunConfig
 from .data.batches import Batches

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..heads.artifact import Artifact, DrafterModule
-    from ..inference.causal_model import Hidden
-    from ..inference.target import Target, TargetSource
+    from ..inference.targets.causal_model import Hidden
+    from ..inference.targets.target import Target, TargetSource
     from .config import RunConfig
     from .data.batches import Batches
     from .data.rollouts import Rollouts, Writer

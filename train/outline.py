@@ -10,7 +10,7 @@ from torch import nn
 
 from ..heads.embedding_and_head import EmbeddingAndHead
 from ..heads.pretrained import clear_errors, make_causal_lm, read_config
-from ..inference.target_files import check_there
+from ..inference.targets.target_files import check_there
 
 
 @dataclass(frozen=True)

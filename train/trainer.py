@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
-from ..inference.target import Target, TargetSource
+from ..inference.targets.target import Target, TargetSource
 from .config import RunConfig
 from .data.batches import Batch, Batches
 from .data.rollouts import Writer, Written

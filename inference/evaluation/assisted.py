@@ -21,7 +21,7 @@ from ...heads.errors import UserError
 from ..decode import Generation, Request, Round
 from ..proposers.draft_model import DraftModelProposer
 from ..settings import Sampling
-from ..target import Target
+from ..targets.target import Target
 
 
 class Assisted:

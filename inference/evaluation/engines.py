@@ -21,7 +21,7 @@ from ..proposers.eagle import EagleProposer
 from ..proposers.medusa import MedusaProposer
 from ..proposers.ngram import NgramLookup
 from ..settings import Rule, Sampling
-from ..target import Target
+from ..targets.target import Target
 from ..tree_settings import positive
 
 ENGINES: dict[str, dict[str, Any]] = {

@@ -33,7 +33,7 @@ from ..conversations.prompts import Prompt, check_batches, check_room, read_prom
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
-from ..target import Target, load_target
+from ..targets.target import Target, load_target
 from . import replayed
 from .assisted import Assisted
 from .batch_model import model_batches

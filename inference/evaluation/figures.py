@@ -31,7 +31,7 @@ from ..metrics import (
     time_per_token,
 )
 from ..settings import Sampling
-from ..target import Target
+from ..targets.target import Target
 from .measure import Results, Setting, Turn, comparable, divergence
 from .results import NAN, CategoryFigures, DrafterFigures, RequestRecord, Sample, SettingFigures
 

@@ -21,7 +21,7 @@ from ..metrics import (
 )
 from ..proposer import Proposer
 from ..settings import Sampling
-from ..target import Target
+from ..targets.target import Target
 from .journal import Journal, as_json, from_json
 
 

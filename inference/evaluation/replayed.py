@@ -16,13 +16,13 @@ import transformers
 from ...heads.errors import UserError
 from ...heads.files import whole_file, write_json
 from ...heads.layout import dtype_name
-from ..causal_model import Hidden
 from ..console import Console, Progress, plain_table, warn
 from ..drafters import load_proposer
 from ..metrics import bootstrap, repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
-from ..stored import HeldOutText, StoredTarget, load_stored, load_texts
+from ..targets.causal_model import Hidden
+from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
 from .results import SHOWN, by_depth
 
 

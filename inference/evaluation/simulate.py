@@ -16,7 +16,6 @@ from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
 from ..console import Console, plain_table
-from ..documents import ProfileFile
 from .checks import numbers
 from .gains import (
     GPUS,
@@ -35,6 +34,7 @@ from .options import SimulateOptions as Options
 from .report.tables import factor, number
 from .results import read_measured
 from .tuning.costs import between
+from .tuning.profile import ProfileFile
 
 GRID_ACCEPTANCE, GRID_LENGTH = (0.6, 0.7, 0.8, 0.9), (3, 5, 7)
 COSTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4)  # draft costs of the table, in plain steps

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...heads.files import whole_directory
 from ..metrics import emitted_per_round
-from ..target import Target
+from ..targets.target import Target
 from .measure import Results
 
 

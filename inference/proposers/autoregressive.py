@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..cache import TreeCache
-from ..causal_model import CausalModel
 from ..proposer import Accepted
+from ..targets.causal_model import CausalModel
 from .growth import Level
 from .tree_plan import Planner
 

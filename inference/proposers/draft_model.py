@@ -21,11 +21,11 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ..cache import TreeCache
-from ..causal_model import CausalModel
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
-from ..target import Target
+from ..targets.causal_model import CausalModel
+from ..targets.target import Target
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings
 from .autoregressive import TreeRunner, commit_accepted, depth_row, fit_vocabulary

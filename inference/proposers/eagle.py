@@ -24,10 +24,10 @@ from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter, EagleShape
 from ...heads.vocabulary import to_target
 from ..cache import TreeCache, visible_slots
-from ..causal_model import PREFILL_CHUNK
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
+from ..targets.causal_model import PREFILL_CHUNK
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .autoregressive import attention_over, depth_row

@@ -19,7 +19,7 @@ from ...heads.errors import UserError
 from ..cache import TreeCache
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
-from ..target import Target
+from ..targets.target import Target
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
 from .autoregressive import depth_row

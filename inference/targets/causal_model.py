@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.errors import UserError, first_line
-from ..heads.layout import dtype_name
-from .cache import TreeCache
-from .masks import packed_mask, tree_mask
+from ...heads.errors import UserError, first_line
+from ...heads.layout import dtype_name
+from ..cache import TreeCache
+from ..masks import packed_mask, tree_mask
+from ..tree import TreeShape
 from .model_head import ModelHead
-from .tree import TreeShape
 
 PREFILL_CHUNK = 2048
 

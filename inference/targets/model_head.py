@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..heads.errors import UserError
+from ...heads.errors import UserError
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}

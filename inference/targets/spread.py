@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..heads.errors import UserError
-from ..heads.fingerprint import weights_hash
-from ..heads.pretrained import make_causal_lm, read_causal_lm, read_config
+from ...heads.errors import UserError
+from ...heads.fingerprint import weights_hash
+from ...heads.pretrained import make_causal_lm, read_causal_lm, read_config
 from .target_files import read_model
 
 

@@ -14,21 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from msgspec import Meta, Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ..heads.documents import FileFacts, read_document
-from ..heads.errors import UserError
-from ..heads.files import differs
-from ..heads.fingerprint import Fingerprint
-from ..heads.pretrained import make_causal_lm, read_config, read_tokenizer
+from ...heads.documents import Document, FileFacts, Tap, demand, read_document
+from ...heads.errors import UserError
+from ...heads.files import differs
+from ...heads.fingerprint import Fingerprint
+from ...heads.pretrained import make_causal_lm, read_config, read_tokenizer
 from .causal_model import Hidden
-from .documents import Manifest
 from .model_head import ModelHead
 from .target import TargetSource, resolve_device
 
@@ -36,6 +36,48 @@ MANIFEST = "manifest.json"
 EMBEDDING_AND_HEAD_FILE = "ends.safetensors"
 TEXTS_FILE = "held_out.safetensors"
 SAMPLE_FILE = "sample.safetensors"
+
+
+class StoreLayout(Struct):
+    """Layout of the features in the shards of a feature store, see `train/data/store.py`."""
+
+    taps: list[Tap]
+    all_last: bool
+    dtype: Literal["float32", "bfloat16", "fp8"]
+    rows_per_shard: Annotated[int, Meta(ge=1, le=1 << 30)]
+    ring: Annotated[int, Meta(ge=1, le=1 << 30)] | None = None
+
+
+class Manifest(Document):
+    """The file `manifest.json` of a feature store (docs/checkpoint-formats.md#feature-store)."""
+
+    what: ClassVar[str] = "the manifest of a feature store"
+
+    target: Fingerprint
+    layout: StoreLayout
+    taps: list[Tap]
+    max_length: Annotated[int, Meta(ge=2)]
+    seed: int
+    tables: str
+    """Key of the store's data, see `train/data/tables.py`."""
+    tap_sizes: dict[str, Annotated[float, Meta(ge=0)]]
+    """Root mean square of each tap, by its index."""
+    files: dict[str, FileFacts | str]
+    """Size and SHA-256 of the store's files by name. Shards and data have notes of their own beside
+    them. Stores of version 0.1 have the SHA-256 of three files instead."""
+    schema: Annotated[int, Meta(ge=1)] = 1
+
+    def __post_init__(self) -> None:
+        layers = self.target.num_layers
+        demand(self.taps == self.layout.taps, "taps and layout.taps differ")
+        demand(
+            set(self.tap_sizes) == set(map(str, self.taps)),
+            f"tap_sizes is of {sorted(self.tap_sizes)}, taps {self.taps}",
+        )
+        demand(
+            all(tap <= layers for tap in self.taps),
+            f"a tap of {self.taps} is beyond the target's {layers} layers",
+        )
 
 
 @dataclass

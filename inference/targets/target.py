@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..heads.embedding_and_head import EmbeddingAndHead
-from ..heads.errors import UserError
-from ..heads.fingerprint import Fingerprint
-from ..heads.pretrained import clear_errors
-from ..heads.vocabulary import spread_ids
+from ...heads.embedding_and_head import EmbeddingAndHead
+from ...heads.errors import UserError
+from ...heads.fingerprint import Fingerprint
+from ...heads.pretrained import clear_errors
+from ...heads.vocabulary import spread_ids
+from ..settings import TargetConfig
 from .causal_model import CausalModel
 from .model_head import ModelHead
-from .settings import TargetConfig
 from .spread import load_spread
 from .target_files import (
     base_and_adapter,

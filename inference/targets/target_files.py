@@ -13,14 +13,14 @@ import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from torch import nn
 
-from ..heads import pretrained
-from ..heads.documents import FORMER_METHODS, AdapterFile, read_document
-from ..heads.errors import UserError, first_line
-from ..heads.files import read_json
-from ..heads.layout import dtype_name
-from ..heads.pretrained import clear_errors
-from ..heads.stored_tensors import header
-from .settings import TargetConfig
+from ...heads import pretrained
+from ...heads.documents import FORMER_METHODS, AdapterFile, read_document
+from ...heads.errors import UserError, first_line
+from ...heads.files import read_json
+from ...heads.layout import dtype_name
+from ...heads.pretrained import clear_errors
+from ...heads.stored_tensors import header
+from ..settings import TargetConfig
 
 HUB = "https://huggingface.co/"
 DRAFTER_FILE = "draftsmith.json"

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.causal_model import CausalModel
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
@@ -29,7 +28,8 @@ from draftsmith.inference.proposers.early_exit import first_layers
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.causal_model import CausalModel
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.verifiers import recursive
 from rich.console import Console

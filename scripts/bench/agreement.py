@@ -25,7 +25,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from rich.console import Console
 from rich.table import Table
 

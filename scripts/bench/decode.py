@@ -36,7 +36,7 @@ from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console
 from rich.table import Table

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 import torch
 from draftsmith.distill.students import StudentConfig
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import LiveTarget

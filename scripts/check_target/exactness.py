@@ -17,7 +17,7 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import divergence
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 
 BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}

@@ -56,7 +56,7 @@ blocks dspark --heads.block-size 5 --heads.markov-rank 64 --objective.loss lk-hy
 python - <<END
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.inference.target import TargetConfig, load_target
+from draftsmith.inference.targets.target import TargetConfig, load_target
 
 target = load_target(TargetConfig("$target"))
 for name in ("medusa", "eagle1", "eagle3", "distill", "dflash", "dspark"):

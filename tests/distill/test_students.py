@@ -27,7 +27,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposers.draft_model import make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.features import check_packing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig

@@ -19,7 +19,7 @@ from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.replay import replay, rounds_on_text
 from draftsmith.inference.sampling import Draws
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget

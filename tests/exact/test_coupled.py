@@ -19,7 +19,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,

@@ -18,7 +18,7 @@ from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.inference.verifiers import token_level
@@ -219,7 +219,7 @@ def test_mean_overlap_is_the_acceptance_of_the_token_level_rule_on_real_logits(
 def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart: Target) -> None:
     """The reference rule on the distributions of target and drafter over a real text, four drafts a
     chain."""
-    from draftsmith.inference.target import TargetConfig, load_target
+    from draftsmith.inference.targets.target import TargetConfig, load_target
 
     drafter = load_target(
         TargetConfig(str(ROOT / "scripts/quickstart/draft_model"), dtype="float32")

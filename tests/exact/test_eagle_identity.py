@@ -13,13 +13,13 @@ import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import Request, decode
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.growth import Continue, Level
 from draftsmith.inference.sampling import Draws
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.data.batches import collate

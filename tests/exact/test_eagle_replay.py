@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.heads.eagle import EagleDrafter
-from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.eagle import EagleProposer
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay, rounds_on_text
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.methods.eagle import METHOD
 

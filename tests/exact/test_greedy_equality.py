@@ -12,7 +12,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.medusa import make_proposer
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.inference.tree_settings import TreeSettings
 
 from tests.architectures import (

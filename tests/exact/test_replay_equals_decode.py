@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draftsmith.inference.causal_model import Hidden
 from draftsmith.inference.decode import generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.growth import grow
 from draftsmith.inference.proposers.medusa import MedusaProposer, make_proposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.target import Target
 from draftsmith.train.methods.medusa import METHOD
 
 from tests.conftest import random_heads, tiny_target

@@ -25,7 +25,7 @@ from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
 from draftsmith.inference.decode import generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 

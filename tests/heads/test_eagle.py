@@ -11,7 +11,7 @@ import torch
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, default_taps, shape_for
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from draftsmith.heads.fingerprint import LARGEST_EXACT, hash_of, sampled_places
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,7 +12,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference import api, load
 from draftsmith.inference.detokenize import StreamedText
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

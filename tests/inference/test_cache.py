@@ -6,7 +6,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import TreeShape
 from hypothesis import given, settings
 from hypothesis import strategies as st

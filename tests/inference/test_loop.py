@@ -18,7 +18,7 @@ from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.early_exit import EarlyExit
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 
 from tests.architectures import FromTheFuture, near_copy, proposers

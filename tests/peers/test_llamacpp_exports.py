@@ -32,7 +32,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.engines import Engine
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 
 from tests.blocks import changed_block
 from tests.conftest import QUICKSTART, ROOT

@@ -13,7 +13,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.fingerprint import weights_hash
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from draftsmith.train.config import TargetConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

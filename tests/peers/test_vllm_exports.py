@@ -25,7 +25,7 @@ from draftsmith.heads.exchange.exports import kind_of
 from draftsmith.heads.exchange.layouts import ExportRequest
 from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 
 from tests.blocks import changed_block, share_key_norms
 from tests.conftest import QUICKSTART, ROOT

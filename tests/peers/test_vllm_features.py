@@ -19,7 +19,7 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from draftsmith.train.data.batches import PADDING, collate
 from draftsmith.train.data.served import Client, ServedFeatures, served_texts
 from draftsmith.train.evaluation import write_text

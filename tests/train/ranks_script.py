@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from draftsmith.train.arguments import parse
 from draftsmith.train.data.batches import Batch, Batches
 from draftsmith.train.data.tables import build

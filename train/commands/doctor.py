@@ -22,8 +22,8 @@ from ...inference.console import Console
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.sources import rows_of, source_files
 from ...inference.settings import TargetConfig
-from ...inference.target import Target, load_target, resolve_device, resolve_dtype
-from ...inference.target_files import footprint, gigabytes, too_large
+from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
+from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..arguments import parse
 from ..data.templates import encode
 from ..features import LiveTarget

@@ -26,7 +26,7 @@ from ...inference.conversations.sources import rows_of
 from ...inference.drafters import parse_spec
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
-from ...inference.target import TargetSource
+from ...inference.targets.target import TargetSource
 from ..data.templates import encode
 from ..inputs import embedding_and_head_in
 from ..methods.eagle import special_ids

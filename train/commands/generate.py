@@ -16,7 +16,7 @@ from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.metrics import emitted_per_round, tau
 from ...inference.settings import GREEDY, Sampling
-from ...inference.target import load_target
+from ...inference.targets.target import load_target
 from ..options import GenerateOptions as Options
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"

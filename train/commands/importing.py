@@ -26,7 +26,7 @@ from ...heads.exchange.foreign import Answers, Public, TargetSide
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
-from ...inference.stored import StoredTarget
+from ...inference.targets.stored import StoredTarget
 from ..inputs import embedding_and_head_in
 from ..options import ImportOptions as Options
 from ..provenance import provenance

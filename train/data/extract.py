@@ -34,7 +34,7 @@ from ...heads.files import (
 from ...heads.layout import dtype_name
 from ...inference.console import Progress
 from ...inference.metrics import repeats_itself
-from ...inference.stored import (
+from ...inference.targets.stored import (
     MANIFEST,
     SAMPLE_FILE,
     TEXTS_FILE,
@@ -45,7 +45,7 @@ from ...inference.stored import (
     save_texts,
     verify_noted,
 )  # fmt: skip
-from ...inference.target import Target, TargetSource, load_target
+from ...inference.targets.target import Target, TargetSource, load_target
 from ..arguments import parse
 from ..config import RunConfig
 from ..evaluation import held_out_prompts, write_text

@@ -26,8 +26,8 @@ from ...inference.console import Progress
 from ...inference.conversations.formats import RowError
 from ...inference.conversations.rows import LeftOut, warn_of_plain_text
 from ...inference.conversations.sources import rows_of
-from ...inference.model_head import PROCESSORS
-from ...inference.target import Target, load_target
+from ...inference.targets.model_head import PROCESSORS
+from ...inference.targets.target import Target, load_target
 from ..options import RegenerateOptions as Options
 from ..options import ReplySampling
 from .replies import regenerate_on_server

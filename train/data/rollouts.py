@@ -21,14 +21,14 @@ from safetensors.numpy import load_file, save_file
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...inference.causal_model import CausalModel
 from ...inference.console import Progress
 from ...inference.decode import Generation, Request, generate
 from ...inference.drafters import proposer_of
 from ...inference.proposer import Proposer
 from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import Sampling
-from ...inference.target import Target
+from ...inference.targets.causal_model import CausalModel
+from ...inference.targets.target import Target
 from .batches import ANY, Batches, pack
 from .tables import TokenTable
 

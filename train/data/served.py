@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.vocabulary import spread_ids
-from ...inference.causal_model import Hidden
 from ...inference.console import Progress
-from ...inference.stored import HeldOutText, StoredTarget
-from ...inference.target import TargetSource
+from ...inference.targets.causal_model import Hidden
+from ...inference.targets.stored import HeldOutText, StoredTarget
+from ...inference.targets.target import TargetSource
 from ..features import Features
 from .batches import PADDING, Batch
 

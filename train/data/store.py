@@ -33,9 +33,8 @@ from torch import Tensor
 from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
-from ...inference.documents import Manifest
-from ...inference.stored import manifest_of
-from ...inference.target import TargetSource
+from ...inference.targets.stored import Manifest, manifest_of
+from ...inference.targets.target import TargetSource
 from ..documents import ShardNote, Wanted
 from ..features import Features
 from ..options import StoreType

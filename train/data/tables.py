@@ -30,7 +30,7 @@ from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of, source_files
-from ...inference.target import TargetSource
+from ...inference.targets.target import TargetSource
 from ..config import Data, HeldOutConfig, Source
 from ..documents import Counts
 from .templates import Encoded, encode

@@ -14,7 +14,7 @@ from ...heads.errors import UserError
 from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import prompt_ids
-from ...inference.target import Target
+from ...inference.targets.target import Target
 from ..documents import WrittenRow
 
 

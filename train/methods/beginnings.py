@@ -8,7 +8,7 @@ from typing import Any
 
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
-from ...inference.target import TargetSource
+from ...inference.targets.target import TargetSource
 
 log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashConfig, DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
-from ...inference.causal_model import Hidden
-from ...inference.target import TargetSource
+from ...inference.targets.causal_model import Hidden
+from ...inference.targets.target import TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..features import Features

@@ -36,9 +36,9 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.layout import place
-from ...inference.causal_model import CausalModel, Hidden
-from ...inference.spread import decoder_layers
-from ...inference.target import Target, TargetSource
+from ...inference.targets.causal_model import CausalModel, Hidden
+from ...inference.targets.spread import decoder_layers
+from ...inference.targets.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, student_texts

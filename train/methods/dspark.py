@@ -22,7 +22,7 @@ from ...distill.divergences import Divergence
 from ...heads import dspark
 from ...heads.dspark import DSparkConfig, DSparkDrafter
 from ...heads.errors import UserError
-from ...inference.causal_model import Hidden
+from ...inference.targets.causal_model import Hidden
 from ..objectives import Sums
 from .dflash import BlockLoss, BlockObjective, DFlashMethod, DFlashRun, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in

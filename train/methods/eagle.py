@@ -45,9 +45,9 @@ from ...heads.eagle import EagleConfig, EagleDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.layers import begin_unsure
 from ...heads.vocabulary import most_frequent
-from ...inference.causal_model import Hidden
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
-from ...inference.target import Target, TargetSource
+from ...inference.targets.causal_model import Hidden
+from ...inference.targets.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds

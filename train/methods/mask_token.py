@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.vocabulary import spread_ids
-from ...inference.target import TargetSource
+from ...inference.targets.target import TargetSource
 from ..data.batches import Batches
 
 log = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ from ...distill.divergences import Divergence, divergence, log_probs, overlap, s
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.medusa import MedusaConfig, MedusaHeads
-from ...inference.causal_model import Hidden
 from ...inference.proposers.growth import grow
-from ...inference.target import TargetSource
+from ...inference.targets.causal_model import Hidden
+from ...inference.targets.target import TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
 from ..features import Features

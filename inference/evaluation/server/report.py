@@ -25,8 +25,8 @@ from ...conversations.prompts import Prompt, next_turn, read_prompts
 from ...decode import Generation
 from ...metrics import quantiles
 from ...settings import Sampling, TargetConfig
-from ...target import Target
-from ...target_files import base_and_adapter
+from ...targets.target import Target
+from ...targets.target_files import base_and_adapter
 from ..measure import Results, divergence
 from ..results import (
     SHOWN,

@@ -24,7 +24,7 @@ from ...proposers.medusa import MedusaProposer
 from ...proposers.tree_plan import Planned, TreePlan
 from ...replay import RANKS
 from ...settings import Sampling
-from ...target import Target
+from ...targets.target import Target
 from ...tree_settings import MOST, Ranks, TreeSettings
 from .replay_roots import BEST, KnownPath, KnownText, nodes_needed, replay_roots
 

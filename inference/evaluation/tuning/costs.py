@@ -25,7 +25,7 @@ from ...proposer import Accepted, Prompts, Proposer
 from ...proposers.plain import PlainDecoding
 from ...sampling import Draws
 from ...settings import GREEDY, Sampling
-from ...target import Target
+from ...targets.target import Target
 from ...tree import NO_NODE, DraftTree, TreeShape
 from ..options import SAMPLES, SWEEPS
 from .candidates import Candidate

@@ -11,21 +11,49 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from msgspec import Meta, Struct
 
-from ....heads.documents import read_document
+from ....heads.documents import Document, read_document
 from ....heads.errors import UserError
+from ....heads.fingerprint import Fingerprint
 from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
-from ...documents import ProfileFile
 from ...drafters import load_proposer, parse_spec, without_tree
 from ...settings import Sampling
-from ...target import Target
+from ...targets.target import Target
 from ..options import TuneOptions
 
 SCHEMA = 1
+
+
+class TunedRow(Struct):
+    """Best setting of one drafter for one temperature and batch size."""
+
+    temperature: Annotated[float, Meta(ge=0)]
+    batch: Annotated[int, Meta(ge=1)]
+    setting: dict[str, int | float | str | bool | list[list[int]] | None]
+    """Settings that the drafter is loaded with; a fixed tree is a list of rank tuples."""
+
+
+class ProfileFile(Document):
+    """JSON profile of `draftsmith tune`."""
+
+    what: ClassVar[str] = "a profile of draftsmith tune"
+    version_key: ClassVar[str] = "schema_version"
+    finite: ClassVar[bool] = False
+
+    target: Fingerprint | None = None
+    machine: dict[str, Any] = {}
+    drafters: dict[str, list[TunedRow]] = {}
+    verification_s: dict[str, dict[str, dict[str, float]]] = {}
+    prompts: dict[str, Any] = {}
+    command: str = ""
+    started_at: str = ""
+    partial: str = ""
+    schema_version: Annotated[int, Meta(ge=1)] = 1
 
 
 def machine_of(target: Target) -> dict[str, Any]:

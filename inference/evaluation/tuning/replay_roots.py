@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ...cache import TreeCache
-from ...causal_model import Hidden
 from ...decode import Generation
 from ...noise import row_keys
 from ...proposer import Accepted, Prompts, Proposer
@@ -26,7 +25,8 @@ from ...proposers.growth import Continue, Level
 from ...replay import UNKNOWN, rank_of
 from ...sampling import Draws
 from ...settings import Sampling
-from ...target import Target
+from ...targets.causal_model import Hidden
+from ...targets.target import Target
 from ...tree import DraftTree, TreeShape
 
 NEVER = 1 << 20

@@ -27,7 +27,7 @@ from ...decode import Generation, Request, generate
 from ...drafters import check_spec, load_proposer
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
-from ...target import Target, load_target
+from ...targets.target import Target, load_target
 from ..checks import numbers
 from ..evaluate import origin
 from ..figures import figures_of

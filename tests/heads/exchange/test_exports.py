@@ -29,7 +29,7 @@ from draftsmith.heads.exchange.foreign import Answers, TargetSide
 from draftsmith.heads.exchange.layouts import ExportRequest, files_for, sglang_taps
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from safetensors import safe_open
 from safetensors.torch import load_file
 

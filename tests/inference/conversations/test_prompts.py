@@ -10,7 +10,7 @@ import datasets
 import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import check_room, read_prompts
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 
 from tests.conftest import ROOT
 

@@ -15,7 +15,7 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.metrics import mean
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 
 from tests.blocks import proposer_of, random_block
 from tests.conftest import QUICKSTART

@@ -16,7 +16,7 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli

@@ -32,7 +32,7 @@ from draftsmith.inference.evaluation.server.counters import (
 )
 from draftsmith.inference.evaluation.server.report import figures
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.target import load_target
+from draftsmith.inference.targets.target import load_target
 from transformers import AutoTokenizer
 
 from tests.inference.evaluation.test_simulate import run_cli

@@ -34,7 +34,7 @@ from draftsmith.inference.evaluation.tuning.replay_roots import KnownText
 from draftsmith.inference.evaluation.tuning.tune import Options, check, predicted, probes_of
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, Sampling, TargetConfig
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli

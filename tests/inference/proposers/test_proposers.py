@@ -17,7 +17,7 @@ from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,8 +13,8 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import load_target
-from draftsmith.inference.target_files import Footprint, footprint
+from draftsmith.inference.targets.target import load_target
+from draftsmith.inference.targets.target_files import Footprint, footprint
 from draftsmith.train.commands.doctor import check_memory
 from safetensors.torch import load_file, save_file
 

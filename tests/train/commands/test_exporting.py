@@ -23,7 +23,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exports import EngineName
 from draftsmith.inference.api import load
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.commands import exporting, importing
 from draftsmith.train.commands.cli import main
 from safetensors.torch import load_file, save_file

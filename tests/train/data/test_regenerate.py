@@ -15,7 +15,7 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.regenerate import run, take_batch
 from draftsmith.train.data.tasks import mend, questions
 from draftsmith.train.data.templates import encode

@@ -21,14 +21,14 @@ from draftsmith.inference.decode import generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.settings import TargetConfig
-from draftsmith.inference.stored import (
+from draftsmith.inference.targets.stored import (
     EMBEDDING_AND_HEAD_FILE,
     load_stored,
     load_texts,
     model_of_embedding_and_head,
     save_embedding_and_head,
 )
-from draftsmith.inference.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_target
 from draftsmith.train.data.store import encoded
 from draftsmith.train.inputs import embedding_and_head_in
 from safetensors.torch import load_file

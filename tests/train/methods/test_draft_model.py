@@ -18,7 +18,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposers.draft_model import best_adaptive, make_proposer
 from draftsmith.inference.settings import Sampling
-from draftsmith.inference.target import Target
+from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch

@@ -13,7 +13,7 @@ import torch
 from draftsmith.distill.divergences import log_probs
 from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.causal_model import Hidden
+from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.methods.eagle import (

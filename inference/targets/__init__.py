@@ -1,0 +1,1 @@
+"""Targets: loaded, spread over devices, or stored as features; models behind one interface."""

@@ -23,7 +23,7 @@ import torch
 from .documents import SCHEMA, DocumentError, OwnFile, read_document
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError, first_line
-from .files import differs, facts_of, whole_directory, write_json
+from .files import JsonObject, differs, facts_of, whole_directory, write_json
 from .fingerprint import Fingerprint
 from .layout import dtype_name
 
@@ -44,7 +44,7 @@ class DrafterModule(Protocol):
         """Write the files that engines read; floating tensors are cast to `dtype`."""
         ...
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Return everything besides the tensors that decides what the module computes, as JSON."""
         ...
 
@@ -67,9 +67,9 @@ class Artifact:
     """Module with the interface of `DrafterModule`."""
     fingerprint: Fingerprint
     """Fingerprint of the target that the drafter was trained for."""
-    calibration: dict[str, Any] = field(default_factory=dict)
+    calibration: JsonObject = field(default_factory=dict)
     """Measurements on held-out texts, see `documents.Calibration`."""
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: JsonObject = field(default_factory=dict)
     """Facts about the training: command, versions, step, data."""
 
     @property
@@ -86,7 +86,7 @@ class Artifact:
             drafter.save(aside, self.fingerprint.name, dtype)
             write_json(aside / OWN_FILE, {**self.own_facts(dtype), "files": facts_of(aside)})
 
-    def own_facts(self, dtype: torch.dtype) -> dict[str, Any]:
+    def own_facts(self, dtype: torch.dtype) -> JsonObject:
         """Return the content of `draftsmith.json` without the checksums of the other files."""
         return {
             "schema": SCHEMA,
@@ -203,7 +203,7 @@ def check_target(
 
 
 def check_shape(
-    drafter: DrafterModule, taps: list[int], shape: dict[str, Any], config_path: Path
+    drafter: DrafterModule, taps: list[int], shape: JsonObject, config_path: Path
 ) -> None:
     """Demand that the drafter made from `config_path` has the noted `taps` and `shape`.
 

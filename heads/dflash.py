@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 from .documents import BlockFile
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
+from .files import JsonObject
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
 from .rotary import Rotary
@@ -94,7 +95,7 @@ class BlockShape:
     norm_eps: float
     activation: str
     target_layers: int
-    rope: dict[str, Any] = field(hash=False)
+    rope: JsonObject = field(hash=False)
     """Rotary parameters, as transformers' `rope_parameters`."""
     attention_bias: bool = False
     """True only for some imported drafters; training makes none with biases."""
@@ -301,7 +302,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         """Parameters that `logits` reads and that are trained."""
         return [self.norm.weight]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}
 
     # docs/checkpoint-formats.md#dflash-and-dspark describes the layout on disk.
@@ -324,13 +325,13 @@ class DFlashDrafter(EngineLayout, nn.Module):
             state[f"layers.{i}.input_layernorm.weight"] = norm.weight
         return state | {"norm.weight": self.norm.weight}
 
-    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors.
 
         Taps are written as layers counted from 0, without the embeddings, as engines read them.
         """
         shape = self.shape
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "architectures": [self.architecture],
             "model_type": "qwen3",
             "dtype": dtype,
@@ -367,7 +368,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
     @classmethod
     def from_serving_config(
-        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
         """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
@@ -378,7 +379,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return cls(cls.shape_from(config), embedding_and_head)
 
     @classmethod
-    def shape_from(cls, config: dict[str, Any]) -> BlockShape:
+    def shape_from(cls, config: JsonObject) -> BlockShape:
         """Return the sizes in a `config.json`; `KeyError` if one of its keys is missing."""
         return BlockShape(**sizes_from(config))
 
@@ -395,7 +396,7 @@ def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
     )
 
 
-def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
+def sizes_from(config: JsonObject) -> JsonObject:
     """Return the fields of `BlockShape` by name, from the content of a `config.json`."""
     inner = config["dflash_config"]
     return {
@@ -418,7 +419,7 @@ def sizes_from(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> dict[str, Any]:
+def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
     """Return the fields of `BlockShape` by name, from `config` and a target's transformers config.
 
     Raises `UserError` for taps or a mask token that the target does not have.
@@ -451,7 +452,7 @@ def shape_for(config: DFlashConfig, target: Any, mask_token: int) -> BlockShape:
     return BlockShape(**sizes_for(config, target, mask_token))
 
 
-def config_of(shape: BlockShape) -> dict[str, Any]:
+def config_of(shape: BlockShape) -> JsonObject:
     """Return the sizes in `shape` that a user chose, by the names of `DFlashConfig`."""
     options = DFlashConfig.__dataclass_fields__
     chosen = {name: value for name, value in asdict(shape).items() if name in options}

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .errors import UserError
-from .files import read_json
+from .files import JsonObject, read_json
 from .fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -197,9 +197,9 @@ class OwnFile(Document):
     taps: list[Tap]
     target: Fingerprint
     schema: Annotated[int, Meta(ge=1)] = 1
-    shape: dict[str, Any] = {}
-    calibration: dict[str, Any] = {}
-    provenance: dict[str, Any] = {}
+    shape: JsonObject = {}
+    calibration: JsonObject = {}
+    provenance: JsonObject = {}
     files: dict[str, FileFacts] = {}
     """Size and SHA-256 of every other file of the drafter.
 
@@ -232,7 +232,7 @@ class LlamaFile(Struct):
     max_position_embeddings: Positions
     rms_norm_eps: Eps
     hidden_act: str
-    rope_parameters: dict[str, Any]
+    rope_parameters: JsonObject
     attention_bias: bool
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
+from .files import JsonObject
 from .pretrained import clear_errors, make_causal_lm, read_causal_lm, read_tokenizer
 
 # Texts that tokenizers of one vocabulary may still split in different ways.
@@ -54,7 +55,7 @@ class DraftModel(nn.Module):
         copy.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         return {}  # transformers writes and reads config.json, so there is nothing to compare
 
     @classmethod

@@ -22,6 +22,7 @@ from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_fr
 from .documents import DSparkFile
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
+from .files import JsonObject
 
 INIT_STD = 0.02  # of the matrices that DFlash does not have
 
@@ -118,7 +119,7 @@ class DSparkDrafter(DFlashDrafter):
             "confidence_head.proj.bias": self.confidence_head.bias,
         }
 
-    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`: DFlash's with the keys of DSpark."""
         config = super().serving_config(target_name, dtype)
         inner = config["dflash_config"]
@@ -135,7 +136,7 @@ class DSparkDrafter(DFlashDrafter):
         }
 
     @classmethod
-    def shape_from(cls, config: dict[str, Any]) -> DSparkShape:
+    def shape_from(cls, config: JsonObject) -> DSparkShape:
         return DSparkShape(**sizes_from(config), markov_rank=config["markov_rank"])
 
 
@@ -144,7 +145,7 @@ def shape_for(config: DSparkConfig, target: Any, mask_token: int) -> DSparkShape
     return DSparkShape(**sizes_for(config, target, mask_token), markov_rank=config.markov_rank)
 
 
-def config_of(shape: DSparkShape) -> dict[str, Any]:
+def config_of(shape: DSparkShape) -> JsonObject:
     """Return the sizes in `shape` that a user chose, by the names of `DSparkConfig`."""
     return dflash.config_of(shape) | {"markov_rank": shape.markov_rank}
 

@@ -21,6 +21,7 @@ from transformers.activations import ACT2FN
 from .documents import EagleFile
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
+from .files import JsonObject
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
 from .rotary import Rotary
@@ -98,7 +99,7 @@ class EagleShape:
     max_positions: int
     norm_eps: float
     activation: str
-    rope: dict[str, Any] = field(hash=False)
+    rope: JsonObject = field(hash=False)
     """Rotary parameters, as transformers' `rope_parameters`."""
     norm_taps: bool = False
     norm_output: bool = False
@@ -328,7 +329,7 @@ class EagleDrafter(EngineLayout, nn.Module):
         for parameter in self.head_parameters:
             parameter.requires_grad_(False)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}
 
     # docs/checkpoint-formats.md#eagle describes the layout on disk.
@@ -360,13 +361,13 @@ class EagleDrafter(EngineLayout, nn.Module):
             state |= {"d2t": self.d2t, "t2d": self.t2d}
         return state
 
-    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors.
 
         Every flag is written out, because readers' defaults differ, and no value is null.
         """
         shape = self.shape
-        config: dict[str, Any] = {
+        config: JsonObject = {
             "architectures": [ARCHITECTURES[shape.version, shape.qk_norm]],
             "model_type": "llama",
             "dtype": dtype,
@@ -412,7 +413,7 @@ class EagleDrafter(EngineLayout, nn.Module):
 
     @classmethod
     def from_serving_config(
-        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> EagleDrafter:
         """Return an untrained drafter of the sizes in the content of a `config.json`."""
         if embedding_and_head is None:
@@ -488,7 +489,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
     )
 
 
-def config_of(shape: EagleShape) -> dict[str, Any]:
+def config_of(shape: EagleShape) -> JsonObject:
     """Return the sizes in `shape` that a user chose, by the names of `EagleConfig`."""
     options = EagleConfig.__dataclass_fields__
     chosen = {name: value for name, value in asdict(shape).items() if name in options}

@@ -22,6 +22,9 @@ from safetensors import SafetensorError
 
 from .errors import UserError, first_line
 
+JsonObject = dict[str, Any]
+"""Object of a JSON or YAML file, or of a message to or from a server: its values are anything that
+such files hold."""
 LEAST_FREE = 1 << 20  # bytes that have to be free before anything is written
 CHECKSUMS = "checksums.json"
 # torch.save reports a full disk as a RuntimeError with one of these texts, without an errno.
@@ -228,13 +231,13 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def facts_of(folder: Path) -> dict[str, dict[str, Any]]:
+def facts_of(folder: Path) -> dict[str, JsonObject]:
     """Return size and SHA-256 of every file below `folder`, by its path relative to it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): file_facts(path) for path in files}
 
 
-def file_facts(path: Path) -> dict[str, Any]:
+def file_facts(path: Path) -> JsonObject:
     """Return size in bytes and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
 
@@ -341,7 +344,7 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         ) from error
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> JsonObject:
     """Return the table of keys in the YAML file `path`; a byte order mark is skipped.
 
     Raises `UserError` for a missing file, and one that is no YAML or no table.

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from .files import JsonObject
+
 SAMPLES_PER_TENSOR = 32
 LARGEST_EXACT = 1 << 24  # float32 represents all integers up to here
 
@@ -38,7 +40,11 @@ class Fingerprint:
 
     @classmethod
     def of(
-        cls, model: nn.Module, tokenizer: Any, name: str, weights: str | None = None
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        name: str,
+        weights: str | None = None,
     ) -> Fingerprint:
         """Return the fingerprint of a target.
 
@@ -60,7 +66,7 @@ class Fingerprint:
             weights_hash=weights or weights_hash(model),
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         return asdict(self)
 
     def errors_against(self, target: Fingerprint, fields: tuple[str, ...]) -> list[str]:

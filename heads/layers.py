@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from .files import JsonObject
 from .rotary import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -165,7 +166,7 @@ class DecoderLayer(nn.Module):
         return named
 
 
-def layout_of(target: Any) -> dict[str, Any]:
+def layout_of(target: Any) -> JsonObject:
     """Return the sizes that a drafter takes from a target's transformers config.
 
     The names are those of the fields of `EagleShape` and `BlockShape`.
@@ -188,7 +189,7 @@ def inner_size(target: Any) -> int:
     return first_of(target, "intermediate_size", "n_inner") or 4 * target.hidden_size
 
 
-def rope_of(target: Any) -> dict[str, Any]:
+def rope_of(target: Any) -> JsonObject:
     """Return the rotary parameters of a target, as transformers' `rope_parameters`.
 
     They are those of its full-attention layers where the kinds of layers differ; for a target

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .documents import convert
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
-from .files import read_json, write_json
+from .files import JsonObject, read_json, write_json
 from .stored_tensors import header
 
 
@@ -57,13 +57,13 @@ class EngineLayout(ABC):
         """
 
     @abstractmethod
-    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors."""
 
     @classmethod
     @abstractmethod
     def from_serving_config(
-        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> Self:
         """Return an untrained module of the sizes in the content of a `config.json`.
 
@@ -72,7 +72,7 @@ class EngineLayout(ABC):
         """
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Return everything besides the tensors that decides what the module computes, as JSON."""
 
     def check(self) -> None:  # noqa: B027  # most have nothing to check

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch.nn import functional
 from .documents import MedusaFile
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
+from .files import JsonObject
 from .layout import EngineLayout
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
@@ -120,7 +120,7 @@ class MedusaHeads(EngineLayout, nn.Module):
         """Return the logits `[D, ..., V]` of all heads for last hidden states `[..., H]`."""
         return torch.stack([self.logits(hidden, head) for head in range(self.config.num_heads)])
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         return {
             **asdict(self.config),
             "hidden_size": self.hidden_size,
@@ -145,7 +145,7 @@ class MedusaHeads(EngineLayout, nn.Module):
             state[f"{head}.{self.config.num_layers}.weight"] = output.weight
         return state
 
-    def serving_config(self, target_name: str, dtype: str) -> dict[str, Any]:
+    def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`.
 
         It has no `architectures`, with which TGI would take the folder for a model without heads,
@@ -163,7 +163,7 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     @classmethod
     def from_serving_config(
-        cls, config: dict[str, Any], embedding_and_head: EmbeddingAndHead | None
+        cls, config: JsonObject, embedding_and_head: EmbeddingAndHead | None
     ) -> MedusaHeads:
         shape = MedusaConfig(
             config["medusa_num_heads"], config["medusa_num_layers"], config["original_lm_head"]

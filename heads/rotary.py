@@ -5,12 +5,12 @@ Angles are computed in float32 whatever the drafter's own dtype is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .files import JsonObject
 
 
 class Rotary:
@@ -24,7 +24,7 @@ class Rotary:
     This is not a module, because casting a drafter to bfloat16 must not cast its frequencies.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, parameters: dict[str, Any]) -> None:
+    def __init__(self, head_dim: int, max_positions: int, parameters: JsonObject) -> None:
         # Some scalings of transformers would apply the partial factor once more, to a size that
         # already contains it.
         scaling = {

@@ -23,6 +23,7 @@ from accelerate.utils import broadcast_object_list
 from ..heads.documents import read_document
 from ..heads.errors import UserError
 from ..heads.files import (
+    JsonObject,
     damage,
     read_yaml,
     remove_partials,
@@ -203,11 +204,11 @@ FREE_TO_CHANGE = {
 }  # fmt: skip
 
 
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(config: Any, prefix: str = "") -> JsonObject:
     """Return nested tables as one: `{"optim": {"lr": 1}}` becomes `{"optim.lr": 1}`."""
     if not isinstance(config, dict):
         return {prefix: config}
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for name, value in config.items():
         flat |= _flat(value, f"{prefix}.{name}".lstrip("."))
     return flat

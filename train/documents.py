@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ..heads.documents import Count, Document, FileFacts
+from ..heads.files import JsonObject
 
 
 class TrainerState(Document, kw_only=True):
@@ -49,7 +50,7 @@ class TrainerState(Document, kw_only=True):
     """Hashes of the target's weights and of the data, which the config names by path only."""
     schema: Annotated[int, Meta(ge=1)] = 1
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return the fields as JSON holds them."""
         return msgspec.to_builtins(self)
 
@@ -75,7 +76,7 @@ class WrittenRow(Struct):
     """Name of the conversation."""
     last_part: bool
     """True in the last of the lines that the conversation becomes."""
-    regenerated: dict[str, Any]
+    regenerated: JsonObject
     """Provenance: facts about the target and the sampling that wrote the replies."""
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
+from ..heads.files import JsonObject
 from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
@@ -147,7 +148,7 @@ class HeldOutEvaluation:
             text.hidden.last.to(weight), taps
         )
 
-    def calibrate(self, drafter: Any) -> tuple[dict[str, Any], list[tuple[Tensor, int]]]:
+    def calibrate(self, drafter: Any) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
 
         The latter is, for each text, the outcome of the method's `teacher_forced` with the position
@@ -249,9 +250,9 @@ def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[i
 def evaluate(
     held_out: HeldOutEvaluation,
     drafter: Any,
-    make_artifact: Callable[[dict[str, Any]], Artifact],
+    make_artifact: Callable[[JsonObject], Artifact],
     save: Callable[[Artifact], Path],
-) -> tuple[Estimate, Measurement | None, dict[str, Any]]:
+) -> tuple[Estimate, Measurement | None, JsonObject]:
     """Calibrate a drafter, estimate its tau, save it and measure what was saved.
 
     Returns the estimate, the measurement (None without a whole target) and the calibration. Warns

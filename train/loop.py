@@ -17,7 +17,7 @@ import signal
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
 from ..heads.errors import UserError
-from ..heads.files import check_output_folder
+from ..heads.files import JsonObject, check_output_folder
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
 from ..inference.targets.stored import manifest_of
@@ -404,7 +404,7 @@ def save(
     trainer: Trainer,
     folder: RunFolder,
     state: TrainerState,
-    calibration: dict[str, Any],
+    calibration: JsonObject,
     config_yaml: str,
 ) -> None:
     """Write the checkpoint of `state.step`, link it, and delete old ones; all ranks call this."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
 
 from ..heads.errors import UserError
-from ..heads.files import read_yaml
+from ..heads.files import JsonObject, read_yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """
 
     @abstractmethod
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the calibration that an artifact stores.
 
         `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
@@ -110,7 +110,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
         """
 
     @abstractmethod
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         """Return how many drafts are right at each root of a text, S numbers.
 
         `outcome` is the table of `teacher_forced`, `calibration` that of the drafter.

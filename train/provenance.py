@@ -8,7 +8,8 @@ import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+
+from ..heads.files import JsonObject
 
 PACKAGES = (
     "draftsmith",
@@ -33,7 +34,7 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-def provenance() -> dict[str, Any]:
+def provenance() -> JsonObject:
     """Return the facts about this process that are noted with a checkpoint, as JSON."""
     return {
         "command": sys.argv,

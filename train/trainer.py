@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
+from ..heads.files import JsonObject
 from ..inference.targets.target import Target, TargetSource
 from .config import RunConfig
 from .data.batches import Batch, Batches
@@ -214,7 +215,7 @@ class Trainer:
         self.stopping = ranks_asked > 0
         return dict(zip(names, counts, strict=True))
 
-    def artifact(self, calibration: dict[str, Any], step: int) -> Artifact:
+    def artifact(self, calibration: JsonObject, step: int) -> Artifact:
         """Return the drafter as of the last `gather`, as an artifact to save."""
         return Artifact(
             self.drafter, self.target.fingerprint(), calibration, {**self.provenance, "step": step}

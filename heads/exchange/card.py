@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..artifact import Artifact
+from ..files import JsonObject
 from ..layout import dtype_name
 from .exports import CHAINS_ONLY, TITLES, Recipe, kind_of
 from .layouts import ExportRequest
@@ -166,9 +166,9 @@ def _facts(artifact: Artifact, order: ExportRequest) -> str:
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows)])
 
 
-def _data_facts(provenance: dict[str, Any]) -> list[tuple[str, str]]:
+def _data_facts(provenance: JsonObject) -> list[tuple[str, str]]:
     """Return the rows about the training data and how much of it the draft vocabulary covers."""
-    data: dict[str, Any] = provenance.get("data", {})
+    data: JsonObject = provenance.get("data", {})
     rows = [("training data", "not recorded")]
     if data:
         texts, tokens, sha = (data.get(key, "?") for key in ("documents", "tokens", "sha256"))

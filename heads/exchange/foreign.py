@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
+from ..files import JsonObject
 from ..layout import fill_from, place
 
 # Largest difference between two matrices that count as equal, relative to the largest element:
@@ -68,7 +69,7 @@ class Checkpoint:
     folder: Path
     path: Path
     """Its `config.json`, for messages."""
-    config: dict[str, Any]
+    config: JsonObject
     tensors: dict[str, Tensor]
     """Tensors that the drafter is filled with, by name."""
     target: TargetSide
@@ -98,7 +99,7 @@ class Checkpoint:
         return Public(drafter, layout, dtype, self.notes)
 
 
-def rope_of(found: Checkpoint) -> dict[str, Any]:
+def rope_of(found: Checkpoint) -> JsonObject:
     """Return the rotary parameters of a config that holds them in one spelling or in both.
 
     The base is 10000 where none is given, as in the engines, and a note says so. Raises `UserError`
@@ -118,7 +119,7 @@ def rope_of(found: Checkpoint) -> dict[str, Any]:
             f"{found.path} says rope_theta {base} and, in rope_parameters, "
             f"{parameters['rope_theta']}; engines read either"
         )
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
+    rope: JsonObject = {"rope_type": "default", "rope_theta": float(base or 10000.0)}
     if (factor := config.get("partial_rotary_factor")) is not None:
         rope["partial_rotary_factor"] = factor
     # `rope_parameters`, the newer spelling, has precedence.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..files import JsonObject
 from ..fingerprint import Fingerprint
 from ..layout import dtype_name, stored_as
 from .engine_names import EngineName
@@ -31,7 +32,7 @@ MEDUSA_WITH_HEAD = "vllm-medusa"
 """Layout of heads that share the target's output matrix: vLLM wants it beside them, and does not
 take it from the target."""
 
-Files = tuple[dict[str, Any], dict[str, Tensor]]
+Files = tuple[JsonObject, dict[str, Tensor]]
 """`config.json` and the tensors beside it."""
 
 
@@ -102,9 +103,7 @@ def sglang_taps(taps: list[int], model_type: str) -> list[int]:
     return taps if model_type in SGLANG_SHIFTS and layers[0] != 1 else layers
 
 
-def speculators(
-    config: dict[str, Any], tensors: dict[str, Tensor], shape: Any, drafts: int
-) -> Files:
+def speculators(config: JsonObject, tensors: dict[str, Tensor], shape: Any, drafts: int) -> Files:
     """Return config and tensors of an EAGLE-3 drafter in the speculators library's layout.
 
     `config` and `tensors` are those of the native layout, `shape` its `EagleShape`. Every flag is
@@ -135,7 +134,7 @@ def speculators(
     return library_config, renamed
 
 
-def speculators_block(config: dict[str, Any], drafter: Any, drafts: int) -> dict[str, Any]:
+def speculators_block(config: JsonObject, drafter: Any, drafts: int) -> JsonObject:
     """Return the config of a block drafter in the speculators library's layout.
 
     `config` is that of the native layout, whose tensors have the same names in both.
@@ -168,9 +167,7 @@ def speculators_block(config: dict[str, Any], drafter: Any, drafts: int) -> dict
     }
 
 
-def _speculator(
-    kind: str, architecture: str, config: dict[str, Any], drafts: int
-) -> dict[str, Any]:
+def _speculator(kind: str, architecture: str, config: JsonObject, drafts: int) -> JsonObject:
     """Return the keys at the top that all kinds of drafters have in the library's layout."""
     return {
         "architectures": [architecture],
@@ -187,7 +184,7 @@ def _speculator(
     }
 
 
-def _layer_keys(config: dict[str, Any]) -> dict[str, Any]:
+def _layer_keys(config: JsonObject) -> JsonObject:
     """Return the part of a native config that describes the layers."""
     keys = (
         "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -199,7 +196,7 @@ def _layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in keys if key in config}
 
 
-def sglang_eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Files:
+def sglang_eagle1(config: JsonObject, tensors: dict[str, Tensor]) -> Files:
     """Return a native EAGLE-1 config and its tensors for SGLang's own class.
 
     That class has a bias in `fc`, which would hold random numbers if the file had none.

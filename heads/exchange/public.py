@@ -17,7 +17,7 @@ import torch
 
 from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
 from ..errors import UserError
-from ..files import read_json
+from ..files import JsonObject, read_json
 from ..medusa import MedusaConfig, MedusaHeads
 from ..stored_tensors import StoredTensors
 from .foreign import (
@@ -326,7 +326,7 @@ def _open(answer: Any, otherwise: Any) -> Any:
 
 
 def _eagle3(
-    found: Checkpoint, config: dict[str, Any], taps: list[int], flags: dict[str, bool], layout: str
+    found: Checkpoint, config: JsonObject, taps: list[int], flags: dict[str, bool], layout: str
 ) -> Public:
     """Build the drafter that both layouts of EAGLE-3 describe, and fill it.
 
@@ -404,7 +404,7 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     )
 
 
-def _llama_layers(found: Checkpoint, version: int) -> dict[str, Any]:
+def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     """Return the part of the native config that describes the layers; rename tensors as in it.
 
     Raises `UserError` for a missing size, or one that contradicts the target.

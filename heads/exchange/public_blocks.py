@@ -13,6 +13,7 @@ from typing import Any
 from ..dflash import DFlashDrafter
 from ..dspark import DSparkDrafter
 from ..errors import UserError
+from ..files import JsonObject
 from .foreign import Checkpoint, Public, drop_embedding, rope_of, same_matrix, same_size
 
 INNER = "dflash_config"  # in which z-lab and SpecForge keep the keys; DeepSpec has them at the top
@@ -94,7 +95,7 @@ def speculators_block(found: Checkpoint) -> Public:
 
 def _read(
     found: Checkpoint,
-    keys: dict[str, Any],
+    keys: JsonObject,
     taps: list[int],
     spark: bool,
     anchored: bool,
@@ -153,7 +154,7 @@ def _check_sizes(found: Checkpoint) -> None:
             same_size(found, name, keys[name], size)
 
 
-def _native(found: Checkpoint, taps: list[int]) -> dict[str, Any]:
+def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
     """Return the native config. Raises `UserError` for a key that is missing or garbled."""
     keys, heads = found.config, found.config["num_attention_heads"]
     # `rope_of` would take 10000. Engines do so for EAGLE; for block drafters they disagree.

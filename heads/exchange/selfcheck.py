@@ -21,7 +21,7 @@ from ..artifact import Artifact
 from ..draft_model import DraftModel
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
-from ..files import read_json
+from ..files import JsonObject, read_json
 from ..fingerprint import Fingerprint
 from ..layout import place, stored_as
 from .exports import Recipe, kind_of, vllm_guess
@@ -232,7 +232,7 @@ def block_outputs(drafter: Any, normal: Callable[..., Tensor], ids: Tensor) -> T
     return torch.cat([drafter.base_logits(state), drafter.transition(tokens), confidence], dim=-1)
 
 
-def _check_taps(config: dict[str, Any], artifact: Artifact, order: ExportRequest) -> None:
+def _check_taps(config: JsonObject, artifact: Artifact, order: ExportRequest) -> None:
     """Raise `UserError` unless each key that names taps has them in its readers' unit."""
     kind = kind_of(artifact.drafter)
     if kind in BLOCKS:
@@ -248,7 +248,7 @@ def _check_taps(config: dict[str, Any], artifact: Artifact, order: ExportRequest
         _fail(f"eagle_config has taps {config['eagle_config'].get(key)}, the drafter {taps}")
 
 
-def _check_block_taps(config: dict[str, Any], taps: list[int], kind: str) -> None:
+def _check_block_taps(config: JsonObject, taps: list[int], kind: str) -> None:
     """Raise `UserError` unless the config of a block drafter names these taps.
 
     The speculators layout holds indices of hidden states. The native one holds layers from 0: where

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from ...heads.documents import Count, DocumentError, Token, convert, demand
+from ...heads.files import JsonObject
 
 ROLES = {
     "human": "user",
@@ -34,7 +35,7 @@ class RowError(ValueError):
 class Conversation:
     """Row in one form for all formats: messages, or plain text, or exact tokens."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: list[JsonObject] | None = None
     text: str | None = None
     """Plain text; if there is a `completion`, the part before it."""
     completion: str | None = None
@@ -44,8 +45,8 @@ class Conversation:
     """Spans [start, end) of `token_ids` that the target wrote."""
     tokenizer_hash: str | None = None
     """Hash of the tokenizer of `token_ids`, if the row has it."""
-    tools: list[dict[str, Any]] | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: list[JsonObject] | None = None
+    template_kwargs: JsonObject = field(default_factory=dict)
     """Arguments of the chat template for this row, such as enable_thinking."""
     later: list[str] = field(default_factory=list)
     """Further turns of the user; the replies between them are still to be written."""
@@ -69,8 +70,8 @@ class Message(Struct):
     """Message of a conversation. Other keys than these are left to the chat template."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | list[JsonObject] | None = None
+    tool_calls: list[JsonObject] | None = None
 
     def __post_init__(self) -> None:
         demand(
@@ -111,8 +112,8 @@ class Request(Struct):
     """Request to a server."""
 
     messages: Messages
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
 
 class Regenerated(Struct):
@@ -142,7 +143,7 @@ class ExactRow(Struct):
             "two response spans overlap",
         )
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         return Conversation(
             messages=None if self.messages is None else without_nulls(row["messages"]),
             text=self.text,
@@ -155,10 +156,10 @@ class ExactRow(Struct):
 class ChatRow(Struct):
     """Keys that a row of any chat format may have besides its messages."""
 
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
-    def of(self, messages: list[dict[str, Any]], later: list[str] | None = None) -> Conversation:
+    def of(self, messages: list[JsonObject], later: list[str] | None = None) -> Conversation:
         """Return the conversation of `messages` with this row's tools and template arguments."""
         kwargs = self.chat_template_kwargs or {}
         return Conversation(
@@ -171,7 +172,7 @@ class MessagesRow(ChatRow, kw_only=True):
 
     messages: Messages
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         return self.of(without_nulls(row["messages"]))
 
 
@@ -180,7 +181,7 @@ class ShareGptRow(ChatRow, kw_only=True):
 
     conversations: Annotated[list[Turn], Meta(min_length=1)]
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         return self.of(
             [{"role": ROLES[turn.speaker], "content": turn.value} for turn in self.conversations]
         )
@@ -193,7 +194,7 @@ class LogRow(Struct):
     body: Request | None = None
     response: Response | str | None = None
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         name = "request" if self.request is not None else "body"
         request = self.request or self.body
         assert request is not None
@@ -216,7 +217,7 @@ class TurnsRow(ChatRow, kw_only=True):
 
     turns: Annotated[list[str], Meta(min_length=1)]
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         return self.of([{"role": "user", "content": self.turns[0]}], self.turns[1:])
 
 
@@ -242,7 +243,7 @@ class PromptRow(ChatRow, kw_only=True):
             "the reply to a text is a text; write the prompt as messages too",
         )
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         prompt = self.prompt
         reply = row["completion"] if self.completion is not None else row.get("response")
         if isinstance(prompt, str):
@@ -260,11 +261,11 @@ class TextRow(Struct):
 
     text: str
 
-    def conversation(self, row: dict[str, Any]) -> Conversation:
+    def conversation(self, row: JsonObject) -> Conversation:
         return Conversation(text=self.text)
 
 
-FORMATS: dict[str, Any] = {
+FORMATS: JsonObject = {
     "token_ids": ExactRow,
     "messages": MessagesRow,
     "conversations": ShareGptRow,
@@ -293,7 +294,7 @@ def conversation_of(row: Any) -> Conversation:
     )
 
 
-def without_nulls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_nulls(messages: list[JsonObject]) -> list[JsonObject]:
     """Return the messages without keys that are null, except `content`.
 
     A table (parquet) fills absent keys with null. Chat templates test `is defined`, which is true

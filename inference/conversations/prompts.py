@@ -97,7 +97,12 @@ def check_room(prompts: Sequence[Prompt], positions: int) -> None:
 
 
 def next_turn(
-    prompt: Prompt, reply: list[int], tokenizer: Any, name: str, eos_ids: frozenset[int], room: int
+    prompt: Prompt,
+    reply: list[int],
+    tokenizer: Any,
+    name: str,
+    eos_ids: frozenset[int],
+    room: int,
 ) -> Prompt | None:
     """Return the prompt of the next turn: the conversation, `reply`, and the user's next turn.
 

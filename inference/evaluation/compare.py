@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ...heads.errors import UserError
-from ...heads.files import check_output, whole_file, write_json
+from ...heads.files import JsonObject, check_output, whole_file, write_json
 from ..console import Console, plain_table
 from ..metrics import bootstrap, pooled, tau
 from .evaluate import BASELINES
@@ -68,7 +67,7 @@ def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
                 "it stopped)"
             )
 
-    def facts_of(report: Report) -> dict[str, Any]:
+    def facts_of(report: Report) -> JsonObject:
         # temperatures are matched setting by setting in `compared`
         sampling = {**(report.sampling or {})}
         sampling.pop("temperature", None)

@@ -25,7 +25,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...heads.errors import UserError
-from ...heads.files import checksum
+from ...heads.files import JsonObject, checksum
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import warn
@@ -209,13 +209,13 @@ class Partial:
         self.written = time.monotonic()
 
 
-def identity(report: Report, options: Options) -> dict[str, Any]:
+def identity(report: Report, options: Options) -> JsonObject:
     """Return all that the figures depend on, as JSON can hold it.
 
     A stopped evaluation goes on only where it is the same.
     """
     keys = ("target", "dtype", "device", "threads", "machine", "versions", "drafters")
-    facts: dict[str, Any] = {key: to_builtins(getattr(report, key)) for key in keys}
+    facts: JsonObject = {key: to_builtins(getattr(report, key)) for key in keys}
     facts["prompts"] = report.prompt_set.sha256
     # the figures do not depend on the names of the files that they are written to
     facts["options"] = asdict(options)
@@ -310,7 +310,11 @@ def origin(spec: str) -> DrafterOrigin:
 
 
 def facts_of(
-    target: Target | None, tokenizer: Any, prompts: Sequence[Prompt], options: Options, started: str
+    target: Target | None,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    options: Options,
+    started: str,
 ) -> Report:
     """Return a report without figures: target, machine, options and prompts.
 

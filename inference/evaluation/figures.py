@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...heads.files import JsonObject
 from ..decode import Generation
 from ..metrics import (
     alpha,
@@ -43,7 +44,7 @@ def measured(
     target: Target,
     results: Results,
     setting: Setting,
-    settings_of: Mapping[str, dict[str, Any]] | None = None,
+    settings_of: Mapping[str, JsonObject] | None = None,
     samples: int = SAMPLES,
 ) -> SettingFigures:
     """Return the figures of every way to decode in one setting.

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ..decode import Generation, Round
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 class Journal:
     """Finished pieces of work by their keys. Without a path nothing is remembered."""
 
-    def __init__(self, report: str | None, identity: dict[str, Any], what: str) -> None:
+    def __init__(self, report: str | None, identity: JsonObject, what: str) -> None:
         """Open the journal beside `report`, the file that the measurement will write.
 
         A journal that stands there with another `identity` is replaced. `what` names the kind of
@@ -32,7 +33,7 @@ class Journal:
         written to.
         """
         self.path = journal_path(report) if report is not None else None
-        self._done: dict[str, Any] = {}
+        self._done: JsonObject = {}
         self._file: TextIO | None = None
         if self.path is None:
             return
@@ -111,7 +112,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
-def _entry(key: Any, value: Any) -> dict[str, Any]:
+def _entry(key: Any, value: Any) -> JsonObject:
     """Return a line's content: key, value, and a checksum of both as JSON writes them.
 
     JSON reads numbers and texts back to what it wrote, so the checksum can be made again from what
@@ -126,7 +127,7 @@ def journal_path(report: str) -> Path:
     return path.parent / f".{path.name}.progress"
 
 
-def as_json(found: dict[str, list[Generation]]) -> dict[str, list[dict[str, Any]]]:
+def as_json(found: dict[str, list[Generation]]) -> dict[str, list[JsonObject]]:
     """Return the replies of each way of decoding as JSON can hold them."""
     return {
         name: [asdict(generation) for generation in generations]
@@ -134,10 +135,10 @@ def as_json(found: dict[str, list[Generation]]) -> dict[str, list[dict[str, Any]
     }
 
 
-def from_json(stored: dict[str, list[dict[str, Any]]]) -> dict[str, list[Generation]]:
+def from_json(stored: dict[str, list[JsonObject]]) -> dict[str, list[Generation]]:
     """Return the replies of each way of decoding that `as_json` was given."""
     return {name: [_generation(reply) for reply in replies] for name, replies in stored.items()}
 
 
-def _generation(stored: dict[str, Any]) -> Generation:
+def _generation(stored: JsonObject) -> Generation:
     return Generation(**{**stored, "rounds": [Round(**round_) for round_ in stored["rounds"]]})

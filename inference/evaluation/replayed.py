@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ...heads.errors import UserError
-from ...heads.files import whole_file, write_json
+from ...heads.files import JsonObject, whole_file, write_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
 from ..drafters import load_proposer
@@ -60,9 +60,7 @@ def run(options: Any) -> None:
     show(report, len(texts))
 
 
-def replayed(
-    proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]
-) -> dict[str, Any]:
+def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]) -> JsonObject:
     """Return tau, its 95% interval over texts, survival by depth, and the rounds themselves.
 
     The key `emitted` has the tokens emitted in each round of each text.
@@ -86,7 +84,7 @@ def replayed(
     }
 
 
-def show(report: dict[str, Any], texts: int) -> None:
+def show(report: JsonObject, texts: int) -> None:
     """Print the table of drafters; `texts` is the number of texts that were replayed."""
     title = (
         f"{report['target']['name']}\nreplay on {texts} held-out greedy replies of "

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from ...heads.documents import Count, Document, demand, read_document
 from ...heads.errors import UserError
-from ...heads.files import whole_file, write_json
+from ...heads.files import JsonObject, whole_file, write_json
 
 SCHEMA = 3
 Number = float | None
@@ -151,7 +151,7 @@ class DrafterFigures(Struct, kw_only=True):
     by_category: dict[str, CategoryFigures] = {}
     per_request: list[RequestRecord] = []
     samples: list[Sample] = []
-    setting: dict[str, Any] | None = None
+    setting: JsonObject | None = None
     """Settings of the tree that a profile or an engine chose."""
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
@@ -307,10 +307,10 @@ class Report(Document, kw_only=True):
     dtype: str | None = None
     device: str | None = None
     threads: Count | None = None
-    machine: dict[str, Any] | None = None
+    machine: JsonObject | None = None
     versions: dict[str, str] = {}
-    sampling: dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
+    sampling: JsonObject | None = None
+    options: JsonObject | None = None
     prompt_set: PromptSet
     peak_memory_bytes: Count | None = None
     definitions: dict[str, str] = {}
@@ -326,7 +326,7 @@ class Report(Document, kw_only=True):
     def target_name(self) -> str:
         return (self.target and self.target.name) or "target"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return the report as JSON can hold it, without keys that do not apply to it."""
         value = msgspec.to_builtins(self)
         for key in ("server", "partial"):

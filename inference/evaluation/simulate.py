@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 
 from ...heads.documents import read_document
 from ...heads.errors import UserError
-from ...heads.files import check_output, whole_file, write_json
+from ...heads.files import JsonObject, check_output, whole_file, write_json
 from ..console import Console, plain_table
 from .checks import numbers
 from .gains import (
@@ -47,7 +46,7 @@ def run(options: Options) -> None:
     console = Console()
     check_output(options.json, "--json")
     if options.report is not None:
-        results: dict[str, Any] = {"measured": from_report(options.report, options.longest)}
+        results: JsonObject = {"measured": from_report(options.report, options.longest)}
         show_measured(results["measured"], console)
     else:
         results = simulation(options)
@@ -57,7 +56,7 @@ def run(options: Options) -> None:
             write_json(aside, {"options": asdict(options), **results})
 
 
-def simulation(options: Options) -> dict[str, Any]:
+def simulation(options: Options) -> JsonObject:
     """Return every number that is shown, from an assumed acceptance. Raises `UserError`."""
     assert options.acceptance is not None
     given = numbers(options.acceptance, "--acceptance", float)
@@ -73,7 +72,7 @@ def simulation(options: Options) -> dict[str, Any]:
     for cost in COSTS:
         best = asdict(best_length(given, cost, longest))
         costs.append({"draft_cost": cost, "speedup": speedup(tokens, length, cost), "best": best})
-    results: dict[str, Any] = {
+    results: JsonObject = {
         "acceptance": by_position,
         "draft_length": length,
         "draft_cost": options.draft_cost,
@@ -111,7 +110,7 @@ def _toy(acceptance: float) -> tuple[torch.Tensor, torch.Tensor]:
     return target, torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
 
 
-def roofline(model: Model, options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
+def roofline(model: Model, options: Options, acceptance: list[float]) -> list[JsonObject]:
     """Return a row for each batch size and context, with times from the GPU's data sheet.
 
     The keys are those of `_gains`. Raises `UserError` for lists that are not numbers.
@@ -128,7 +127,7 @@ def roofline(model: Model, options: Options, acceptance: list[float]) -> list[di
     return rows
 
 
-def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, Any]]:
+def from_profile(options: Options, acceptance: list[float]) -> list[JsonObject]:
     """Return a row for each batch size and context at which a profile has timed verification.
 
     The keys are those of `_gains`. Raises `UserError` for a file that is no such profile.
@@ -158,7 +157,7 @@ def from_profile(options: Options, acceptance: list[float]) -> list[dict[str, An
 
 def _gains(
     options: Options, acceptance: list[float], batch: int, context: int, seconds: list[float]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the gains of drafting where verifying K drafts takes `seconds[K]`.
 
     The keys are `batch`, `context`, `plain_s` (seconds of a plain step), `verify_cost` (in plain
@@ -177,7 +176,7 @@ def _gains(
     }
 
 
-def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
+def from_report(path: str, longest: int) -> dict[str, JsonObject]:
     """Return the model's figures beside the measured ones for each drafter and setting of a report.
 
     Raises `UserError` for a report that lacks times or acceptances. The best chain is None where
@@ -228,7 +227,7 @@ def from_report(path: str, longest: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def show(found: dict[str, Any], console: Console) -> None:
+def show(found: JsonObject, console: Console) -> None:
     """Print the results of `simulation` as sentences and tables."""
     checked = ""
     if "simulated_tokens" in found:
@@ -280,7 +279,7 @@ def show(found: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def show_measured(found: dict[str, dict[str, Any]], console: Console) -> None:
+def show_measured(found: dict[str, JsonObject], console: Console) -> None:
     """Print the rows of `from_report`: model and measurement side by side."""
     columns = ("drafter", "tau", "by products", "round cost", "predicted", "measured", "best chain")
     table = _table("from measured acceptance", *columns)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-from ...heads.files import whole_directory
+from ...heads.files import JsonObject, whole_directory
 from ..metrics import emitted_per_round
 from ..targets.target import Target
 from .measure import Results
@@ -20,7 +19,7 @@ def write_spec_bench(folder: Path, results: Results, target: Target) -> None:
     with whole_directory(folder) as aside:
         aside.mkdir(exist_ok=True)
         for name, turns in results.items():
-            rows: dict[str, dict[str, Any]] = {}
+            rows: dict[str, JsonObject] = {}
             for turn in turns:
                 prompt, reply = turn.prompt, turn.generation
                 if prompt.id not in rows:

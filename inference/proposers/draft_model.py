@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ..cache import TreeCache
 from ..device import send
 from ..proposer import Accepted, Prompts
@@ -167,7 +167,7 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 
-def best_adaptive(calibration: dict[str, Any], cost: float) -> tuple[float, int]:
+def best_adaptive(calibration: JsonObject, cost: float) -> tuple[float, int]:
     """Return threshold and longest chain of the row of `adaptive` with the most tokens per second.
 
     A draft takes `cost` of the time of a target pass.

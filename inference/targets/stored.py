@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from ...heads.documents import Document, FileFacts, Tap, demand, read_document
 from ...heads.errors import UserError
-from ...heads.files import differs
+from ...heads.files import JsonObject, differs
 from ...heads.fingerprint import Fingerprint
 from ...heads.pretrained import make_causal_lm, read_config, read_tokenizer
 from .causal_model import Hidden
@@ -156,7 +156,7 @@ def manifest_of(store: str | Path) -> Manifest:
     return read_manifest(store)[0]
 
 
-def read_manifest(store: str | Path) -> tuple[Manifest, dict[str, Any]]:
+def read_manifest(store: str | Path) -> tuple[Manifest, JsonObject]:
     """Return the manifest of a store, and its JSON with all keys. Raises `UserError`."""
     if not Path(store, MANIFEST).is_file():
         raise UserError(

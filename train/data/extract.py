@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ...heads.files import (
+    JsonObject,
     check_output_folder,
     file_facts,
     remove_partials,
@@ -230,7 +230,7 @@ def facts_of_run(
     target: TargetSource,
     layout: Layout,
     batches: Batches,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return what the manifest holds about the run, by which another run's store is recognised."""
     return {
         "schema": SCHEMA,

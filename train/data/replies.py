@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import msgspec
 
 from ...heads.documents import DocumentError, Token, convert, demand
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...inference.conversations.formats import RowError
 from ..options import RegenerateOptions as Options
 from .tasks import Sink, Task
@@ -99,10 +100,10 @@ async def _converse(client: httpx.AsyncClient, task: Task, options: Options) -> 
         task.advance()
 
 
-def _request(task: Task, options: Options) -> dict[str, Any]:
+def _request(task: Task, options: Options) -> JsonObject:
     """Return the body of a request for the next reply of a conversation."""
     sampling = options.sampling
-    request: dict[str, Any] = {
+    request: JsonObject = {
         "model": options.server.model or options.target.path,
         "messages": task.said,
         "temperature": sampling.temperature,
@@ -124,7 +125,7 @@ def _request(task: Task, options: Options) -> dict[str, Any]:
 class Choice(msgspec.Struct):
     """Reply in the form of OpenAI's protocol, with its token ids as vLLM adds them."""
 
-    message: dict[str, Any]
+    message: JsonObject
     finish_reason: str | None = None
     token_ids: list[Token] | None = None
 
@@ -150,7 +151,7 @@ class Answer(msgspec.Struct):
     prompt_token_ids: list[Token] | None = None
 
 
-async def _post(client: httpx.AsyncClient, request: dict[str, Any], options: Options) -> Answer:
+async def _post(client: httpx.AsyncClient, request: JsonObject, options: Options) -> Answer:
     """Return the answer to a request.
 
     A server that fails, or answers in another form, is asked again `retries` times, with growing

@@ -27,6 +27,7 @@ from safetensors.torch import load as load_bytes
 from torch import Tensor
 
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...heads.vocabulary import spread_ids
 from ...inference.console import Progress
 from ...inference.targets.causal_model import Hidden
@@ -77,7 +78,7 @@ class Client:
 
     def _one(self, ids: list[int], max_tokens: int) -> FeatureReply:
         """Make one request; see `ask` (`max_tokens` 1) and `write`. Raises `UserError`."""
-        request: dict[str, Any] = {
+        request: JsonObject = {
             "model": self._model, "prompt": ids, "max_tokens": max_tokens, "temperature": 0,
             "return_token_ids": True,
             "repetition_penalty": 1.0,

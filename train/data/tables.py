@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 
 from ...heads.documents import read_document
 from ...heads.errors import UserError
-from ...heads.files import differs, facts_of, whole_directory, write_json
+from ...heads.files import JsonObject, differs, facts_of, whole_directory, write_json
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
@@ -83,7 +83,7 @@ class TokenTable:
         ):
             raise ValueError("its documents overlap")
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> JsonObject:
         """Return numbers of documents and tokens, and a hash of every token and who wrote it."""
         digest = hashlib.sha256()
         for array in (self.ids, self.mask, self.starts):

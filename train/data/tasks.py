@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from ...heads.documents import DocumentError, convert
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
 from ...inference.conversations.rows import prompt_ids
@@ -23,17 +24,17 @@ class Task:
     """A conversation whose replies are being written."""
 
     id: str
-    said: list[dict[str, Any]]
+    said: list[JsonObject]
     """Messages so far, with the target's own replies."""
-    ahead: deque[list[dict[str, Any]]]
+    ahead: deque[list[JsonObject]]
     """For each reply after the next one, the messages that stand before it."""
     conversation: Conversation
     """The conversation as it was read."""
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[JsonObject] = field(default_factory=list)
     """Token-exact sequences so far: token_ids, response_spans and finish_reasons."""
 
     @classmethod
-    def of(cls, name: str, row: Any, template_kwargs: dict[str, Any]) -> Task:
+    def of(cls, name: str, row: Any, template_kwargs: JsonObject) -> Task:
         """Return the task of a row, ready for its first reply.
 
         Its id is the row's `id`, or else `name`. Raises `RowError` for a malformed row and one
@@ -80,7 +81,7 @@ class Task:
         return prompt_ids(so_far, target.tokenizer, target.name)
 
     def add_reply(
-        self, prompt: list[int], reply: list[int], message: dict[str, Any], finish_reason: str
+        self, prompt: list[int], reply: list[int], message: JsonObject, finish_reason: str
     ) -> None:
         """Record a reply to a prompt, as token ids and as a message.
 
@@ -97,12 +98,12 @@ class Task:
         self.said.append(message)
 
 
-def questions(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def questions(messages: list[JsonObject]) -> list[list[JsonObject]]:
     """Return the messages before each reply: those between two messages of the assistant.
 
     Ends before a tool's result, which answers a call in a reply that is about to be replaced.
     """
-    before_replies: list[list[dict[str, Any]]] = [[]]
+    before_replies: list[list[JsonObject]] = [[]]
     for message in messages:
         if message["role"] == "tool":
             # The last group is not complete: the tool's result would have been in it.
@@ -121,15 +122,15 @@ class Sink:
         self,
         file: TextIO,
         progress: Progress,
-        provenance: dict[str, Any],
-        written: dict[str, Any] | None = None,
+        provenance: JsonObject,
+        written: JsonObject | None = None,
     ) -> None:
         """`provenance` goes into every row; `written` is that of the rows that the file has."""
         self._file, self._progress = file, progress
         self._provenance, self._written = provenance, written
         self.rows = self.tokens = self.cut = 0
 
-    def add_provenance(self, more: dict[str, Any]) -> None:
+    def add_provenance(self, more: JsonObject) -> None:
         """Add to the provenance of rows to come, such as hashes of the target once it is loaded.
 
         Raises `UserError` if the rows that the file has were written otherwise.
@@ -178,7 +179,7 @@ class Sink:
         self._progress.update()
 
 
-def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
+def mend(out: Path) -> tuple[set[str], JsonObject | None]:
     """Return the ids of the complete conversations in `out`, and how they were written.
 
     The latter is the provenance of the last line, None if there is no line. Everything behind the
@@ -191,7 +192,7 @@ def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
     if not out.is_file():
         raise foreign
     finished: set[str] = set()
-    written: dict[str, Any] | None = None
+    written: JsonObject | None = None
     complete_to = end = 0  # in bytes
     with out.open("rb") as file:
         for line in file:
@@ -219,7 +220,7 @@ def mend(out: Path) -> tuple[set[str], dict[str, Any] | None]:
     return finished, written
 
 
-def refuse_other(out: Path, written: dict[str, Any] | None, facts: dict[str, Any]) -> None:
+def refuse_other(out: Path, written: JsonObject | None, facts: JsonObject) -> None:
     """Raise `UserError` if `facts` differ from those that the rows in `out` were `written` with.
 
     Rows of two targets or two samplings must not end up in one file.

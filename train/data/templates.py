@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...heads.errors import first_line
+from ...heads.files import JsonObject
 from ...inference.conversations.formats import Conversation, RowError
 from ...inference.conversations.rows import template_of
 
@@ -31,7 +32,7 @@ def encode(
     tokenizer: Any,
     eos_ids: frozenset[int],
     target_name: str,
-    template_kwargs: dict[str, Any],
+    template_kwargs: JsonObject,
 ) -> list[Encoded]:
     """Return the conversation as one or more sequences.
 
@@ -78,7 +79,10 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
 
 
 def _by_marks(
-    messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
+    messages: list[dict],
+    tokenizer: Any,
+    eos_ids: frozenset[int],
+    kwargs: JsonObject,
 ) -> Encoded:
     """Return a conversation with the mask that the template's own marks give."""
     rendered = tokenizer.apply_chat_template(
@@ -93,7 +97,10 @@ def _by_marks(
 
 
 def _by_prefixes(
-    messages: list[dict], tokenizer: Any, eos_ids: frozenset[int], kwargs: dict[str, Any]
+    messages: list[dict],
+    tokenizer: Any,
+    eos_ids: frozenset[int],
+    kwargs: JsonObject,
 ) -> list[Encoded]:
     """Return the sequences of a conversation, found by rendering it turn by turn.
 
@@ -124,7 +131,10 @@ def _by_prefixes(
 
 
 def _mask_spans(
-    text: str, spans: list[tuple[int, int]], tokenizer: Any, eos_ids: frozenset[int]
+    text: str,
+    spans: list[tuple[int, int]],
+    tokenizer: Any,
+    eos_ids: frozenset[int],
 ) -> Encoded:
     """Return the tokens of a rendered text, with the mask true in each span up to its end token.
 

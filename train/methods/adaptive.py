@@ -6,10 +6,10 @@ Shapes: S positions of a text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
+from ...heads.files import JsonObject
 from ...inference.proposers.draft_model import DEFAULT_LENGTH
 from ...inference.replay import replay
 
@@ -29,7 +29,7 @@ def accepted_runs(right: Tensor, length: int) -> list[int]:
     return [min(run, length) for run in reversed(runs)]
 
 
-def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> dict[str, Any]:
+def adaptive_calibration(outcomes: Sequence[tuple[Tensor, int]]) -> JsonObject:
     """Return the calibration of a draft model: tau and cost of adaptive chains on held-out texts.
 
     Its key `adaptive` has rows of [threshold, longest, tau, drafts per round], of which each has

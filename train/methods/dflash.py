@@ -34,6 +34,7 @@ from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashConfig, DFlashDrafter
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
@@ -393,13 +394,13 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
             ranks[roots] = ranks_in(drafter.logits(drafter.state(outputs, before)), labels)
         return ranks
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the drafter, and the tree of evaluation."""
         ranks = comparable_roots(outcomes)
         length = min(ranks.shape[1], tree_nodes)
         return rank_calibration(ranks, tree_nodes) | {"length": length}
 
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_in_chains(outcome, calibration)
 
 

@@ -35,6 +35,7 @@ from ...distill.students import StudentConfig, chosen_layers, make_student, plan
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...heads.layout import place
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.spread import decoder_layers
@@ -381,10 +382,10 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             outcomes[rows, 0] = best == following[rows]
         return outcomes
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         return adaptive_calibration(outcomes)
 
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_runs(outcome[:, 0] > 0, calibration["length"])
 
 

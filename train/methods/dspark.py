@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ...distill.divergences import Divergence
 from ...heads import dspark
 from ...heads.dspark import DSparkConfig, DSparkDrafter
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
 from ..objectives import Sums
 from .dflash import BlockLoss, BlockObjective, DFlashMethod, DFlashRun, forced_blocks
@@ -142,7 +143,7 @@ class DSparkMethod(DFlashMethod):
             outcomes[roots, :, 1] = drafter.confidence(state).float()
         return outcomes
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return DFlash's calibration, with temperatures for the confidences."""
         ranks = [(table[..., 0].long(), start) for table, start in outcomes]
         calibration = super().calibrate(ranks, tree_nodes)
@@ -153,7 +154,7 @@ class DSparkMethod(DFlashMethod):
         survived = (rows[..., 0] == 0).int().cumprod(-1).float()
         return calibration | {"confidence": scale_sequentially(rows[..., 1], survived)}
 
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_in_chains(outcome[..., 0], calibration)
 
 

@@ -25,7 +25,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from ...heads import eagle
 from ...heads.artifact import Artifact
 from ...heads.eagle import EagleConfig, EagleDrafter, shape_for
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
 from ...heads.vocabulary import most_frequent
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
@@ -561,12 +562,12 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
             ranks[1 : 1 + rows, k] = ranks_in(drafter.logits(outputs[k][0, :rows]), labels)
         return ranks
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the drafter, and the tree of evaluation."""
         calibration = rank_calibration(comparable_roots(outcomes), tree_nodes)
         return calibration | {"length": min(DEFAULT_LENGTH, tree_nodes), "width": DEFAULT_WIDTH}
 
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         return accepted_in_chains(outcome, calibration)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
+from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
 from ...inference.proposers.growth import grow
 from ...inference.targets.causal_model import Hidden
@@ -234,11 +235,11 @@ class MedusaMethod(Method[MedusaRun, MedusaHeads]):
             ranks[1 : 1 + rows, d] = ranks_in(drafter.logits(hidden.last[:rows], d), ids[2 + d :])
         return ranks
 
-    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> dict[str, Any]:
+    def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:
         """Return the rank accuracies of the heads, from which their tree is grown."""
         return rank_calibration(comparable_roots(outcomes), tree_nodes)
 
-    def accepted_by_root(self, outcome: Tensor, calibration: dict[str, Any]) -> list[int]:
+    def accepted_by_root(self, outcome: Tensor, calibration: JsonObject) -> list[int]:
         """Return how many drafts of the calibrated tree are right at each root.
 
         At each depth at most one rank is right, so the count is the length of the row's longest

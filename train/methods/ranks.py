@@ -6,11 +6,11 @@ Shapes: S positions of a text, D drafts of a round, K best tokens of a draft, V 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...heads.files import JsonObject
 from ...inference.replay import RANKS, rank_of
 from ..data.batches import Batch
 
@@ -48,7 +48,7 @@ def comparable_roots(texts: Sequence[tuple[Tensor, int]]) -> Tensor:
     return torch.cat([table[start : max(len(table) - depths, start)] for table, start in texts])
 
 
-def rank_calibration(ranks: Tensor, tree_nodes: int) -> dict[str, Any]:
+def rank_calibration(ranks: Tensor, tree_nodes: int) -> JsonObject:
     """Return the calibration that ranks give: how often the rank-r draft is right at each depth.
 
     `ranks` `[R, D]` are those of `comparable_roots`. Its table `rank_accuracy` is `[D][RANKS]`;
@@ -61,7 +61,7 @@ def rank_calibration(ranks: Tensor, tree_nodes: int) -> dict[str, Any]:
     return {"rank_accuracy": accuracy, "roots": len(ranks), "tree_nodes": tree_nodes}
 
 
-def accepted_in_chains(ranks: Tensor, calibration: dict[str, Any]) -> list[int]:
+def accepted_in_chains(ranks: Tensor, calibration: JsonObject) -> list[int]:
     """Return how many drafts of a greedy chain are right at each root.
 
     `ranks` `[S, D]` are the text's own tokens among the drafts, 0 the best; the chain has

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from ....heads.errors import UserError
-from ....heads.files import check_output, read_json, whole_file
+from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
 from ..options import ReportOptions as Options
 from ..results import Report, read_report
@@ -69,7 +68,7 @@ def gather(paths: Sequence[str]) -> Found:
     and for a file that cannot be read.
     """
     reports: dict[Path, tuple[str, Report]] = {}
-    runs: dict[Path, list[dict[str, Any]]] = {}
+    runs: dict[Path, list[JsonObject]] = {}
     for text in paths:
         path = Path(text)
         if path.is_file() and path.name != METRICS_FILE:
@@ -102,7 +101,7 @@ def gather(paths: Sequence[str]) -> Found:
     return Found(list(reports.values()), _labelled(runs))
 
 
-def _labelled(runs: dict[Path, list[dict[str, Any]]]) -> list[Training]:
+def _labelled(runs: dict[Path, list[JsonObject]]) -> list[Training]:
     """Return training runs under the names of their folders, given the rows of each folder.
 
     The parent folder's name precedes a name that several of them have.
@@ -129,7 +128,7 @@ def is_report(file: Path) -> bool:
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[JsonObject]:
     """Return the rows that a training run has logged, at least one.
 
     A last line that a killed run has left half-written is passed over. Raises `UserError` for a

@@ -18,7 +18,7 @@ import httpx
 
 from ....heads.documents import DocumentError, convert
 from ....heads.errors import UserError
-from ....heads.files import no_constant
+from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...settings import Sampling, check_url
 from .answers import ModelEntry, ModelList, SglangChunk, SglangFinish, SglangMeta, VllmChunk
@@ -65,7 +65,7 @@ class ServerReply:
     """The time at which each chunk with tokens arrived."""
     finish: str = ""
     """The engine's reason for the end of the reply; empty until it has ended."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: JsonObject = field(default_factory=dict)
     """SGLang's `meta_info`; of several chunks the last value of each key."""
 
     @property
@@ -384,7 +384,7 @@ def _refusal(server: EngineServer, prompt: Prompt, status: int, body: str) -> Us
     )
 
 
-async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterator[JsonObject]:
     """Yield the objects of a stream of server-sent events, up to [DONE].
 
     Raises `UserError` for an event that is not a JSON object, or is an error.
@@ -412,7 +412,7 @@ async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterat
 
 def _vllm(
     server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, JsonObject]:
     """Return path and body of a request to vLLM for at most `room` tokens."""
     # vLLM takes what a request leaves out from the model's generation_config.json, so every
     # sampling parameter is given.
@@ -432,7 +432,7 @@ def _vllm(
     }
 
 
-def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
+def _read_vllm(reply: ServerReply, event: JsonObject, now: float) -> None:
     """Add to `reply` what an event of vLLM brought at the time `now`. Raises `DocumentError`."""
     chunk = convert(event, VllmChunk)
     # A vLLM that sends no ids counts its tokens in the event behind the last chunk.
@@ -450,7 +450,7 @@ def _read_vllm(reply: ServerReply, event: dict[str, Any], now: float) -> None:
 
 def _sglang(
     server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[str, JsonObject]:
     """Return path and body of a request to SGLang for at most `room` tokens."""
     parameters = {
         "max_new_tokens": room,
@@ -468,7 +468,7 @@ def _sglang(
     }
 
 
-def _read_sglang(reply: ServerReply, event: dict[str, Any], now: float) -> None:
+def _read_sglang(reply: ServerReply, event: JsonObject, now: float) -> None:
     """Add to `reply` what an event of SGLang brought at the time `now`. Raises `DocumentError`."""
     chunk = convert(event, SglangChunk)
     meta = chunk.meta_info or SglangMeta()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ....heads.errors import UserError
+from ....heads.files import JsonObject
 from ...decode import Request, Round, decode
 from ...proposer import Accepted, Prompts, Proposer
 from ...proposers.plain import PlainDecoding
@@ -88,7 +89,7 @@ class VerifyCosts:
         return between({c: between(sizes, nodes) for c, sizes in by_context.items()}, context)
 
 
-def stored_costs(table: dict[str, Any] | None) -> VerifyCosts:
+def stored_costs(table: JsonObject | None) -> VerifyCosts:
     """Return `VerifyCosts` from their table as a journal gives it back; empty ones for None.
 
     JSON has texts for the keys, which are numbers.

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from msgspec import Meta, Struct
 
 from ....heads.documents import Document, read_document
 from ....heads.errors import UserError
+from ....heads.files import JsonObject
 from ....heads.fingerprint import Fingerprint
 from ....heads.layout import dtype_name
 from ...decode import Generation, Request, generate
@@ -46,17 +47,17 @@ class ProfileFile(Document):
     finite: ClassVar[bool] = False
 
     target: Fingerprint | None = None
-    machine: dict[str, Any] = {}
+    machine: JsonObject = {}
     drafters: dict[str, list[TunedRow]] = {}
     verification_s: dict[str, dict[str, dict[str, float]]] = {}
-    prompts: dict[str, Any] = {}
+    prompts: JsonObject = {}
     command: str = ""
     started_at: str = ""
     partial: str = ""
     schema_version: Annotated[int, Meta(ge=1)] = 1
 
 
-def machine_of(target: Target) -> dict[str, Any]:
+def machine_of(target: Target) -> JsonObject:
     """Return the facts about machine and target on which times depend; a profile holds for them."""
     cuda = target.device.type == "cuda"
     return {
@@ -68,7 +69,7 @@ def machine_of(target: Target) -> dict[str, Any]:
     }
 
 
-def empty_profile(options: TuneOptions, target: Target, prompts: int) -> dict[str, Any]:
+def empty_profile(options: TuneOptions, target: Target, prompts: int) -> JsonObject:
     """Return a profile that says what it is about, with no result for any drafter yet.
 
     `prompts`: how many there are.
@@ -123,7 +124,7 @@ class TuningProfile:
                     f"{this_machine[name]}; tune again here"
                 )
 
-    def setting(self, spec: str, temperature: float, batch: int) -> dict[str, Any]:
+    def setting(self, spec: str, temperature: float, batch: int) -> JsonObject:
         """Return the settings that `load_proposer` takes as `tuned`.
 
         They are those of the nearest temperature that was tuned and, there, of the nearest batch

@@ -19,7 +19,7 @@ from msgspec import to_builtins
 from rich.table import Table
 
 from ....heads.errors import UserError
-from ....heads.files import check_output, whole_file, write_json
+from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
 from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ...conversations.sources import source_files
@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     for spec in options.drafter:
         check_tunable(load_proposer(spec, target, warn), spec)
     profile = empty_profile(options, target, len(prompts))
-    drafters: dict[str, list[dict[str, Any]]] = profile["drafters"]
+    drafters: dict[str, list[JsonObject]] = profile["drafters"]
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     budget = Budget.of_minutes(options.budget)
     pairs = [(sampling, spec) for sampling in samplings for spec in options.drafter]
@@ -156,15 +156,13 @@ def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> 
         log.info("tuning %s: as long as it takes; --budget MINUTES would limit it", scope)
 
 
-def write(profile: dict[str, Any], options: Options) -> None:
+def write(profile: JsonObject, options: Options) -> None:
     """Write the profile whole or not at all."""
     with whole_file(options.out) as aside:
         write_json(aside, profile)
 
 
-def identity(
-    profile: dict[str, Any], prompts: Sequence[Prompt], options: Options
-) -> dict[str, Any]:
+def identity(profile: JsonObject, prompts: Sequence[Prompt], options: Options) -> JsonObject:
     """Return everything that the figures depend on, as JSON.
 
     A stopped tuning is continued only where all of it is the same.
@@ -262,7 +260,7 @@ class Bench:
 
     def tune(
         self, spec: str, sampling: Sampling, batches: Sequence[int], budget: Budget
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Return a row of the profile for each batch size.
 
         Raises `UserError` where the target's replies leave nothing to draft.
@@ -298,7 +296,7 @@ class Bench:
 
     def _measured_row(
         self, search: _Search, batch: int, ranked: Sequence[Candidate], seconds: float
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """Measure the best of `ranked` in about `seconds`, and return a row of the profile.
 
         The default and plain decoding are measured beside them. Predictions are scaled by `pace`,
@@ -449,7 +447,7 @@ class _Ready:
         return generate(self._target, self._candidate.make(), requests, max_new_tokens, sampling)
 
 
-def show(profile: dict[str, Any], console: Console) -> None:
+def show(profile: JsonObject, console: Console) -> None:
     """Print the results of each drafter, predicted beside measured."""
     for name, rows in profile["drafters"].items():
         for row in rows:
@@ -464,7 +462,7 @@ def show(profile: dict[str, Any], console: Console) -> None:
     )
 
 
-def _table(name: str, row: dict[str, Any]) -> Table:
+def _table(name: str, row: JsonObject) -> Table:
     """Return the table of a row of the profile: plain decoding and the finalists of `name`."""
     title = (
         f"{name}\nT = {row['temperature']:g}, batch {row['batch']}: best of "

@@ -1,4 +1,4 @@
-"""What `draftsmith data plan` says of every recipe in configs/, as the table of configs/README.md.
+"""Table of configs/README.md: the figures of `draftsmith data plan` for every recipe in configs/.
 
 The hub is not asked: targets and siblings are the config.json files of tests/targets/.
 

@@ -1,5 +1,4 @@
-"""How well small models match a target, position by position, on texts that the target wrote for
-held-out prompts.
+"""Agreement of small models with a target, position by position, on the target's held-out texts.
 
     python scripts/bench/agreement.py --target scripts/quickstart/target \
         --prompts runs/bench/prompts.jsonl \

@@ -1,5 +1,4 @@
-"""What decoding costs: every way to decode on the same prompts, taking turns, and what a forward
-over N nodes costs.
+"""Cost of decoding in every way, in turns on the same prompts, and of a forward pass over N nodes.
 
     python scripts/quickstart/functions.py --split test --count 16 --out runs/bench/prompts.jsonl
     OMP_NUM_THREADS=1 python scripts/bench/decode.py --target scripts/quickstart/target \

@@ -1,5 +1,4 @@
-"""What each engine costs, and what a second rank gains: EAGLE training on CPU ranks of one thread
-each.
+"""Cost of each training engine, and the gain of a second rank: EAGLE on CPU ranks of one thread.
 
     OMP_NUM_THREADS=1 python scripts/bench/engines.py --config configs/eagle/quickstart.yaml \
         --steps 40

@@ -1,5 +1,6 @@
-"""What a bounded ring of feature shards costs: extractor and trainer side by side, few shards
-against as many as it reads.
+"""Cost of a bounded ring of feature shards: few shards against as many as the trainer reads.
+
+Extractor and trainer run side by side.
 
     OMP_NUM_THREADS=1 python scripts/bench/ring.py --method eagle \
         --config configs/eagle/quickstart.yaml --steps 200

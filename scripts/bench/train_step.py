@@ -1,5 +1,6 @@
-"""What a training step of EAGLE-3 costs, in CPU-seconds of one thread, fp32, every row supervised,
-teacher logits given.
+"""Cost of a training step of EAGLE-3 in CPU-seconds of one thread.
+
+In float32, every row supervised, teacher logits given.
 
     OMP_NUM_THREADS=1 python scripts/bench/train_step.py
     OMP_NUM_THREADS=1 python scripts/bench/train_step.py --length 32768 --recompute  # one long row

@@ -1,4 +1,4 @@
-"""What a check runs: every command of the package on one target, a little of each."""
+"""Steps of a check: every command of the package on one target, a little of each."""
 
 from __future__ import annotations
 

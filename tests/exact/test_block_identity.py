@@ -171,7 +171,7 @@ def check(target: Target, drafter: Any, prompts: list[list[int]], limit: int) ->
             assert expanded == found
             if not settings:
                 assert replay(accepted, len(prompt), len(ids)) == found
-                busy += sum(kept > 1 for kept in found)
+                busy += sum(count > 1 for count in found)
                 rounds += len(found)
     return busy / max(rounds, 1)
 

@@ -60,7 +60,7 @@ def check(target: Target, drafter: EagleDrafter, prompts: list[list[int]], limit
             assert expanded == decoded
             if width == 1:
                 assert trained == decoded
-            busy += sum(kept > 1 for kept in decoded)
+            busy += sum(count > 1 for count in decoded)
             rounds += len(decoded)
     return busy / max(rounds, 1)
 

@@ -27,7 +27,7 @@ def check(
     prompts: list[list[int]],
     limit: int,
 ) -> int:
-    """Compare kept tokens of every round; returns how many rounds accepted something."""
+    """Compare the emitted tokens of every round; returns how many rounds accepted something."""
     busy = 0
     for prompt in prompts:
         ids = prompt + generate_one(target, PlainDecoding(), prompt, limit).token_ids
@@ -37,7 +37,7 @@ def check(
         estimated = replay(METHOD.accepted_by_root(ranks, calibration), len(prompt), len(ids))
         decoded = emitted_per_round(generate_one(target, proposer, prompt, limit))
         assert estimated == decoded
-        busy += sum(kept > 1 for kept in decoded)
+        busy += sum(count > 1 for count in decoded)
     return busy
 
 

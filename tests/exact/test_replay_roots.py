@@ -63,12 +63,12 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
         drawn += draw.sample(those, min(tried, len(those)))
     accepted = 0
     for candidate in drawn:
-        foretold = [
+        predicted = [
             replay([0] * text.start + own, text.start, len(text.ids))
             for text, own in zip(texts, candidate.accepted, strict=True)
         ]
         decoded = generate(target, candidate.make(), requests, limit, probs)
-        assert foretold == [emitted_per_round(g) for g in decoded], candidate.label
+        assert predicted == [emitted_per_round(g) for g in decoded], candidate.label
         assert [g.token_ids for g in decoded] == [g.token_ids for g in plain]
         assert max(r.drafted or 0 for g in decoded for r in g.rounds) <= candidate.nodes
         accepted += sum(r.accepted for g in decoded for r in g.rounds)
@@ -81,7 +81,7 @@ def test_predicted_rounds_are_the_decoded_ones(quickstart: Target, spec: str) ->
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=["eagle3", "medusa"])
-def test_foretold_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
+def test_predicted_greedy_rounds_are_the_decoded_ones(quickstart: Target, spec: str) -> None:
     check(quickstart, spec, Sampling(), 16, 3, 2)
 
 
@@ -118,12 +118,12 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
     texts = [KnownText.of(reply, (i, 0)) for i, reply in enumerate(plain)]
     found, _ = candidates(quickstart, spec, texts, Sampling(), lambda what: None)
     own = found[0]
-    foretold = [
+    predicted = [
         replay([0] * t.start + a, t.start, len(t.ids))
         for t, a in zip(texts, own.accepted, strict=True)
     ]
     decoded = generate(quickstart, load_proposer(spec, quickstart, print), prompts, 12)
-    assert foretold == [emitted_per_round(g) for g in decoded], own.label
+    assert predicted == [emitted_per_round(g) for g in decoded], own.label
     again = generate(quickstart, load_proposer(spec, quickstart, print, own.setting), prompts, 12)
     assert [[(r.drafted, r.accepted) for r in g.rounds] for g in again] == [
         [(r.drafted, r.accepted) for r in g.rounds] for g in decoded

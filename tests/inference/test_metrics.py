@@ -57,14 +57,14 @@ def test_bootstrap_passes_over_draws_of_nothing() -> None:
 def test_turns_of_a_prompt_are_drawn_together() -> None:
     """A prompt of two turns that differ has one tau, 2; drawn apart they would spread from 1 to
     3."""
-    kept = [[1, 1], [3, 3], [1, 1], [3, 3]]
-    assert pooled(kept, [0, 0, 1, 1]) == [[1, 1, 3, 3]] * 2
-    assert bootstrap(pooled(kept, [0, 0, 1, 1]), tau) == (2.0, 2.0)
-    assert bootstrap(pooled(kept, range(4)), tau) == (1.0, 3.0)
+    emitted = [[1, 1], [3, 3], [1, 1], [3, 3]]
+    assert pooled(emitted, [0, 0, 1, 1]) == [[1, 1, 3, 3]] * 2
+    assert bootstrap(pooled(emitted, [0, 0, 1, 1]), tau) == (2.0, 2.0)
+    assert bootstrap(pooled(emitted, range(4)), tau) == (1.0, 3.0)
     summary = summarise(
         [
             Generation([7], [], [Round(tokens=[1] * n, drafted=3, accepted=n - 1) for n in k])
-            for k in kept
+            for k in emitted
         ],
         prompts=[0, 0, 1, 1],
     )

@@ -177,17 +177,17 @@ def number_of(commands: str) -> int:
 
 
 def expected(rounds: list[list[int]], most: int) -> Counts:
-    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, kept) of each
+    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, emitted) of each
     round.
 
-    It drafts no more than can be kept before the limit, one token being the target's own; ours
+    It drafts no more than can be emitted before the limit, one token being the target's own; ours
     always drafts a whole chain. Drafts behind an end token count as accepted in both. The first
-    token is the prefill's, and kept already.
+    token is the prefill's, and emitted already.
     """
-    kept, drafted, accepted_of = 1, 0, []
+    emitted, drafted, accepted_of = 1, 0, []
     for _, accepted, tokens in rounds:
-        drafts = min(most, REPLY - kept - 1)
-        kept += tokens
+        drafts = min(most, REPLY - emitted - 1)
+        emitted += tokens
         if drafts > 0:
             drafted += drafts
             accepted_of.append(min(accepted, drafts))

@@ -229,8 +229,8 @@ def test_tau_recounted_from_the_chunks(ngram: Serving, prompts: Path) -> None:
         and found.drafts
         and all(reply[0] == 1 for reply in sizes)
     )
-    kept = sum(size - 1 for reply in sizes for size in reply)
-    assert 0 <= found.accepted - kept <= LENGTH * len(sizes)
+    emitted = sum(size - 1 for reply in sizes for size in reply)
+    assert 0 <= found.accepted - emitted <= LENGTH * len(sizes)
     whole = sum(size - 1 for reply in sizes for size in reply[:-1])
     assert (
         whole <= found.accepted <= whole + LENGTH * len(sizes)

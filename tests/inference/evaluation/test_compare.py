@@ -24,9 +24,9 @@ def written(
             "id": f"{category}{i}",
             "turn": 0,
             "category": category,
-            "rounds": [[5, k - 1, k] for k in kept],
+            "rounds": [[5, k - 1, k] for k in emitted],
         }
-        for category, kept in (("code", code), ("chat", chat))
+        for category, emitted in (("code", code), ("chat", chat))
         for i in range(10)
     ]
     figures = {

@@ -89,7 +89,7 @@ def test_sums_recounted_from_the_rounds(report: tuple[dict[str, Any], Path]) -> 
             rounds = [r for request in s["per_request"] for r in request["rounds"]]
             assert s["rounds"] == len(rounds)
             assert s["tau_incl_bonus"] == pytest.approx(
-                sum(kept for _, _, kept in rounds) / len(rounds)
+                sum(emitted for _, _, emitted in rounds) / len(rounds)
             )
             assert s["tau_untruncated"] == pytest.approx(1 + sum(s["survival"]))
             product, total = 1.0, 1.0
@@ -260,7 +260,7 @@ def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> N
     assert all(x != x for x in three["drafters"]["ngram"]["speedup_ci95"]), "two batches"
 
 
-def test_what_a_batch_gains_is_foretold_from_the_smallest_one() -> None:
+def test_what_a_batch_gains_is_predicted_from_the_smallest_one() -> None:
     """A plain step of 1, 4 and 8 requests takes 10, 16 and 24 ms; 3 nodes are drafted in 5 ms, tau
     is 2, the host takes 1 ms.
 

@@ -210,7 +210,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "profile.json"
 
 
-def test_the_profile_holds_what_was_measured_and_foretold(profile: Path) -> None:
+def test_the_profile_holds_what_was_measured_and_predicted(profile: Path) -> None:
     found = json.loads(profile.read_text())
     assert found["drafters"].keys() == {key_of(MEDUSA), "ngram"}
     for rows in found["drafters"].values():

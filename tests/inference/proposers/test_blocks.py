@@ -241,7 +241,7 @@ def test_what_a_spec_leaves_out_is_as_evaluated(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "loud"), [("dflash", 5, 1.0), ("dspark", 4, 1.0), ("dflash", 10, 6.0)]
 )
-def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_accepts(
+def test_tune_finds_no_tree_deeper_than_a_block_and_predicts_what_decoding_accepts(
     kind: str, size: int, loud: float, tmp_path: Any
 ) -> None:
     """Loud drafters are sure of deep paths, beside which little trees must not be forgotten."""
@@ -265,11 +265,11 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_foretells_what_decoding_acce
             (again,) = generate(
                 target, candidate.make(), [Request(text.ids[: text.start], text.request[0])], 14
             )
-            root, foretold = 0, []
+            root, predicted = 0, []
             while root < len(accepted):
-                foretold.append(min(accepted[root] + 1, len(accepted) - root))
+                predicted.append(min(accepted[root] + 1, len(accepted) - root))
                 root += accepted[root] + 1
-            assert emitted_per_round(again) == foretold, candidate.label
+            assert emitted_per_round(again) == predicted, candidate.label
 
 
 def test_every_smaller_and_shallower_tree_is_part_of_the_whole_pool() -> None:

@@ -216,12 +216,12 @@ def test_the_calibrated_tau_of_an_adaptive_chain_is_what_decoding_gives(quicksta
     assert drafts == sorted(drafts) and found[-1][2] > found[0][2] > 1
     for threshold, longest, expected, _ in found[:: len(found) // 4]:
         proposer = make_proposer(artifact, TreeSettings(length=int(longest), threshold=threshold))
-        kept = []
+        emitted = []
         for ids, start in texts:
             (text,) = generate(quickstart, proposer, [ids[:start]], 40)
             assert text.prompt_ids + text.token_ids == ids
-            kept.append([len(r.tokens) for r in text.rounds])
-        assert tau(kept) == pytest.approx(expected)
+            emitted.append([len(r.tokens) for r in text.rounds])
+        assert tau(emitted) == pytest.approx(expected)
     assert METHOD.accepted_by_root(forced[0][0], {"length": 3}) == accepted_runs(
         forced[0][0][:, 0] > 0, 3
     )

@@ -92,6 +92,8 @@ def overlap(log_q: Tensor, log_p: Tensor) -> Tensor:
 
     No lossless rule accepts one sampled draft with a higher probability.
     """
+    # The minimum of the logarithms needs one exponential instead of two. It is taken in place,
+    # which saves a table `[R, V]`: the gradient of a minimum does not need its result.
     return torch.minimum(log_q, log_p).exp_().sum(-1)
 
 
@@ -192,6 +194,7 @@ def sum_in_chunks(
     partitioned = any(hasattr(p, "ds_id") for p in parameters)
     if torch.is_grad_enabled() and not partitioned:
         return _InChunks.apply(function, rows, rows_per_chunk, hidden, *parameters)
+    # Rounded up, and one empty chunk where there is no row.
     chunks = max(-(-hidden.shape[0] // rows_per_chunk), 1)
     # Running a module gathers its weights from all ranks, and a rank that runs fewer chunks than
     # the others would leave them waiting: all run as many, empty ones at the end.
@@ -254,6 +257,9 @@ class _InChunks(torch.autograd.Function):
                     check_all_listed(loss, wanted)
                 grads: Any = [None] * len(wanted)
                 if loss.requires_grad:
+                    # Not `backward`, which would add to `.grad` chunk by chunk, and whose hooks in
+                    # DDP would send the first chunk's gradients to the other ranks as if they were
+                    # all.
                     grads = torch.autograd.grad(loss, wanted, allow_unused=True)
             total = loss.detach() if total is None else total + loss.detach()
             tables.append([table.detach() for table in chunk_tables])
@@ -274,6 +280,8 @@ class _InChunks(torch.autograd.Function):
         hidden_grad, *parameter_grads = ctx.saved_tensors
         scaled_grads: list[Tensor | None] = [None] * ctx.count
         for i, summed in zip(ctx.learning, parameter_grads, strict=True):
+            # `grad` is the factor that the loss got afterwards, such as the number of ranks and
+            # micro-batches.
             scaled_grads[i] = summed * grad
         # A gradient for each argument of `forward`: the first three are no tensors.
         return None, None, None, hidden_grad * grad, *scaled_grads

@@ -187,11 +187,13 @@ def chosen_layers(
         by_importance = sorted(range(total), key=lambda i: (-values[i], i))
         return sorted(by_importance[:count])
     if config.choose == "ends":
+        # Five of 30 layers: 0 1 2 and 28 29.
         front = (count + 1) // 2
         return [*range(front), *range(total - (count - front), total)]
     if count == 1:
         return [0]
     # The first layer, the last one, and those between at equal distances.
+    # Four of 30: 0 10 19 29.
     return [round(i * (total - 1) / (count - 1)) for i in range(count)]
 
 
@@ -213,10 +215,9 @@ def layer_importance(target: Target, texts: Sequence[Tensor]) -> list[float]:
 
         return hook
 
-    hooks = [
-        layer.register_forward_hook(watch(i), with_kwargs=True)
-        for i, layer in enumerate(layers_of(target)[1])
-    ]
+    hooks = []
+    for i, layer in enumerate(layers_of(target)[1]):
+        hooks.append(layer.register_forward_hook(watch(i), with_kwargs=True))
     try:
         for ids in texts:
             target.forward(ids[None].to(target.device))
@@ -355,6 +356,8 @@ def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
     head_size = getattr(target, "head_dim", None) or hidden // target.num_attention_heads
     kv_heads = getattr(target, "num_key_value_heads", None) or target.num_attention_heads
     group_size = target.num_attention_heads // kv_heads
+    # Half the width of a target with 9 query heads and 3 key-value heads: 2 groups of 3 queries
+    # each, so 6 query heads and 2 key-value heads.
     groups = max(round(kv_heads * small.hidden_size / hidden), 1)
     small.num_key_value_heads = groups
     small.num_attention_heads = groups * group_size
@@ -375,6 +378,7 @@ def _copy_weights(
         table = target.model.get_input_embeddings().weight
         parameters = target.decoder.named_parameters()
         target_state[next(name for name, value in parameters if value is table)] = head.weight
+    # A state dictionary has the parameters' own memory, so `copy_` fills the model.
     for name, tensor in student.get_decoder().state_dict().items():
         tensor.copy_(width.cut(target_state, _in_target(name, prefix, kept), tensor.shape))
     student.tie_weights()
@@ -397,11 +401,10 @@ def _check_cut(target: Target, student: CausalModel, kept: list[int]) -> None:
         before = arguments[0] if arguments else named["hidden_states"]
         return (before, *output[1:]) if isinstance(output, tuple) else before
 
-    hooks = [
-        layer.register_forward_hook(skip, with_kwargs=True)
-        for i, layer in enumerate(layers_of(target)[1])
-        if i not in kept
-    ]
+    hooks = []
+    for i, layer in enumerate(layers_of(target)[1]):
+        if i not in kept:
+            hooks.append(layer.register_forward_hook(skip, with_kwargs=True))
     try:
         ids = (torch.arange(24, device=target.device) * 7 % student.vocab_size)[None]
         expected = target.forward(ids).last.float().cpu()

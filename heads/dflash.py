@@ -114,7 +114,13 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     """
     if count == 1:
         return (num_layers // 2 + 1,)
-    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
+    # Example: 5 taps of 28 layers are 2, 8, 14, 20, 26.
+    spread: list[int] = []
+    for i in range(count):
+        # The multiplication comes first, so that whole results are exact in floating point.
+        layer = round(1 + i * (num_layers - 4) / (count - 1))
+        spread.append(layer + 1)
+    taps = tuple(spread)
     if len(set(taps)) < count or taps[-1] >= num_layers:
         raise UserError(
             f"the target has {num_layers} layers, too few for {count} taps; give heads.taps, such "
@@ -150,6 +156,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(shape, hidden) for _ in range(shape.num_layers))
         self.norm = RMSNorm(hidden, shape.norm_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
+        # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
 
     @torch.no_grad()
@@ -171,10 +178,12 @@ class DFlashDrafter(EngineLayout, nn.Module):
         as they are. With `keep` the weights are changed too, so that the drafter computes the same
         as before, bit for bit (a factor that is a power of two rounds nothing).
         """
+        # Example: a tap of size 27, near 2^5, is multiplied by 1/32.
         scales = torch.tensor(
             [2.0 ** -round(math.log2(size)) for size in tap_sizes], device=self.tap_scales.device
         )
         if keep:
+            # `fc` reads taps times scale: what the scale gains, the weight has to lose.
             self.fc.weight.div_(self._columns(scales / self.tap_scales))
         self.tap_scales.copy_(scales)
 
@@ -201,6 +210,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
         fast = numbers < self.rotary.size // 4
         slow = ~fast & (numbers < self.rotary.size // 2)
         for layer in self._layers:
+            # One matrix `[E, H]` for each attention head and key-value head, as views: adding to
+            # them changes the layer. Values begin at random.
             queries, keys, _ = layer.qkv.weight.unflatten(0, (-1, size)).split(
                 [layer.heads, layer.kv_heads, layer.kv_heads]
             )
@@ -266,6 +277,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
 
         `slots` is the number of slots that are needed, if not b.
         """
+        # `expand` repeats without memory of its own, and the slots are about to be written.
         ids = anchors[..., None].expand(*anchors.shape, slots or self.shape.block_size).clone()
         ids[..., 1:] = self.shape.mask_token
         return self.embedding_and_head.rows(ids.flatten(1)).to(self.fc.weight.dtype)
@@ -363,6 +375,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
         if (share := shape.rope.get("partial_rotary_factor")) is not None:
             config["partial_rotary_factor"] = share
         if shape.rope["rope_type"] != "default":
+            # Readers of older layouts look for it here.
             config["rope_scaling"] = shape.rope
         return config
 
@@ -390,6 +403,7 @@ def linear_fit(rows: Tensor, wanted: Tensor) -> Tensor:
     This is ridge regression in its dual form, w = X^T (X X^T + c I)^-1 y, where c is `RIDGE` times
     the mean squared length of a row.
     """
+    # The dual form solves a system of n rows instead of H columns.
     products = rows @ rows.T
     return rows.T @ torch.linalg.solve(
         products + RIDGE * products.diagonal().mean() * torch.eye(len(rows)).to(rows), wanted
@@ -426,6 +440,8 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
     """
     layers = target.num_hidden_layers
     taps = tuple(config.taps) if config.taps else default_taps(layers, config.num_layers)
+    # Not 0: layers are written from 0 without the embeddings, so that tap 0 would be layer -1. Not
+    # L: transformers gives that one after the final norm.
     if sorted(set(taps)) != list(taps) or any(not 1 <= tap < layers for tap in taps):
         raise UserError(
             f"heads.taps {list(taps)} must be ascending, distinct, and between 1 and {layers - 1}"

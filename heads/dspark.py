@@ -73,10 +73,13 @@ class DSparkDrafter(DFlashDrafter):
         super().start_from(norm_weight)
         for module in (self.transition_in, self.transition_out, self.confidence_head):
             nn.init.normal_(module.weight, std=INIT_STD)
+        # A logit near 0: every draft begins with a confidence of about one half.
         nn.init.zeros_(self.confidence_head.bias)
 
     def state(self, output: Tensor, before: Tensor) -> Tensor:
         """Return `[..., H + r]`: the slot's output and W1 of the token `before` its draft."""
+        # Both parts travel as one tensor, so that training can make logits of states in chunks for
+        # every method alike.
         return torch.cat([output, self.transition_in(before)], dim=-1)
 
     def logits(self, state: Tensor) -> Tensor:
@@ -95,6 +98,7 @@ class DSparkDrafter(DFlashDrafter):
         (docs/objectives.md#confidence).
         """
         hidden = self.shape.hidden_size
+        # As for the logits, the layers' output passes the final norm. The rows of W1 have none.
         normed = torch.cat([self.norm(state[..., :hidden]), state[..., hidden:]], dim=-1)
         return self.confidence_head(normed)[..., 0]
 

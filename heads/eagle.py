@@ -115,6 +115,7 @@ class EagleShape:
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Return taps 2, L/2 and L-3, as engines assume. Raises `UserError` below 7 layers."""
+    # Of 6 layers they would be 2, 3 and 3.
     if num_layers < 7:
         raise UserError(
             f"the target has {num_layers} layers, too few for default taps; give heads.taps, such "
@@ -147,6 +148,8 @@ class EagleDrafter(EngineLayout, nn.Module):
             for i in range(shape.num_layers)
         )
         normed_layers = range(0 if third else 1, shape.num_layers)  # EAGLE-1's first has no norm
+        # Under the numbers of their layers, which a list would shift where the first layer has
+        # none.
         self.input_norms = nn.ModuleDict(
             {str(i): RMSNorm(hidden, shape.norm_eps) for i in normed_layers}
         )
@@ -160,10 +163,13 @@ class EagleDrafter(EngineLayout, nn.Module):
             self.hidden_norm = RMSNorm(hidden, shape.norm_eps)
             self.norm = RMSNorm(hidden, shape.norm_eps)
             self.lm_head = nn.Linear(hidden, shape.draft_vocab_size, bias=False)
+        # The target's rows have the target's width, so a drafter of another width cannot borrow
+        # them.
         self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
         self.d2t: Tensor | None
         self.t2d: Tensor | None
         reduced = shape.draft_vocab_size < shape.vocab_size
+        # Both are filled by `start_from` or by loading. A drafter of all tokens has neither.
         d2t = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
         t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
         self.register_buffer("d2t", d2t if reduced else None)
@@ -195,12 +201,15 @@ class EagleDrafter(EngineLayout, nn.Module):
         if self.shape.version == 1:
             return
         if head_weight.shape[1] == self.shape.hidden_size:
+            # One row of the target's matrix for each token of the draft vocabulary.
             self.lm_head.weight.copy_(head_weight if ids is None else head_weight[ids])
             if norm_weight is not None:
                 self.norm.weight.copy_(norm_weight)
         wide = self.shape.target_hidden_size
         for i, size in enumerate(tap_sizes):
             columns = self.fc.weight[:, i * wide : (i + 1) * wide]
+            # The fused state sums F * Ht products. With inputs of this size each has variance 1 /
+            # (F * Ht), and the sum has variance 1.
             input_size = 1.0 if self.shape.norm_taps else size
             nn.init.normal_(columns, std=self.fc.weight.shape[1] ** -0.5 / input_size)
         self._attend_to_self()
@@ -215,10 +224,14 @@ class EagleDrafter(EngineLayout, nn.Module):
         queries, keys_values = layer.qkv.weight[:, :hidden].split(
             [layer.heads * layer.size, 2 * layer.kv_heads * layer.size]
         )
+        # Rows of `qkv`: those of the queries, then of the keys, then of the values. These are
+        # views, so that the weights themselves are set.
         keys = keys_values[: layer.kv_heads * layer.size]
         # A normed row x has squared length H. With this variance of the key matrix K its score for
         # itself, |K x|^2 / sqrt(E), is SELF_SCORE on average; E is the size of a head.
         nn.init.normal_(keys, std=(SELF_SCORE / (layer.size**0.5 * hidden)) ** 0.5)
+        # Each key-value head is repeated for the attention heads that read it: 0, 0, 1, 1 for two
+        # of them and four attention heads.
         shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(
             layer.heads // layer.kv_heads, dim=0
         )
@@ -248,6 +261,7 @@ class EagleDrafter(EngineLayout, nn.Module):
         dtype = self.fc.weight.dtype
         if self.shape.version == 1:
             return last.to(dtype)
+        # Stored features may have another dtype than the drafter.
         features = [tap.to(dtype) for tap in taps]
         if self.shape.norm_taps:
             features = [norm(state) for norm, state in zip(self.tap_norms, features, strict=True)]
@@ -283,6 +297,8 @@ class EagleDrafter(EngineLayout, nn.Module):
         """
         hidden = self.shape.hidden_size
         if self.shape.version == 1:
+            # The columns of the token come first, so these are those of the state. The bias is
+            # added once, here: `token_part` has none.
             state = token_part + functional.linear(state, self.fc.weight[:, hidden:], self.fc.bias)
             qkv = self._first.qkv(state)
         else:
@@ -456,6 +472,7 @@ ARCHITECTURES = {
     (1, False): "EagleLlamaForCausalLM",
     (1, True): "EagleQwen3ForCausalLM",
 }
+# Loading tells version and norms from the architecture's name alone.
 VERSIONS = {name: key for key, name in ARCHITECTURES.items()}
 
 
@@ -480,6 +497,7 @@ def shape_for(config: EagleConfig, target: Any) -> EagleShape:
         target_hidden_size=hidden,
         intermediate_size=config.intermediate_size or inner_size(target),
         num_layers=config.num_layers,
+        # A draft vocabulary of all tokens is none: the maps are left out then.
         draft_vocab_size=min(config.draft_vocab_size or target.vocab_size, target.vocab_size),
         activation=config.activation,
         norm_taps=config.norm_taps,

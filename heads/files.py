@@ -55,6 +55,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, since a rename is atomic only within one file system.
         aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
         aside.mkdir()
     except OSError as error:
@@ -78,13 +79,16 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
             path.rename(old)
             aside.rename(path)
+            # The old one may have been a file.
             if old.is_dir():
                 shutil.rmtree(old)
             else:
                 old.unlink()
         else:
             aside.rename(path)
+        # The new name stands in the parent folder, which is flushed like a file.
         _sync(path.parent)
+    # Ctrl-C too: nothing half-written may stay behind.
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if (reason := write_failure(error)) is not None:
@@ -163,6 +167,7 @@ def check_space(path: Path, needed: float, remedy: str) -> None:
     Raises `UserError`, whose message ends with `remedy`.
     """
     candidates = (path.absolute(), *path.absolute().parents)
+    # The path itself need not exist; the root folder always does.
     existing = next(candidate for candidate in candidates if candidate.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -218,6 +223,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    # Reading is enough for `fsync`, and a directory cannot be opened for anything else.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -244,6 +250,7 @@ def file_facts(path: Path) -> JsonObject:
 
 def write_checksums(folder: Path) -> None:
     """Write size and SHA-256 of every file below `folder` to its `checksums.json`, for `damage`."""
+    # The table is computed before its own file exists, so that it does not list itself.
     write_json(folder / CHECKSUMS, facts_of(folder))
 
 
@@ -256,6 +263,7 @@ def differs(folder: Path, name: str, noted_in: str, size: int | None, sha256: st
     path = inside(folder, name, noted_in)
     if not path.is_file():
         return f"{name} is missing"
+    # The size first: a file that was cut short is found without reading it.
     if size is not None and (now := path.stat().st_size) != size:
         return f"{name} has {now} bytes instead of {size}"
     if checksum(path) != sha256:
@@ -276,6 +284,7 @@ def damage(folder: Path) -> str | None:
                 return reason
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
+    # A garbled table may be a list, or lack a key: everything that reading it can raise.
     except (UserError, AttributeError, KeyError, TypeError):
         return f"{CHECKSUMS} is missing or garbled"
     known = {*table, CHECKSUMS}

@@ -51,6 +51,7 @@ class Fingerprint:
         `weights` is the hash of its weights, for a model of which this process does not hold all.
         """
         config: Any = model.config
+        # A model of text and images keeps the sizes of its text part in a config of its own.
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         template_hash = ""
         if tokenizer is not None:
@@ -74,12 +75,12 @@ class Fingerprint:
 
         A drafter that was trained for `self` cannot be used with such a target.
         """
-        return [
-            f"{field} is {getattr(self, field)} in the drafter and {getattr(target, field)} in "
-            "the target"
-            for field in fields
-            if getattr(self, field) != getattr(target, field)
-        ]
+        errors = []
+        for field in fields:
+            trained, given = getattr(self, field), getattr(target, field)
+            if trained != given:
+                errors.append(f"{field} is {trained} in the drafter and {given} in the target")
+        return errors
 
     def warnings_against(self, target: Fingerprint) -> list[str]:
         """Return a sentence about hashes in which `target` differs, in a list; none if none does.
@@ -91,11 +92,10 @@ class Fingerprint:
             "template_hash": "chat template",
             "weights_hash": "weights",
         }
-        different = [
-            text
-            for field, text in descriptions.items()
-            if getattr(self, field) != getattr(target, field)
-        ]
+        different = []
+        for field, text in descriptions.items():
+            if getattr(self, field) != getattr(target, field):
+                different.append(text)
         if not different:
             return []
         return [
@@ -132,10 +132,12 @@ def hash_of(names: Iterable[str], read: Callable[[str], torch.Tensor | None]) ->
     model is loaded) are left out, and the hash is then not the loaded model's.
     """
     digest = hashlib.sha256()
+    # Sorted, because the order of a model's modules may change with the version of transformers.
     for name in sorted(names):
         tensor = read(name)
         for plain in [] if tensor is None else _plain(tensor):
             if plain.numel():
+                # `reshape` and not `view`: a parameter may be a transposed view.
                 flat = plain.detach().reshape(-1)
                 index = torch.tensor(sampled_places(flat.numel()), device=flat.device)
                 # numpy has no bfloat16, so the same bits are read as int16.
@@ -160,10 +162,15 @@ def sampled_places(size: int) -> list[int]:
     """
     count, last = min(SAMPLES_PER_TENSOR, size), size - 1
     if size > LARGEST_EXACT:
+        # Python's integers: exact at any size.
         return [i * last // (count - 1) for i in range(count)]
     step = float(np.float32(last) / np.float32(max(count - 1, 1)))
-    indices = [step * i if i < count // 2 else last - step * (count - 1 - i) for i in range(count)]
-    return [int(np.float32(index)) for index in indices]
+    indices = []
+    for i in range(count):
+        from_start, from_end = step * i, last - step * (count - 1 - i)
+        index = from_start if i < count // 2 else from_end
+        indices.append(int(np.float32(index)))
+    return indices
 
 
 def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:

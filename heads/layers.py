@@ -74,6 +74,7 @@ def begin_unsure(norm: RMSNorm, logits: Tensor, spread: float = 1.0) -> None:
     steps had to unlearn that.
     """
     deviation = logits.float().std(-1).square().mean().sqrt()
+    # Only down: small logits are no harm to an untrained drafter.
     norm.weight.mul_((spread / deviation).clamp(max=1.0).to(norm.weight))
 
 
@@ -113,6 +114,7 @@ class DecoderLayer(nn.Module):
         `residual` is `[B, N, H]`, and `qkv` `[B, N, (G + 2 Gkv) * E]` the projection of the layer's
         input. `rotary` holds cosines and sines of the rows' positions, see `Rotary`.
         """
+        # [B, N, G + 2 Gkv, E].
         by_head = qkv.unflatten(-1, (-1, self.size))
         # Queries and keys stay in one tensor, so that one call rotates both.
         queries_keys, values = by_head.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -134,6 +136,7 @@ class DecoderLayer(nn.Module):
         first = self.heads * self.size  # the rows of `qkv` before it make queries
         bias = None if self.qkv.bias is None else self.qkv.bias[first:]
         projected = functional.linear(states, self.qkv.weight[first:], bias)
+        # [B, N, 2 Gkv, E]: the keys of all heads, then the values of all heads.
         keys, values = projected.unflatten(-1, (-1, self.size)).chunk(2, dim=2)
         if self.k_norm is not None:
             keys = self.k_norm(keys).to(values.dtype)
@@ -142,6 +145,8 @@ class DecoderLayer(nn.Module):
     def matrices(self) -> dict[str, Tensor]:
         """Return views of the layer's weights under their names on disk."""
         sizes = [self.heads * self.size, self.kv_heads * self.size, self.kv_heads * self.size]
+        # `split` and `chunk` give views, so that loading can fill the stored matrices by these
+        # names.
         queries, keys, values = self.qkv.weight.split(sizes)
         gate, up = self.gate_up.weight.chunk(2)
         named = {
@@ -175,6 +180,8 @@ def layout_of(target: Any) -> JsonObject:
     norm_eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
+        # A config without the key, or with None, is of a model whose attention heads all have their
+        # own keys.
         "num_kv_heads": first_of(target, "num_key_value_heads") or heads,
         "head_dim": first_of(target, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
@@ -196,6 +203,7 @@ def rope_of(target: Any) -> JsonObject:
     without rotary positions they have the base 10000.
     """
     parameters = getattr(target, "rope_parameters", None) or {}
+    # Where the kinds of layers differ, transformers keeps a table for each kind.
     parameters = parameters.get("full_attention") or parameters
     given = {name: value for name, value in parameters.items() if value is not None}
     return {"rope_type": "default", "rope_theta": 10000.0} | given

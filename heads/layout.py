@@ -36,6 +36,7 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """
     module.to(device)
     for parameter in module.parameters():
+        # Not `module.to(dtype)`, which casts floating buffers too.
         parameter.data = parameter.data.to(dtype)
 
 
@@ -81,10 +82,10 @@ class EngineLayout(ABC):
     def save(self, directory: Path, target_name: str, dtype: torch.dtype) -> None:
         """Write `config.json` and the tensors; floating tensors are cast to `dtype`."""
         # safetensors refuses tensors that share memory, as the views of one matrix do.
-        tensors = {
-            name: tensor.detach().to("cpu", stored_as(tensor, dtype)).contiguous().clone()
-            for name, tensor in self.serving_state().items()
-        }
+        tensors = {}
+        for name, tensor in self.serving_state().items():
+            stored = tensor.detach().to("cpu", stored_as(tensor, dtype))
+            tensors[name] = stored.contiguous().clone()
         write_json(
             directory / "config.json",
             self.serving_config(target_name, dtype_name(dtype)),
@@ -171,8 +172,12 @@ def fill_from(
     `dtype`, which need not be that of `expected`.
     """
     check_same(expected, {name: tuple(tensor.shape) for name, tensor in stored.items()}, path)
-    dtypes = {name: stored_as(tensor, dtype) for name, tensor in expected.items()}
-    miscast = [name for name, wanted in dtypes.items() if stored[name].dtype != wanted]
-    refuse([f"{name} is {stored[name].dtype}, expected {dtypes[name]}" for name in miscast], path)
+    problems = []
     for name, tensor in expected.items():
+        wanted = stored_as(tensor, dtype)
+        if stored[name].dtype != wanted:
+            problems.append(f"{name} is {stored[name].dtype}, expected {wanted}")
+    refuse(problems, path)
+    for name, tensor in expected.items():
+        # In place: `expected` are views of the module's weights, which are filled by it.
         tensor.copy_(stored[name])

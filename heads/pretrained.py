@@ -106,7 +106,10 @@ def check_weights(folder: Path) -> None:
     if (folder / WEIGHTS_INDEX).is_file():
         files_in(folder / WEIGHTS_INDEX)
     elif not any(folder.glob("*.safetensors")):
-        pickled = [file.name for pattern in PICKLES for file in sorted(folder.glob(pattern))]
+        pickled = []
+        for pattern in PICKLES:
+            for file in sorted(folder.glob(pattern)):
+                pickled.append(file.name)
         if pickled:
             raise UserError(
                 f"{folder} holds its weights in {pickled[0]}, a pickle, which can run code when "

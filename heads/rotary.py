@@ -27,13 +27,13 @@ class Rotary:
     def __init__(self, head_dim: int, max_positions: int, parameters: JsonObject) -> None:
         # Some scalings of transformers would apply the partial factor once more, to a size that
         # already contains it.
-        scaling = {
-            key: value for key, value in parameters.items() if key != "partial_rotary_factor"
-        }
+        scaling = dict(parameters)
+        scaling.pop("partial_rotary_factor", None)
         self.size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         config = LlamaConfig(
             head_dim=self.size, max_position_embeddings=max_positions, rope_parameters=scaling
         )
+        # Llama's class serves every target: it computes all scalings from the parameters alone.
         table = LlamaRotaryEmbedding(config)
         self._frequencies, self._scale = (
             table.inv_freq.detach().float().clone(),
@@ -42,8 +42,11 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return float32 cosines and sines `[B, N, 1, n]` of positions `[B, N]`; n is `size`."""
+        # Moved with the first positions, since `module.to` does not reach an object that is no
+        # module. Later calls find it in place.
         self._frequencies = self._frequencies.to(positions.device)
-        # Both halves of a head have the same angles; the new axis is for its attention heads.
+        # Both halves of a head have the same angles: frequencies f0, f1 become f0, f1, f0, f1. The
+        # new axis is for the attention heads, which all have the same positions.
         angles = (positions[..., None].float() * self._frequencies).repeat(1, 1, 2)[:, :, None]
         return angles.cos() * self._scale, angles.sin() * self._scale
 
@@ -54,9 +57,11 @@ def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     `rotary` holds cosines and sines `[B, N, 1, n]`. Number i of a head is paired with number
     i + n/2, as in Llama (RoFormer, arXiv 2104.09864, pairs neighbours).
     """
+    # The angles were exact; a rounding of their cosines does not grow with the position.
     cos, sin = (table.to(x.dtype) for table in rotary)
     size = cos.shape[-1]
     rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    # Of the numbers a, b, c, d the pairs are (a, c) and (b, d): a cos - c sin and c cos + a sin.
     first, second = rotated.chunk(2, dim=-1)
     rotated = rotated * cos + torch.cat([-second, first], dim=-1) * sin
     return rotated if rest is None else torch.cat([rotated, rest], dim=-1)

@@ -89,7 +89,11 @@ def files_in(index: Path) -> list[Path]:
     Raises `UserError` if one is missing or outside of the index's folder.
     """
     table, _ = read_document(index, WeightsIndex, "copy or download it again")
-    named = sorted({inside(index.parent, file, index.name) for file in table.weight_map.values()})
+    # An index names a file once for each tensor in it.
+    files = set()
+    for name in table.weight_map.values():
+        files.add(inside(index.parent, name, index.name))
+    named = sorted(files)
     if missing := [path.name for path in named if not path.is_file()]:
         raise UserError(
             f"{index} names {missing[0]}, which is not there; copy or download it again"

@@ -64,6 +64,8 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     scores = draws.scores(
         logits, tree.path_tokens if sampling.history_processor is not None else None
     )
+    # Looked-up drafts have no distribution. They are judged by match under these rules too, which
+    # is lossless for drafts that do not know the noise.
     if sampling.compares_distributions and tree.probs is not None:
         return _by_rejection(tree, scores, draws)
     if not sampling.greedy and not sampling.lossless:
@@ -90,6 +92,7 @@ def match(tree: DraftTree, choices: Tensor) -> Tensor:
         return accepted_in_chain(tree.tokens[:, 1:], choices)  # node d of a chain has depth d
     tables = tree.tables
     right = tree.tokens == choices.gather(1, tables.parents.expand_as(choices))
+    # The root is no draft. Its entry compares it with the choice after itself, which says nothing.
     right[:, 0] = True
     return deepest(right, tables)
 
@@ -102,8 +105,10 @@ def token_chances(tree: DraftTree, scores: Tensor) -> Tensor:
     parents = tree.tables.parents.expand_as(tree.tokens)
     log_probs = scores.log_softmax(-1)
     above = log_probs.gather(1, parents[..., None].expand(-1, -1, log_probs.shape[-1]))
+    # A missing node's token, -1, cannot be an index; its probability is set to 0 next.
     chances = above.gather(2, tree.tokens.clamp(min=0)[..., None])[..., 0].exp()
     chances = torch.where(tree.tokens < 0, 0.0, chances)
+    # The root is certain, whatever its own token's probability after itself would be.
     chances[:, 0] = 1
     return chances
 
@@ -116,7 +121,8 @@ def expected_tokens(tree: DraftTree, scores: Tensor) -> Tensor:
     drafts that know the target's noise. End tokens and length limits are not considered.
     """
     chances = token_chances(tree, scores)
-    # The product along each node's path. The root's path has probability 1: the bonus token.
+    # The product along each node's path: row i has the factors of i and its ancestors, and 1 for
+    # all other nodes. The root's path has probability 1: the bonus token. Missing nodes add 0.
     return torch.where(tree.tables.ancestors, chances[:, None], 1.0).prod(-1).sum(-1)
 
 
@@ -131,6 +137,7 @@ def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     )
     rule, verifier = verifier_for(draws.sampling.rule, tree.shape)
     plan = verifier(tree.shape, tree.tokens, probs, tree.probs)
+    # Coins lie strictly between 0 and 1: a chance of 1 always accepts, a chance of 0 never.
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
     # The bonus token comes from the residual distribution at the node where the path ended.
     at_node = node[:, None, None].expand(-1, 1, probs.shape[-1])

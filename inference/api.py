@@ -103,11 +103,10 @@ class Decoder:
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
         single = _is_one(given)
         everything: Sequence[Any] = [given] if single else given
-        requests = [
-            Request(self.encode(prompt, raw), i, sample)
-            for i, prompt in enumerate(everything)
-            for sample in range(samples)
-        ]
+        requests = []
+        for i, prompt in enumerate(everything):
+            for sample in range(samples):
+                requests.append(Request(self.encode(prompt, raw), i, sample))
         if not requests:
             raise UserError("there is no prompt; give at least one")
         eos = frozenset() if ignore_eos else self.target.eos_ids

@@ -39,6 +39,7 @@ class TreeCache(Cache):
         limit: int | None = None,
         static: bool = False,
     ):
+        # transformers demands layers or a class for them. All storage is here, so there are none.
         super().__init__(layers=[])
         self.capacity = capacity
         self.limit = limit
@@ -97,6 +98,8 @@ class TreeCache(Cache):
         Raises `UserError` beyond `limit`.
         """
         self.reserve(self.longest + self.staged + count)
+        # Where the longest row goes on. Shorter ones go on earlier, each behind its own positions,
+        # which `_slots` says.
         self._start = self.longest + self.staged
         self._whole = self.static and masked
         # Slices with Python numbers are cheapest, but they hold for equally long rows only, and a
@@ -149,6 +152,8 @@ class TreeCache(Cache):
         Returns the keys and values of the slots that attention gets. transformers' attention layers
         call this; layers come in ascending order the first time.
         """
+        # Only now are heads, size and dtype known; with a target over several devices also where
+        # the layer lies, since the buffer is made like the keys.
         if layer_idx == len(self.keys):
             self.keys.append(self._allocate(key_states))
             self.values.append(self._allocate(value_states))
@@ -159,10 +164,13 @@ class TreeCache(Cache):
             keys[:, :, self._start : end] = key_states
             values[:, :, self._start : end] = value_states
             return keys[:, :, :end], values[:, :, :end]
+        # Each row writes its own slots, the same for all heads and all numbers of a head.
         for buffer, states in ((keys, key_states), (values, value_states)):
             buffer.scatter_(2, self._slots[:, None, :, None].expand_as(states), states)
+        # A captured graph wants the same shape at any length; the mask hides the slots out of use.
         if self._whole:
             return keys, values
+        # Shorter rows are given slots behind their own ends too, which the mask hides.
         end = self._start + count
         return keys[:, :, :end], values[:, :, :end]
 
@@ -178,6 +186,8 @@ class TreeCache(Cache):
         committed. They are in their slots already, so that a chain costs no copy.
         """
         if places is not None and places.shape[1]:
+            # The accepted positions close up behind the committed ones. Example: of 10 committed
+            # positions and the places 0, 2, 5 the slots 10, 12, 15 are copied to 10, 11, 12.
             goal = torch.arange(places.shape[1], device=self.device)[None] + self.starts()[:, None]
             # Rows with fewer positions copy a few slots too many. Those lie behind the row's new
             # length, where the next forward pass writes.
@@ -191,6 +201,7 @@ class TreeCache(Cache):
         The two may overlap: `index_select` and `gather` copy everything before anything is written.
         """
         if len(source) == 1:
+            # One row has one goal, which is a slice: cheaper than a scatter.
             first, last = self.lengths[0], self.lengths[0] + source.shape[1]
             for buffer in (*self.keys, *self.values):
                 buffer[:, :, first:last] = buffer.index_select(2, source[0])
@@ -202,12 +213,14 @@ class TreeCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
+        # `index_select` copies, so the memory of the rows that leave is freed.
         index = send(rows, self.device)
         self.lengths = [self.lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
             buffers[:] = [buffer.index_select(0, index) for buffer in buffers]
             if self.static:
                 for buffer in buffers:
+                    # The mark belongs to a tensor, and these are new ones.
                     torch._dynamo.mark_static_address(buffer)
 
     # The interface of transformers' caches. A model calls these methods only if it is given neither
@@ -217,6 +230,7 @@ class TreeCache(Cache):
         return self.longest + self.staged
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        # Number of slots that attention gets, and the first of them.
         return self._start + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -231,7 +245,9 @@ def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
     attention gets. The first axis is 1 if the rows are equally long and `visible` has one row.
     """
     starts = cache.starts()[:1] if cache.uniform else cache.starts()
-    # index of each slot among the undecided ones; negative: the slot is committed
+    # Index of each slot among the undecided ones; negative: the slot is committed. Example: 5
+    # committed and 2 undecided slots of a width of 8 have the indices -5 .. -1, 0, 1 and 2, of
+    # which the last is out of use.
     undecided_index = torch.arange(width, device=visible.device)[None] - starts[:, None]
     undecided = visible.shape[-1]
     batch = max(len(undecided_index), len(visible))

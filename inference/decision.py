@@ -65,6 +65,8 @@ class HostTransfer:
             values = values[:, None]
         if values.is_floating_point():
             self._floats.add(name)
+            # Reading the same bits as int32 needs numbers of 32 bits; int64 is the type of the
+            # other columns, which hold token and node ids.
             values = values.float().contiguous().view(torch.int32).long()
         self._names.append(name)
         self._columns.append(values)
@@ -86,6 +88,7 @@ class HostTransfer:
 
 def _floats_of(bits: list[int]) -> list[float]:
     """Return the float32 values of bit patterns."""
+    # On the host, without torch: a few numbers for each row.
     return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
 
 
@@ -94,18 +97,23 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
     batch = len(verdict.node)
     tables = tree.tables
     rows = torch.arange(batch, device=verdict.node.device)
+    # Tables of a static shape have one row for the whole batch.
     path = tables.paths.expand(batch, -1, -1)[rows, verdict.node]
+    # Paths are padded with NO_NODE, so their entries of 0 and above are the accepted nodes.
     counts = (path >= 0).sum(-1)
     # A node that a row does not have holds NO_NODE, which is negative: it was not offered.
     offered = tree.tokens[:, 1:] >= 0
+    # Parents of static shapes are `[1, N]`: they broadcast against the rows.
     after_last = offered & (tables.parents[:, 1:] == verdict.node[:, None])
 
     transfer = HostTransfer()
     transfer.add("path", path)
+    # NO_NODE cannot be an index. What the padding reads is cut off on the host by the count.
     transfer.add("path_tokens", tree.tokens.gather(1, path.clamp(min=0)))
     transfer.add("count", counts)
     transfer.add("last", verdict.last)
     transfer.add("drafted", offered.sum(-1))
+    # Integers, since all columns travel in one tensor.
     transfer.add("refused", after_last.any(-1).long())
     if verdict.choices is not None:
         transfer.add("choices", verdict.choices)
@@ -146,7 +154,11 @@ def _overlap_on_path(
     """
     shape = tree.shape
     assert shape is not None, "rules that compare distributions need a fixed shape"
-    on_path = []
+    on_path: list[list[float]] = []
     for row, accepted in enumerate(nodes):
-        on_path.append([overlap[row][node] for node in accepted if shape.children[node]])
+        of_row = []
+        for node in accepted:
+            if shape.children[node]:
+                of_row.append(overlap[row][node])
+        on_path.append(of_row)
     return on_path

@@ -191,11 +191,13 @@ def decode(
     eos_ids = target.eos_ids if eos_ids is None else eos_ids
     ends = _EndConditions(eos_ids, stop, target.tokenizer)
     batch = _Batch(target, proposer, requests, max_new_tokens, sampling, ends)
+    # After `_Batch` was made: a prompt that it refuses must not leave the proposer marked.
     _AT_WORK.add(proposer)
     try:
         yield batch.start()
         while batch.rows:
             yield batch.round()
+        # On a GPU the last rounds' times are known only when their events have happened.
         batch.clock.settle(wait=True)
     finally:
         _AT_WORK.discard(proposer)
@@ -226,6 +228,7 @@ class _Row:
                 return emitted, reason
             if self.left == 0:
                 written = len(self.tokens) - len(self.request.prompt_ids)
+                # The limit is named first where both are reached with the same token.
                 return emitted, "length" if written == self.limit else "context"
         return emitted, None
 
@@ -281,8 +284,11 @@ class _Batch:
         static = self.target.compiled
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
         if static:
-            # Powers of two: few capacities, so that few shapes are compiled.
+            # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
+            # 512 stays.
             capacity = 1 << (capacity - 1).bit_length()
+        # A tree may reach past the last position; its nodes there are dropped when the reply is
+        # cut.
         limit = self.target.max_positions + beyond
         return TreeCache(len(self.rows), capacity, self.target.device, limit, static)
 
@@ -291,7 +297,12 @@ class _Batch:
         device, target = self.target.device, self.target
         prompts = [list(row.tokens) for row in self.rows]
         lengths = [len(prompt) for prompt in prompts]
-        padded = [prompt + [0] * (max(lengths) - len(prompt)) for prompt in prompts]
+        # On the right: a token sees only what stands before it, so no real one sees the padding,
+        # and position and cache slot stay the same number.
+        longest = max(lengths)
+        padded = []
+        for prompt in prompts:
+            padded.append(prompt + [0] * (longest - len(prompt)))
         ids = torch.tensor(padded, device=device)
         hidden = target.prefill(ids, lengths, self.cache, self.proposer.taps)
 
@@ -303,11 +314,15 @@ class _Batch:
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
         scores = self.draws.scores(logits, root[:, None])
         self.root = self.draws.choices(scores, 0)[:, 0]
+        # The root of the next choice is the token just chosen, one position further.
         self.draws.extend(root, torch.ones_like(row_lengths))
         first = self.root.tolist()
+        with_roots = []
+        for prompt, token in zip(prompts, first, strict=True):
+            with_roots.append([*prompt, token])
         self.proposer.prefill(
             Prompts(
-                tokens=[[*prompt, token] for prompt, token in zip(prompts, first, strict=True)],
+                tokens=with_roots,
                 ids=ids,
                 lengths=row_lengths,
                 hidden=hidden,
@@ -324,6 +339,7 @@ class _Batch:
         text = torch.where(in_prompt, ids, ids[:, :1])
         names = [(row.request.id, row.request.sample) for row in self.rows]
         keys = row_keys(self.sampling.seed, names, ids.device)
+        # The last prompt token is the root of the first choice, at position length - 1.
         return Draws(self.sampling, keys, text, row_lengths - 1)
 
     def round(self) -> list[Step]:
@@ -373,8 +389,10 @@ class _Batch:
             hidden=Hidden(_rows(hidden.last, path), taps),
             choices=decision.choices,
         )
+        # `extend` writes `width` columns behind every row's text, of the longest one too.
         self.draws.reserve(self.cache.longest + width)
         self.draws.extend(accepted.ids, accepted.counts)
+        # The bonus token. The target has not been run on it, so it is in no cache yet.
         self.root = decision.last
         self.proposer.commit(accepted)
 
@@ -389,6 +407,7 @@ class _Batch:
             steps.append((row.index, record, reason))
         if len(going) < len(self.rows):
             self.rows = [self.rows[number] for number in going]
+            # With no row left the loop ends, and `finish` releases the state.
             if going:
                 index = send(going, self.root.device)
                 self.root = self.root[index]
@@ -410,14 +429,12 @@ def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int
         length = len(request.prompt_ids)
         if not length:
             raise UserError("the prompt is empty; give at least one token")
-        if not all(
-            isinstance(token, int) and 0 <= token < target.vocab_size
-            for token in request.prompt_ids
-        ):
-            raise UserError(
-                f"a prompt holds something that is no token id of {target.name} (0 to "
-                f"{target.vocab_size - 1})"
-            )
+        for token in request.prompt_ids:
+            if not isinstance(token, int) or not 0 <= token < target.vocab_size:
+                raise UserError(
+                    f"a prompt holds something that is no token id of {target.name} (0 to "
+                    f"{target.vocab_size - 1})"
+                )
         if length >= target.max_positions:
             raise UserError(
                 f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; "
@@ -427,6 +444,7 @@ def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int
 
 def _rows(states: Tensor, path: Tensor) -> Tensor:
     """Return the features of the nodes `path` `[B, A]` among those of all nodes `[B, N, H]`."""
+    # One row needs no index for each number of a state, as `gather` does.
     if len(states) == 1:
         return states[:, path[0]]
     return states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))

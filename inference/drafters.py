@@ -129,12 +129,16 @@ def _number_or_text(value: str) -> Any:
 
 def former_settings(spec: str) -> list[str]:
     """Return a notice for each setting of `spec` that is given by a former name."""
-    keys = [item.partition("=")[0].strip() for item in spec.rpartition(":")[2].split(",")]
-    return [
-        f"the drafter setting {key} is called {FORMER_SETTINGS[key]} now; the old name still works"
-        for key in keys
-        if key in FORMER_SETTINGS
-    ]
+    notices = []
+    # Everything behind the last colon: a folder's name may hold colons itself.
+    for item in spec.rpartition(":")[2].split(","):
+        key = item.partition("=")[0].strip()
+        if key in FORMER_SETTINGS:
+            notices.append(
+                f"the drafter setting {key} is called {FORMER_SETTINGS[key]} now; the old name "
+                "still works"
+            )
+    return notices
 
 
 def without_tree(spec: str | Path) -> str:
@@ -208,8 +212,15 @@ def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
     """
     # By identity: two attributes of a proposer may hold the same parameter.
     of_target = {id(parameter) for parameter in target.model.parameters()}
-    held = {id(p): p for attribute in vars(proposer).values() for p in _weights(attribute)}
-    return sum(p.numel() * p.element_size() for key, p in held.items() if key not in of_target)
+    held: dict[int, Tensor] = {}
+    for attribute in vars(proposer).values():
+        for weight in _weights(attribute):
+            held[id(weight)] = weight
+    own_bytes = 0
+    for key, weight in held.items():
+        if key not in of_target:
+            own_bytes += weight.numel() * weight.element_size()
+    return own_bytes
 
 
 def _weights(attribute: Any) -> Iterable[Tensor]:

@@ -20,12 +20,14 @@ def packed_mask(positions: Tensor, dtype: torch.dtype, window: int | None, mixed
     of layers and takes a dict with a mask for each, under transformers' names.
     """
     begins = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+    # Example: positions 0 1 2 0 1 begin a document at index 3 and have the documents 0 0 0 1 1.
     document = begins.cumsum(-1)
     order = torch.arange(positions.shape[1], device=positions.device)
     see = (document[:, :, None] == document[:, None, :]) & (order[:, None] >= order)
     # the number that transformers' own masks use too
     lowest = torch.finfo(dtype).min
     full = torch.zeros(see.shape, dtype=dtype, device=see.device)
+    # In place: the mask has S * S numbers for each row.
     full = full.masked_fill_(~see, lowest)[:, None]
     if window is None:
         return full
@@ -61,6 +63,8 @@ def tree_mask(
     if cache.uniform and window is None:
         # Equally long rows have the tree in the same columns. All before it is committed, hence
         # visible (0); what a static cache has behind it is out of use.
+        # `visible` has a column for every undecided slot, those of earlier passes too, so its first
+        # column is the slot behind the committed ones.
         tree = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, lowest
         )[:, None]
@@ -76,15 +80,19 @@ def tree_mask(
     ]
     if window is None:
         return full
+    # One row stands for all, so that the mask is not made once for each.
     starts = cache.starts()[:1] if cache.uniform else cache.starts()
     slots = torch.arange(width, device=visible.device)[None]
     undecided_index = slots - starts[:, None]  # negative: the slot is committed
+    # Slots outside of the undecided ones have no depth. What they read is replaced (committed
+    # slots) or hidden in `full` already (slots behind the tree).
     clamped = undecided_index.clamp(0, undecided - 1)
     batch = len(see)
     depths = slot_depths.expand(batch, -1).gather(1, clamped.expand(batch, -1))
     # A window counts positions: a committed slot's number is its position, while an undecided
     # one stands at its depth, which siblings share.
     key_positions = torch.where(undecided_index < 0, slots, starts[:, None] + depths)
+    # Example: with a window of 4 the node at position 9 sees the positions 6 to 9.
     near = positions[..., None] - key_positions[:, None] < window
     sliding = full.masked_fill(~near[:, None], lowest)
     return {"full_attention": full, "sliding_attention": sliding} if mixed else sliding

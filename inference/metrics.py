@@ -43,11 +43,15 @@ def tau_by_position(requests: Sequence[tuple[int, Sequence[int]]]) -> dict[str, 
     for root, emitted in requests:
         for count in emitted:
             by_bucket.setdefault(_bucket(root), []).append(count)
+            # A round moves the root by all that it emitted, bonus token included.
             root += count
-    order = [*(f"<{edge}" for edge in BUCKETS), f">={BUCKETS[-1]}"]
-    return {
-        name: sum(by_bucket[name]) / len(by_bucket[name]) for name in order if name in by_bucket
-    }
+    # In the order of the positions, whatever bucket came up first.
+    means: dict[str, float] = {}
+    for position in (0, *BUCKETS):
+        name = _bucket(position)
+        if name in by_bucket:
+            means[name] = sum(by_bucket[name]) / len(by_bucket[name])
+    return means
 
 
 def _bucket(position: int) -> str:
@@ -59,15 +63,20 @@ def _bucket(position: int) -> str:
 
 def survival(accepted: Sequence[int], levels: int) -> list[float]:
     """Return `s_d` for d = 1 .. levels: the share of rounds that accepted at least d drafts."""
-    return [
-        sum(a >= d for a in accepted) / len(accepted) if accepted else float("nan")
-        for d in range(1, levels + 1)
-    ]
+    shares = []
+    for d in range(1, levels + 1):
+        survived = [a >= d for a in accepted]
+        shares.append(sum(survived) / len(survived) if survived else float("nan"))
+    return shares
 
 
 def conditional(survived: Sequence[float]) -> list[float]:
     """Return `c_d = s_d / s_(d-1)`: acceptance at depth d given that depth d - 1 was accepted."""
-    return [s / b if b > 0 else float("nan") for b, s in pairwise([1.0, *survived])]
+    shares = []
+    # s_0 is 1: every round reaches the root.
+    for before, survived_here in pairwise([1.0, *survived]):
+        shares.append(survived_here / before if before > 0 else float("nan"))
+    return shares
 
 
 def offered_conditional(
@@ -81,7 +90,10 @@ def offered_conditional(
     """
     shares = []
     for d in range(1, levels + 1):
-        passed = [a >= d for a, o in zip(accepted, offered, strict=True) if o >= d]
+        passed = []
+        for a, o in zip(accepted, offered, strict=True):
+            if o >= d:
+                passed.append(a >= d)
         shares.append(sum(passed) / len(passed) if passed else float("nan"))
     return shares
 
@@ -142,7 +154,9 @@ def split(rounds: Sequence[Round]) -> dict[str, float]:
     A batch's round is shared equally among its rows. `host` is the wall time that the other parts
     leave.
     """
-    parts = {part: sum(getattr(r, f"t_{part}_s") / r.rows for r in rounds) for part in PARTS}
+    parts: dict[str, float] = {}
+    for part in PARTS:
+        parts[part] = sum(getattr(round_, f"t_{part}_s") / round_.rows for round_ in rounds)
     return parts | {"host": sum(r.t_round_s / r.rows for r in rounds) - sum(parts.values())}
 
 
@@ -179,7 +193,12 @@ def quantiles(
     known = sorted(value for value in values if value is not None)
     if not known:
         return None
-    return {f"p{100 * share:g}": known[max(math.ceil(share * len(known)) - 1, 0)] for share in at}
+    by_name: dict[str, float] = {}
+    for share in at:
+        # The nearest rank counts from 1: the median of 4 values is number 2, at index 1.
+        rank = max(math.ceil(share * len(known)), 1)
+        by_name[f"p{100 * share:g}"] = known[rank - 1]
+    return by_name
 
 
 def time_per_token(generation: Generation) -> float | None:

@@ -61,11 +61,14 @@ def row_keys(seed: int, requests: Sequence[tuple[int, int]], device: torch.devic
         for number in (seed, request, sample):
             key = mix_int(key + _GOLDEN + mix_int(number + _GOLDEN))
         keys.append(_signed(key))
+    # Hashed on the host: a batch has few rows, and only once.
     return torch.tensor(keys, dtype=torch.long, device=device)
 
 
 @lru_cache(maxsize=8)
 def _indices(count: int, device: torch.device) -> Tensor:
+    # One step is added because `mix` maps 0 to 0, and index 0 would then be the place's hash
+    # itself.
     return mix(torch.arange(count, device=device) * _STEP + _STEP)
 
 
@@ -75,6 +78,8 @@ def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
     `keys` and `places` (int64) broadcast to `[...]`. Numbers have 52 random bits: with 24, some
     token of a vocabulary of 152k would have the one largest value at 0.9% of the positions.
     """
+    # Different pairs of place and stream give different numbers: two of them could agree only for
+    # places more than 2^59 apart.
     place_hash = mix(keys ^ mix(places * _STEP + stream))
     bits = mix(place_hash[..., None] ^ _indices(count, place_hash.device))
     # Half a step is added to the 52 bits, so that neither 0 nor 1 can occur: `gumbel` takes the
@@ -84,4 +89,6 @@ def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
 
 def gumbel(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
     """Return standard Gumbel noise, float64 `[..., n]`; arguments as in `uniform`."""
+    # -log(-log u), in place: the tensor has V numbers of 8 bytes for each place, and the uniform
+    # numbers themselves are needed for nothing else.
     return uniform(keys, stream, places, count).log_().neg_().log_().neg_()

@@ -50,6 +50,7 @@ def rank_of(tokens: Tensor, best: Tensor, missing: int = -1) -> Tensor:
 
     The best tokens stand best first. The rank is `missing` where a token is not among them.
     """
+    # A token occurs at most once among the best ones, so the first hit is the only one.
     hit = best == tokens[..., None]
     return torch.where(hit.any(-1), hit.int().argmax(-1), missing)
 
@@ -62,6 +63,7 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
     for the target, so that a drafter that reads features only can be scored by stored ones.
     """
     end, root = len(ids), start
+    # A round near the end looks at the text as many tokens ahead as its tree has levels.
     text = [*ids.tolist(), *[UNKNOWN] * (proposer.max_drafted + 2)]
 
     def features(first: int, last: int) -> Hidden:
@@ -69,9 +71,11 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
         return Hidden(hidden.last[None, first:last], taps)
 
     length = torch.tensor([start], device=ids.device)
+    # Greedy draws use no noise and read no text: key and text are there for the interface.
     draws = Draws(GREEDY, torch.zeros_like(length), ids[None], length)
     proposer.prefill(
         Prompts(
+            # The prompt with the first root, as after a prefill.
             tokens=[text[: start + 1]],
             ids=ids[None, :start],
             lengths=length,
@@ -87,8 +91,11 @@ def rounds_on_text(proposer: Proposer, ids: Tensor, start: int, hidden: Hidden) 
         following = torch.tensor(text[root + 1 : root + 2 + tree.levels], device=ids.device)
         node = int(match(tree, following[tree.tables.depths]))
         path = [n for n in tree.tables.paths[0, node].tolist() if n >= 0]
+        # The path counts the root, and the round also emits the bonus token, so both counts are the
+        # same.
         emitted.append(min(len(path), end - 1 - root))
         next_root = root + len(path)
+        # Behind the last token there is no feature to commit, and no round follows.
         if next_root < end:
             count = torch.tensor([len(path)], device=ids.device)
             gained = ids[None, root:next_root]

@@ -40,6 +40,8 @@ class Draws:
         The texts need space for A tokens more (`reserve`).
         """
         if self.sampling.history_processor is not None:
+            # Rows gain different numbers of tokens, and one scatter writes all of them: past its
+            # own count a row gets its first token, which a penalty counts anyway.
             columns = torch.arange(ids.shape[1], device=ids.device)
             inside = columns < counts[:, None]
             filler = self._text[:, :1].expand_as(ids)
@@ -72,9 +74,11 @@ class Draws:
         siblings. `paths` may be None if `Sampling.history_processor` is None.
         """
         sampling = self.sampling
+        # The best token of the raw logits is the choice, so nothing is copied or cast.
         if sampling.greedy and sampling.history_processor is None:
             return logits
         batch, nodes, vocab = logits.shape
+        # Softmax, noise and penalties in bfloat16 would change which token is chosen.
         precise = logits if logits.dtype == torch.float64 else logits.float()
         # transformers' processors take one row of scores for each text
         flat = precise.reshape(batch * nodes, vocab)
@@ -97,12 +101,14 @@ class Draws:
         if self.sampling.greedy:
             return scores.argmax(-1)
         if isinstance(depths, int):
+            # One depth for all nodes: the noise `[B, 1, V]` broadcasts over them.
             return (scores + self._position_noise(depths, 1, scores)).argmax(-1)
         # Noise belongs to the position, so nodes of one depth share it. Without `levels`, the
         # number of nodes bounds the depth.
         by_depth = self._position_noise(
             0, levels + 1 if levels is not None else scores.shape[1], scores
         )
+        # [B, 1] and [1 | B, M] broadcast to the noise of each node's depth, [B, M, V].
         rows = torch.arange(len(scores), device=scores.device)[:, None]
         return (scores + by_depth[rows, depths]).argmax(-1)
 
@@ -114,7 +120,8 @@ class Draws:
         """
         made = 0 if self._noise is None else self._noise.shape[1]
         if depth + levels > made:
-            # column d of `_noise` belongs to depth d, hence to position root + d + 1
+            # Column d of `_noise` belongs to depth d, hence to position root + d + 1. Example:
+            # below a root at position 7 the columns 0 and 1 are of the positions 8 and 9.
             places = self.lengths[:, None] + torch.arange(
                 made + 1, depth + levels + 1, device=like.device
             )
@@ -130,6 +137,8 @@ class Draws:
         best token. Arguments as in `rank`.
         """
         scores = self.scores(logits, paths)
+        # The rule match draws the target's choice with noise of its own, which the draft must not
+        # know: the likeliest token is the best guess then.
         return scores.argmax(-1) if self.sampling.rule == "match" else self.choices(scores, depth)
 
     def rank(
@@ -194,11 +203,13 @@ class Draws:
 
     def coins(self, nodes: int) -> Tensor:
         """Return the verifier's uniform numbers of this round, one for each node: `[B, nodes]`."""
+        # The root's position names the round: no two rounds of a request have the same root.
         return noise.uniform(self._keys, noise.COIN, self.lengths, nodes)
 
     def last(self, probs: Tensor) -> Tensor:
         """Draw the last token `[B]` of this round from `probs` `[B, V]`."""
         return (
+            # A token of probability 0 has -inf here, and noise is finite: it is never drawn.
             probs.log()
             + noise.gumbel(self._keys, noise.FINAL, self.lengths, probs.shape[-1]).to(probs.dtype)
         ).argmax(-1)

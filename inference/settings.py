@@ -123,11 +123,10 @@ class Sampling:
             f"repetition_penalty must be above 0, not {self.repetition_penalty}",
         )
         # Truncation never removes the best token, which is all that greedy decoding takes.
-        truncates = [
-            name
-            for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0))
-            if getattr(self, name) != off
-        ]
+        truncates = []
+        for name, off in (("top_k", 0), ("top_p", 1), ("min_p", 0)):
+            if getattr(self, name) != off:
+                truncates.append(name)
         demand(
             not (self.greedy and truncates),
             f"{', '.join(truncates)} means nothing at temperature 0; give a temperature too",

@@ -31,18 +31,19 @@ class TreeShape:
 
     def __post_init__(self) -> None:
         assert self.parents and self.parents[0] == NO_NODE, "node 0 is the root"
-        assert all(0 <= p < i for i, p in enumerate(self.parents[1:], 1)), (
-            "a node must stand after its parent"
-        )
+        for node, parent in enumerate(self.parents[1:], 1):
+            assert 0 <= parent < node, "a node must stand after its parent"
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
         """Return the root with `length` drafted nodes in a row; 0 gives plain decoding."""
+        # The root's NO_NODE is -1, which continues the row: -1, 0, 1 for two drafts.
         return cls(tuple(range(-1, length)))
 
     @classmethod
     def wide(cls, widths: tuple[int, ...]) -> TreeShape:
         """Return the tree in which every node of depth d has `widths[d]` children."""
+        # Example: widths (2, 1) give the parents -1, 0, 0, 1, 2.
         parents, level = [NO_NODE], [0]
         for width in widths:
             below = []
@@ -64,6 +65,7 @@ class TreeShape:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
+        # One pass is enough, as every parent stands before its children.
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -125,9 +127,12 @@ def tables_of(parents: Tensor, levels: int) -> TreeTables:
     for _ in range(levels):
         climbed.append(parents.gather(1, climbed[-1]))
         ancestors.scatter_(2, climbed[-1][..., None], True)
+    # A row is true at the node itself too, which is no step.
     depths = ancestors.sum(-1) - 1
     upwards = torch.stack(climbed, dim=-1)  # [B, N, D + 1]: node, parent, grandparent, ..
-    # The ancestor of depth k stands `depth - k` steps up. Negative: it lies below the node.
+    # The ancestor of depth k stands `depth - k` steps up. Negative: it lies below the node. Example
+    # with 3 levels: a node of depth 2 has the steps 2, 1, 0, -1, hence the path root, parent, node,
+    # NO_NODE.
     steps = depths[..., None] - torch.arange(levels + 1, device=parents.device)
     paths = torch.where(steps >= 0, upwards.gather(2, steps.clamp(min=0)), NO_NODE)
     return TreeTables(parents, depths, ancestors, paths)
@@ -138,7 +143,10 @@ def deepest(right: Tensor, tables: TreeTables) -> Tensor:
 
     `right` `[B, N]` is a bool for each node. Of several such nodes of one depth the first is taken.
     """
+    # Row i asks for i and its ancestors alone: all other nodes count as right.
     reached = (right[:, None, :] | ~tables.ancestors).all(-1)
+    # -1 is below the root's depth, so a node that was not reached is never the deepest. `argmax`
+    # gives the first of equal values.
     return torch.where(reached, tables.depths, -1).argmax(-1)
 
 
@@ -196,5 +204,6 @@ class DraftTree:
     def path_tokens(self) -> Tensor:
         """Tokens from the root to each node `[B, N, D + 1]`, NO_NODE beyond it."""
         paths = self.tables.paths.expand(self.tokens.shape[0], -1, -1)
+        # NO_NODE cannot be an index; what it reads as node 0 is replaced below.
         tokens = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
         return torch.where(paths < 0, NO_NODE, tokens)

@@ -57,6 +57,8 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def ratio(p: Tensor, q: Tensor) -> Tensor:
     """Return `p / q`, and 0 where q is 0: such a token was never drawn."""
+    # `where` computes both cases: the clamp keeps the quotient that is not taken from dividing by
+    # 0.
     return torch.where(q > 0, p / q.clamp(min=torch.finfo(q.dtype).tiny), 0.0)
 
 
@@ -70,8 +72,11 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
 
     Rows whose token is NO_NODE keep every entry.
     """
+    # The probability is set to 0 and not subtracted, so that no rounding is left in its place.
     rest = q.scatter(-1, tokens.clamp(min=0)[:, None], 0.0)
     rest = torch.where((tokens < 0)[:, None], q, rest)
+    # The sum is 0 where q had one token alone. The result is then 0 everywhere, and further
+    # children are missing.
     return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
 
 
@@ -85,6 +90,8 @@ def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
 
     `order` ends with the root; `coins` `[B, N]` are bool.
     """
+    # `argmax` gives the first of equal values, so the coins are put into the order of the
+    # questions.
     index = node_index(order, coins.device)
     ordered = coins[:, index].clone()
     # the root stands last; but for rounding its coin accepts with probability 1
@@ -102,6 +109,7 @@ def select_down(shape: TreeShape, coins: Tensor) -> Tensor:
     chosen = torch.zeros_like(coins)
     chosen[:, 0] = True
     for below in shape.children:
+        # Siblings are mutually exclusive: after one has accepted, the others' coins do not count.
         none_accepted = torch.ones_like(coins[:, 0])
         for child in below:
             chosen[:, child] = coins[:, child] & none_accepted
@@ -131,9 +139,11 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
     """
     assert shape.is_chain
     last = shape.nodes - 1
+    # The root is accepted with certainty.
     weights = [torch.ones_like(p[:, 0, 0])]
     for i in range(1, shape.nodes):
         x = tokens[:, i]
+        # Node i was drawn after node i - 1, so p and q of node i - 1 are those of its token.
         weights.append((weights[-1] * ratio(at(p[:, i - 1], x), at(q[:, i - 1], x))).clamp(max=1))
     # [B, N]: w_i of docs/verification.md#block-verification, the probability that the path ends at
     # draft i or deeper, given the drafts 1 .. i
@@ -141,10 +151,12 @@ def block(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptanceP
     chances, probs = weight.clone(), p.clone()
     # The last draft's coin accepts with the weight itself. Another coin counts only if no deeper
     # one has accepted, so its probability is a share of the cases that are left.
+    # Without drafts there is nothing to compare, and the last token is drawn from p.
     if last:
         rest, mass = residual_weighted(weight[:, :last], p[:, :last], q[:, :last])
         chances[:, :last] = share_of(mass, weight[:, :last])
         probs[:, :last] = rest
+    # The deepest node is asked first, the root last: 3, 2, 1, 0 for three drafts.
     return AcceptancePlan(chances, probs, partial(select_first, tuple(range(last, -1, -1))))
 
 
@@ -179,6 +191,7 @@ def recursive(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
             x = tokens[:, child]
             # the coin of a missing child never accepts: `at` is 0 for it
             chances[:, child] = ratio(at(left, x), at(drawn, x)).clamp(max=1)
+            # A missing child was not tested, so nothing was rejected and p stays as it is.
             left = torch.where((x < 0)[:, None], left, residual(left, drawn))
             drawn = without(drawn, x)
         probs[:, node] = left
@@ -194,6 +207,7 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
     # of each node: what is left of p, the distribution of the next draw, and the acceptance weight
     # (docs/verification.md#traversal-verification)
     left, drawn = list(p.unbind(1)), list(q.unbind(1))
+    # One tensor for all nodes is safe: entries are replaced and never changed in place.
     weight = [torch.ones_like(p[:, 0, 0])] * shape.nodes
     order: list[int] = []
 
@@ -211,6 +225,7 @@ def traversal(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> Accepta
             left[node] = torch.where(missing[:, None], left[node], rest)
             weight[node] = torch.where(missing, weight[node], share_of(mass, weight[node]))
             drawn[node] = without(drawn[node], x)
+        # After all children: a node's own coin is asked when everything below it was rejected.
         order.append(node)
 
     visit(0)

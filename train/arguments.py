@@ -69,6 +69,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     namespace = parser.parse_args(arguments)
     try:
         values = parser.instantiate(namespace)
+        # The option --config is the parser's own and no field.
         values.pop("config", None)
         return config_class(**dict(values)), parser.dump(namespace)
     except UserError as error:
@@ -146,11 +147,11 @@ def positional(config_class: Any) -> dict[str, str]:
 
     The field is a list. The result is empty if the dataclass has no such field.
     """
-    return {
-        option.name: option.metadata["positional"]
-        for option in fields(config_class)
-        if "positional" in option.metadata
-    }
+    words = {}
+    for option in fields(config_class):
+        if "positional" in option.metadata:
+            words[option.name] = option.metadata["positional"]
+    return words
 
 
 def spelled(
@@ -168,8 +169,10 @@ def spelled(
     given: set[str] = set()
     for i, argument in enumerate(argv):
         if not argument.startswith("--"):
+            # `3e-4` in `--lr 3e-4` is a value, and the word after `--lr=3e-4` is not.
             is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
             bare_item = bare_goes_to is not None and not is_value and not argument.startswith("-")
+            # `--name+=value` appends to a list, so that several words without an option add up.
             result.append(f"--{bare_goes_to}+={argument}" if bare_item else argument)
             continue
         name, equals, value = argument[2:].partition("=")
@@ -177,6 +180,7 @@ def spelled(
         # A field cannot have the name of a Python keyword: --from is the field from_.
         if name not in types and f"{name}_" in types:
             name += "_"
+        # An option without a value: the last word, or one with another option behind it.
         bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
         for group in ("sampling", "target"):
             if name not in types and f"{group}.{name}" in types:

@@ -68,6 +68,7 @@ class RunFolder:
         during training. `facts` go into `provenance.json`.
         """
         final = self.at(state.step)
+        # `nullcontext` gives None, in whose place the broadcast puts the main process's folder.
         writer = whole_directory(final) if accelerator.is_main_process else nullcontext()
         with writer as aside:
             # Only the main process has made the unfinished folder; the other ranks write their
@@ -154,6 +155,7 @@ class RunFolder:
         old = self.path / name
         if old.is_dir() and not old.is_symlink():  # a copy of the run that followed its links
             shutil.rmtree(old)
+        # One rename: who reads meanwhile finds the old link or the new one.
         aside.replace(old)
 
 
@@ -183,6 +185,7 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
                 f"{folder.path} holds no sound checkpoint ({problem}); choose another output"
             )
         steps.pop()
+    # Flat tables are compared, so that a message can name the single key that differs.
     before = _flat(read_yaml(folder.at(steps[-1]) / "config.yaml"))
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):

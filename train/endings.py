@@ -60,6 +60,7 @@ def fail(message: str) -> NoReturn:
     """
     say_for_all_ranks(f"error: {message}")
     leave(2)
+    # Reached where there is only one rank, since `leave` returns there.
     raise SystemExit(2)
 
 
@@ -86,6 +87,7 @@ def leave(code: int = 0) -> None:
     others, who wait for it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # `os._exit` flushes nothing by itself.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -160,11 +162,11 @@ def _details(error: Exception, argv: list[str]) -> str:
 
     The name is `nowhere`, with the reason, if no file can be written.
     """
-    versions = "\n".join(
-        f"{name} {metadata.version(name)}"
-        for name in ("draftsmith", "torch", "transformers", "accelerate")
-        if _installed(name)
-    )
+    lines = []
+    for name in ("draftsmith", "torch", "transformers", "accelerate"):
+        if _installed(name):
+            lines.append(f"{name} {metadata.version(name)}")
+    versions = "\n".join(lines)
     text = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
@@ -224,6 +226,7 @@ def _unraisable(found: Any) -> None:
     An interrupt within a destructor or a callback of the interpreter would otherwise be lost.
     """
     if isinstance(found.exc_value, KeyboardInterrupt):
+        # By an alarm, since an exception that is raised here is dropped too.
         signal.signal(signal.SIGALRM, _interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.01)
     else:

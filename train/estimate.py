@@ -74,6 +74,7 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     # A token passes through all that is not an expert, and through some of the experts.
     in_experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     used = getattr(target.config, "num_experts_per_tok", None)
+    # Architectures name the number of experts in two ways.
     experts = getattr(target.config, "num_experts", None)
     experts = experts or getattr(target.config, "num_local_experts", None)
     used_in_experts = in_experts
@@ -109,6 +110,8 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     per_token = 2 * shape.hidden * (shape.taps + last)
     peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
     # Borrowed parameters are frozen, so their own gradients are not computed.
+    # 2 forward and 4 backward for a parameter that is trained, 2 and 2 for a borrowed one, through
+    # which the gradient passes on to the states.
     per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params
     positions = config.batch_rows * config.data.max_length
     # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
@@ -157,9 +160,10 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
             )
     shape = shape_of(method, run)
     plan = plan_for(shape, PlanOptions(""), run)
-    sizes = [
-        f"{group}.{name}" for group, name in COUNTS if hasattr(getattr(run, group, None), name)
-    ]
+    sizes = []
+    for group, name in COUNTS:
+        if hasattr(getattr(run, group, None), name):
+            sizes.append(f"{group}.{name}")
     lower = f"lower {', '.join(sizes) or 'the size of the student'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     checkpoint = plan["drafter_bytes"] * 3 / 4

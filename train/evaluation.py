@@ -128,10 +128,12 @@ class HeldOutEvaluation:
             share = slice(None)
         else:
             share = slice(accelerator.process_index, None, accelerator.num_processes)
+        # Where every rank has all texts, every rank has all results too.
         self._gather = (lambda results: results) if target.together else gather_object
         if texts is not None:
             self.texts = texts[share]
         else:
+            # Two positions are left for a reply of two tokens: a first root, and a token to draft.
             prompts = held_out_prompts(table, config.prompts, target.max_positions - 2)[share]
             progress = Progress(prompts, desc="target writes held-out replies")
             assert isinstance(target, Target), "a stored target comes with its texts"
@@ -158,6 +160,8 @@ class HeldOutEvaluation:
         outcomes = []
         for text in self.texts:
             ids, hidden = self._there(text, weight)
+            # On the CPU: objects are pickled for the other ranks, which do not have this rank's
+            # device.
             outcomes.append((self._method.teacher_forced(drafter, hidden, ids).cpu(), text.start))
         outcomes = self._gather(outcomes)
         return self._method.calibrate(outcomes, self._config.tree_nodes), outcomes
@@ -177,7 +181,9 @@ class HeldOutEvaluation:
         # Otherwise the proposer's defaults already draft what the training pass computes.
         drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
         # A round emits its accepted drafts and the bonus token.
-        accepted = [tokens - 1 for request in emitted for tokens in request]
+        accepted = []
+        for rounds in emitted:
+            accepted += [tokens - 1 for tokens in rounds]
         return Estimate(
             tau(emitted), tau(trained), tau(drafted), 1 + sum(rows) / max(len(rows), 1),
             survival(accepted, max(accepted, default=0)),
@@ -274,6 +280,8 @@ def evaluate(
         ),
     )
     for names, tau_a, tau_b in pairs:
+        # Half the width of the measured interval, and at least 5%, since equal replies have an
+        # interval without width.
         if abs(tau_a - tau_b) > max(0.05 * tau_b, (high - low) / 2):
             log.warning(
                 names + " part by more than chance: features in training and decoding differ",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -83,6 +84,7 @@ def live_inputs(
         "target": target.fingerprint().weights_hash,
         "data": data_module.tables_key(run.data, target, run.seed),
     }
+    # Before the tables are written: a resume with other data must leave the folder as it is.
     check(identity)
     # `and None`: what the function returns is sent to every rank, and each reads the tables from
     # the files itself.
@@ -157,8 +159,10 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
         raise UserError(
             f"{folder} holds no safetensors files to take the embedding and the head from"
         )
-    opened = [safe_open(file, framework="pt") for file in files]
-    file_with = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
+    file_with: dict[str, Any] = {}  # the opened file of each tensor
+    for file in files:
+        opened: Any = safe_open(file, framework="pt")
+        file_with |= dict.fromkeys(opened.keys(), opened)
 
     def read(name: str) -> torch.Tensor | None:
         # Checkpoints of multimodal models have the two parts of the prefix in the older order.

@@ -65,6 +65,8 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = make_accelerator(run)
     load_models_whole(accelerator)
+    # One rank looks and decides for all, which have to go on from the same step: a shared file
+    # system may show a folder to some machines later than to others.
     resume_from = on_main(
         accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume)
     )
@@ -72,6 +74,7 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
         accelerator.gradient_accumulation_steps = resumed_accumulation(
             run, folder, resume_from, accelerator
         )
+    # The same on every rank: ranks begin with equal weights, drawn from the global generator.
     set_seed(run.seed)
     inputs = inputs_of(
         run,
@@ -161,6 +164,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     state = folder.load(trainer.accelerator, step)
     for written in trainer.batches.rollouts:
         written.load(folder.at(step))
+    # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
     if trainer.accelerator.is_main_process:
         folder.set_aside(step)
@@ -255,6 +259,8 @@ def run_loop(
             more, norm, positions = trainer.step(state.step)
             profiled()
             state.step += 1
+            # Ranks differ a little in padding; an exact number would need one more reduction a
+            # step.
             state.tokens += positions * accelerator.num_processes
             progress.update()
             if good := math.isfinite(norm):
@@ -267,6 +273,8 @@ def run_loop(
             if sums and (evaluating or saving or state.step % run.log_every == 0):
                 log_training(trainer, folder, state, sums, norm, progress)
                 sums = {}
+            # A scheduler that asks a run to stop gives it little time, so it saves without an
+            # evaluation.
             if evaluating and not trainer.stopping:
                 stop = (
                     evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
@@ -275,6 +283,7 @@ def run_loop(
             elif saving:
                 trainer.gather()
                 save(trainer, folder, state, held_out.calibrate(trainer.drafter)[0], config_yaml)
+            # Neither is a part of the steps whose speed is reported.
             if evaluating or saving:
                 trainer.pace.restart()
             if trainer.stopping and not stop:
@@ -326,6 +335,7 @@ def skip(trainer: Trainer, folder: RunFolder, state: TrainerState) -> None:
     state.skipped += 1
     state.skipped_in_a_row += 1
     trainer.gather()
+    # Of the whole weights, which are the same everywhere: every rank comes to the same decision.
     ruined = not all(bool(weight.isfinite().all()) for weight in trainer.drafter.parameters())
     if ruined or state.skipped_in_a_row > trainer.run.optim.max_skipped:
         path = trainer.keep_batch(state.step - 1, folder.path)
@@ -358,6 +368,7 @@ def evaluate_and_save(
     def save_candidate(artifact: Artifact) -> Path:
         if trainer.accelerator.is_main_process:
             artifact.save(scratch)
+        # The other ranks load the folder as well, and must not look for it earlier.
         trainer.accelerator.wait_for_everyone()
         return scratch
 
@@ -369,6 +380,7 @@ def evaluate_and_save(
     )
     tau = estimate.tau if measured is None else measured.tau
     better = tau > state.best_tau
+    # Before `save`, which writes `state`: a resume has to know that this evaluation is done.
     state.evaluated = state.step
     state.evaluations_without_gain = 0 if better else state.evaluations_without_gain + 1
     if better:
@@ -428,19 +440,22 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
 
     A metric without a count is NaN. All ranks call this.
     """
+    # The loss has row 0, so that its count can be corrected below.
     names = ["loss", *(name for name in sums if name != "loss")]
-    table = torch.stack(
-        [torch.stack([sums[n][0].double().cpu(), sums[n][1].double().cpu()]) for n in names]
-    )
+    pairs = []
+    for name in names:
+        total, count = sums[name]
+        # In float64, which holds counts above 2^24 exactly, as float32 does not.
+        pairs.append(torch.stack([total.double().cpu(), count.double().cpu()]))
+    table = torch.stack(pairs)
     if accelerator.num_processes > 1:
         table = cast(Tensor, accelerator.reduce(table.to(accelerator.device), "sum")).cpu()
         # The other metrics are means over roots. The loss is one number for each step, of which
         # every rank holds its share, while each of them has counted the step.
         table[0, 1] /= accelerator.num_processes
-    metrics = {
-        name: total / count if count else float("nan")
-        for name, (total, count) in zip(names, table.tolist(), strict=True)
-    }
+    metrics = {}
+    for name, (total, count) in zip(names, table.tolist(), strict=True):
+        metrics[name] = total / count if count else float("nan")
     return metrics | acceptance_lengths(metrics)
 
 

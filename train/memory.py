@@ -46,11 +46,15 @@ def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable
     There it runs a second time (arXiv 1604.06174). With `offload` the arguments wait in pinned host
     memory, so that a GPU keeps nothing of them.
     """
+    # The reentrant form takes no keyword arguments, which layers of transformers get, and gives no
+    # gradients where no argument of its own needs one.
     again = partial(checkpoint, function, use_reentrant=False)
     if not offload:
         return again
 
     def call(*arguments: Any, **options: Any) -> Any:
+        # The host need not wait for copies from pinned memory back to a GPU; it exists with CUDA
+        # only.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return again(*arguments, **options)
 
@@ -60,6 +64,7 @@ def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable
 @contextmanager
 def recomputed(layers: Iterable[nn.Module], offload: bool = False) -> Iterator[None]:
     """Make each of the layers `recomputing` within this context, whatever mode the model is in."""
+    # Gone through twice, so that a generator would be empty the second time.
     layers = list(layers)
     for layer in layers:
         layer.forward = recomputing(layer.forward, offload)

@@ -138,9 +138,10 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
     if given is not None:
         return given
     keys = own_keys(path)
-    fitting: list[MethodName] = [
-        name for name in METHODS if _knows(method_named(name).run_class, keys)
-    ]
+    fitting: list[MethodName] = []
+    for name in METHODS:
+        if _knows(method_named(name).run_class, keys):
+            fitting.append(name)
     if len(fitting) == 1:
         return fitting[0]
     path_names = (Path(path).stem, Path(path).absolute().parent.name)
@@ -157,11 +158,11 @@ def own_keys(path: str) -> dict[str, list[str]]:
     Raises `UserError` for a file that is not YAML.
     """
     run = read_yaml(Path(path))
-    return {
-        section: list(run[section])
-        for section in OWN_PARTS
-        if isinstance(run.get(section), Mapping)
-    }
+    keys = {}
+    for section in OWN_PARTS:
+        if isinstance(run.get(section), Mapping):
+            keys[section] = list(run[section])
+    return keys
 
 
 def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:

@@ -7,6 +7,7 @@ Shapes: R roots, D draft depths.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -169,11 +170,10 @@ def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
     for name, metric in (("tau_greedy", "surv"), ("tau_sampled", "reach")):
         if metric + "@1" not in metrics:
             continue
-        # A depth without roots has a mean of NaN, the only value that is not equal to itself.
-        by_depth = (
-            value
-            for key, value in metrics.items()
-            if key.startswith(metric + "@") and value == value
-        )
+        by_depth = []
+        for key, value in metrics.items():
+            # A depth without roots has a mean of NaN.
+            if key.startswith(metric + "@") and not math.isnan(value):
+                by_depth.append(value)
         lengths[name] = 1 + sum(by_depth)
     return lengths

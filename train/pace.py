@@ -56,6 +56,7 @@ class Pace:
         """Return the time, as an event of the device where there is one."""
         if not self._cuda:
             return time.perf_counter()
+        # It takes its time when the GPU reaches it, and nothing waits for that until `report`.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -77,9 +78,11 @@ class Pace:
         # One wait for each report: the last event has then happened, and so have all before it.
         if self._cuda and self._spans:
             self._spans[-1][2].synchronize()
+        # Not 0, even if two reports follow each other within one tick of the clock.
         passed = max(time.perf_counter() - self._since, 1e-9)
         seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for name, start, end in self._spans:
+            # `elapsed_time` is in milliseconds.
             seconds[name] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         metrics = {"tokens_s": self._positions * self._ranks / passed}
         metrics |= {f"share_{name}": spent / passed for name, spent in seconds.items()}

@@ -102,6 +102,7 @@ def prepare(
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         config = _deepspeed_config(accelerator)
+        # accelerate would take them from a data loader, and there is none here.
         config["train_micro_batch_size_per_gpu"] = rows
         config["gradient_accumulation_steps"] = accelerator.gradient_accumulation_steps
         config["gradient_clipping"] = clip_norm
@@ -119,6 +120,7 @@ def gather(trained: nn.Module, twin: nn.Module) -> None:
     """
     if trained is twin:
         return
+    # The twin is a copy, so its parameters stand in the same order.
     for source, whole in zip(trained.parameters(), twin.parameters(), strict=True):
         whole.copy_(_whole(source))
     # Engines shard parameters only; each rank has the buffers whole.
@@ -134,6 +136,7 @@ def _whole(parameter: Tensor) -> Tensor:
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
+        # A copy, because the parameter is split again where the `with` ends.
         return parameter.data.clone()
 
 
@@ -163,6 +166,7 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
             outcome[0] = work()
         except UserError as error:
             outcome[1] = str(error)
+    # A collective operation, which every rank has to reach: hence the `try` above.
     outcome = broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise UserError(outcome[1])

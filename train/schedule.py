@@ -18,6 +18,7 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
     warmup = round(optim.warmup_share * total)
     if step < warmup:
         # Step 0 has a rate above 0, and the last step of the warm-up has the peak.
+        # With 4 steps of warm-up: 1/4, 2/4, 3/4 and 4/4 of the peak.
         return optim.lr * (step + 1) / warmup
     low = optim.lr * optim.min_lr_share
     if optim.schedule == "cosine":
@@ -27,6 +28,7 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
         decay = round(optim.decay_share * total)
         left = total - step  # this step included
         # The first step of the decay is below the peak already, the last one above the lowest rate.
+        # With 4 steps of decay: 4/5, 3/5, 2/5 and 1/5 of the way from the lowest rate to the peak.
         return optim.lr if left > decay else low + (optim.lr - low) * left / (decay + 1)
     return optim.lr
 

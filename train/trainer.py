@@ -65,6 +65,8 @@ class Trainer:
         self.drafter: Any = twin_of(self._trained, accelerator)
         """The drafter with whole weights, whatever the engine, as of the last `gather`."""
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
+        # Of drafter and objective, since an objective may have parameters too (the projection of
+        # `DistillObjective`).
         optimizer = make_optimizer(run.optim, module)
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
@@ -99,8 +101,9 @@ class Trainer:
             raise UserError(
                 "rollouts.share and errors.share add up to more than 1; lower one of them"
             )
-        return [
-            Written(
+        parts = []
+        for name, config, write in used:
+            part = Written(
                 name,
                 config,
                 self._up_to_date(write),
@@ -109,8 +112,8 @@ class Trainer:
                 self.total_steps,
                 target.together,
             )
-            for name, config, write in used
-        ]
+            parts.append(part)
+        return parts
 
     def _coverage(self) -> dict[str, float]:
         """Return the share of the target's tokens in the data that lie in the draft vocabulary.
@@ -142,6 +145,7 @@ class Trainer:
         rank has seen, padding included. If the norm is not finite, nothing was changed: the step is
         left out here, and DeepSpeed, which steps on its own, leaves it out itself.
         """
+        # Before the weights are counted, since the objective may change its terms here.
         self.objective.begin(index / self.total_steps)
         with self.pace.part("data"):
             self.batches.before_step(index)
@@ -157,6 +161,7 @@ class Trainer:
             norm = norm_of(
                 self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm)
             )
+            # The norm is that of all ranks before clipping, so either all of them step or none.
             if math.isfinite(norm):
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -187,6 +192,8 @@ class Trainer:
         sums: Sums = {}
         # Engines average gradients over ranks and accelerate averages over micro-batches. Each
         # micro-batch's loss is already its share of the global one, so these have to be summed.
+        # Two ranks with two micro-batches and the shares 1, 2, 3, 4 of the loss: the engines would
+        # make 10 / 4 of them, and 4 times that is the sum.
         scale = self.accelerator.num_processes * len(micro)
         for batch in micro:
             with self.accelerator.accumulate(self.module):
@@ -196,6 +203,7 @@ class Trainer:
                     loss, more = self.module(features, denominators)
                     self.accelerator.backward(loss * scale)
             # The losses of a step's micro-batches add up to one loss, hence their counts to 1.
+            # Detached, or the sums would keep every graph until the next log.
             add_sums(sums, more | {"loss": (loss.detach(), torch.tensor(1.0 / len(micro)))})
         return sums
 
@@ -205,15 +213,18 @@ class Trainer:
         They are known before the first forward pass. The reduction also carries whether this rank
         was asked to stop, so that all ranks learn of it after the same step.
         """
-        local = [self.objective.weights(batch) for batch in micro]
-        names = list(local[0])
-        totals = [sum(weights[name] for weights in local) for name in names]
-        sums = torch.tensor([*totals, float(self.stop.asked)], dtype=torch.float64)
+        # Every batch names the same terms of the loss, with 0 for one of which it has no rows.
+        totals: dict[str, float] = {}
+        for batch in micro:
+            for name, weight in self.objective.weights(batch).items():
+                totals[name] = totals.get(name, 0.0) + weight
+        # In float64, so that a sum of many weights loses nothing: above 2^24 float32 skips numbers.
+        sums = torch.tensor([*totals.values(), float(self.stop.asked)], dtype=torch.float64)
         if self.accelerator.num_processes > 1:
             sums = cast(Tensor, self.accelerator.reduce(sums.to(self.accelerator.device), "sum"))
         *counts, ranks_asked = sums.tolist()
         self.stopping = ranks_asked > 0
-        return dict(zip(names, counts, strict=True))
+        return dict(zip(totals, counts, strict=True))
 
     def artifact(self, calibration: JsonObject, step: int) -> Artifact:
         """Return the drafter as of the last `gather`, as an artifact to save."""
@@ -229,6 +240,7 @@ class Trainer:
         rank = self.accelerator.process_index
         path = folder / f"bad-batch-step-{index + 1:06d}-rank-{rank}.safetensors"
         tensors = {}
+        # Made again, since the rows of a step are a function of its index.
         for number, batch in enumerate(self.micro_batches(index)):
             for name in ("ids", "positions", "documents", "mask"):
                 tensors[f"{number}.{name}"] = getattr(batch, name).contiguous()

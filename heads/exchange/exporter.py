@@ -57,6 +57,7 @@ def export(
             config, tensors = files_for(recipe.layout, drafter, order, artifact.fingerprint, head)
             write_json(folder / "config.json", config)
             save_file(tensors, folder / drafter.weights_file, metadata={"format": "pt"})
+        # While the files still lie aside: a failed check leaves nothing where a user looks.
         check_export(folder, artifact, order, recipe, head)
         document = artifact.own_facts(order.dtype)
         # The checksums are taken before the card is written, so the card may be edited later.
@@ -98,6 +99,7 @@ def check_numbers(artifact: Artifact, dtype: torch.dtype) -> None:
             raise UserError(
                 f"{name} of the drafter holds NaN or infinity; export an earlier checkpoint"
             )
+        # float16 ends at 65504; bfloat16 has the range of float32.
         if not weight.to(dtype).isfinite().all():
             raise UserError(
                 f"{name} does not fit into {str(dtype).removeprefix('torch.')}; use --dtype "
@@ -176,6 +178,7 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
             f"only EAGLE-3 has a vocabulary of its own to make smaller, not {kind_of(drafter)}"
         )
     current_ids = drafter.draft_vocab_ids
+    # A full vocabulary: every token's row is at its own id.
     if current_ids is None:
         current_ids = torch.arange(drafter.shape.vocab_size)
     # Rows of the present head by target id. An id above the largest would get an index past the
@@ -191,13 +194,15 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
     smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
     smaller = EagleDrafter(smaller_shape, drafter.embedding_and_head)
     # The maps depend on the vocabulary and are made anew; a drafter of the whole one has none.
-    state = {
-        name: tensor for name, tensor in drafter.state_dict().items() if name not in ("d2t", "t2d")
-    }
+    state = dict(drafter.state_dict())
+    state.pop("d2t", None)
+    state.pop("t2d", None)
     state["lm_head.weight"] = state["lm_head.weight"][rows]
     state["d2t"] = offsets(ids)
     drafted = torch.zeros(drafter.shape.vocab_size, dtype=torch.bool)
     state["t2d"] = drafted.scatter(0, ids, True)
+    # Cast first, because loading a state dict would cast the tensors to the new module's float32.
+    # The maps are integers and stay as they are.
     smaller.to(drafter.fc.weight.dtype).load_state_dict(state)
     coverage = float(counts[ids].sum() / counts.sum())
     smaller.check()

@@ -55,6 +55,7 @@ class Recipe:
 
 def kind_of(drafter: Any) -> str:
     """Return the drafter's kind: eagle1, eagle3, dflash, dspark, medusa or draft_model."""
+    # Engines have different classes for the versions of EAGLE, which is one method here.
     return f"eagle{drafter.shape.version}" if drafter.method == "eagle" else drafter.method
 
 
@@ -70,6 +71,8 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
         takes = last_title
         if first_titles:
             takes = f"{', '.join(first_titles)} or {last_title}"
+        # Asked of each engine, because a kind that it takes may still have a shape that it cannot
+        # serve.
         takers = [name for name in ENGINES if obstacle(name, artifact) is None]
         where = ", ".join(takers) or "none of the engines"
         raise UserError(
@@ -96,6 +99,8 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
         if engine == "vllm":
             recipe = replace(recipe, layout=MEDUSA_WITH_HEAD)
         notes = (*recipe.notes, "The heads share the target's output matrix.")
+        # vLLM wants the target's matrix in the folder and TGI has no use for it, so they share
+        # none.
         recipe = replace(recipe, also=(), notes=notes)
     return recipe
 
@@ -250,6 +255,7 @@ def _vllm(method: str) -> Callable[[ExportRequest, Any], str]:
     """Return the function that writes vLLM's serve command with this speculative method."""
 
     def serve(order: ExportRequest, drafter: Any) -> str:
+        # The method is named, since vLLM would otherwise guess it from the path (`vllm_guess`).
         config = {"method": method, "model": order.out, "num_speculative_tokens": order.drafts}
         return f"vllm serve {quote(order.target)} --speculative-config {quote(json.dumps(config))}"
 
@@ -299,6 +305,7 @@ def _trtllm(kind: str) -> Callable[[ExportRequest, Any], str]:
             f"  decoding_type: {kind}",
             f"  max_draft_len: {order.drafts}",
         ]
+        # Quoted as JSON, which YAML reads too: a path may hold a colon or a blank.
         lines.append(f"  speculative_model: {json.dumps(order.out)}")
         # The engine counts layers from 0.
         if kind == "Eagle3":
@@ -433,6 +440,7 @@ def vllm_guess(path: str, kind: str) -> str | None:
     signs = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
     name = Path(path).name.lower()
     guess = None
+    # The order matters: my-eagle-eagle3 holds both signs, and vLLM takes the first.
     for sign, method in signs:
         if sign in name:
             guess = method

@@ -87,12 +87,15 @@ class Checkpoint:
 
         Raises `UserError` unless the tensors are exactly the drafter's by name and shape.
         """
+        # Files of mixed types exist, and a drafter has one type: the one that rounds nothing.
         dtype = self.dtype
+        # Before `serving_state` is asked for: it gives views of the weights as they are then.
         place(drafter, torch.device("cpu"), dtype)
         expected = drafter.serving_state()
-        cast = {
-            name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()
-        }
+        # Vocabulary maps keep their integers.
+        cast: dict[str, Tensor] = {}
+        for name, tensor in self.tensors.items():
+            cast[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
         fill_from(cast, expected, self.folder, dtype)
         drafter.check()
         drafter.eval().requires_grad_(False)
@@ -158,6 +161,7 @@ def same_matrix(
             "this target?"
         )
     theirs = theirs.detach().to("cpu", torch.float32)
+    # Compared in float32: the difference of two bfloat16 matrices would be rounded itself.
     difference = float((own.float() - theirs).abs().max() / theirs.abs().max())
     if difference > SAME:
         raise UserError(

@@ -60,15 +60,17 @@ def files_for(
     is needed and not given.
     """
     config = drafter.serving_config(order.target, dtype_name(order.dtype))
-    tensors = {
-        key: tensor.detach().to("cpu", stored_as(tensor, order.dtype)).contiguous().clone()
-        for key, tensor in drafter.serving_state().items()
-    }
+    # Copies, since safetensors refuses tensors that share memory, as the views of one matrix do.
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in drafter.serving_state().items():
+        stored = tensor.detach().to("cpu", stored_as(tensor, order.dtype))
+        tensors[key] = stored.contiguous().clone()
     biased = O_BIAS if drafter.method in BLOCKS else ("vllm", "speculators")
     shape = getattr(drafter, "shape", None)
     if order.engine in biased and shape is not None and shape.attention_bias:
         # Where attention_bias is set, these engines give the output projection a bias too. If the
         # file had none, it would hold random numbers.
+        # The names are listed first, because the loop adds to the table.
         for name in [name for name in tensors if name.endswith("q_proj.bias")]:
             zeros = torch.zeros(shape.hidden_size, dtype=order.dtype)
             tensors[name.replace("q_proj", "o_proj")] = zeros
@@ -99,6 +101,9 @@ def sglang_taps(taps: list[int], model_type: str) -> list[int]:
     It adds 1 to each id, which makes taps of layers counted from 0. For the families of
     `SGLANG_SHIFTS` it does so only if the first id is 1, and takes the ids as taps otherwise.
     """
+    # Example: the taps 2, 14, 25 are written as 1, 13, 24; a family of `SGLANG_SHIFTS` adds 1 to
+    # these as well, since the first is 1. Taps 3, 14, 25 would be 2, 13, 24, to which it adds
+    # nothing, so that the taps themselves are written.
     layers = [tap - 1 for tap in taps]
     return taps if model_type in SGLANG_SHIFTS and layers[0] != 1 else layers
 
@@ -130,6 +135,7 @@ def speculators(config: JsonObject, tensors: dict[str, Tensor], shape: Any, draf
     # The class that vLLM makes of it sees the layer's config only.
     layer_config = library_config["transformer_layer_config"]
     layer_config["num_aux_hidden_states"] = config["num_aux_hidden_states"]
+    # The library numbers its layers, a single one too.
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     return library_config, renamed
 

@@ -67,14 +67,16 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     stored = StoredTensors(folder)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a table of keys; copy or download it again")
-    stored_names = {plain_name(name, stored): name for name in stored if not DERIVED.search(name)}
+    stored_names: dict[str, str] = {}
+    for stored_name in stored:
+        if not DERIVED.search(stored_name):
+            stored_names[plain_name(stored_name, stored)] = stored_name
     # The names alone decide who wrote the files, so that only the drafter's tensors are read.
     read = recognise(config, list(stored_names), folder)
-    tensors = {
-        name: stored[stored_name]
-        for name, stored_name in stored_names.items()
-        if wanted(name, read)
-    }
+    tensors = {}
+    for name, stored_name in stored_names.items():
+        if wanted(name, read):
+            tensors[name] = stored[stored_name]
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.dtype not in PLAIN_TYPES:
             raise UserError(
@@ -145,13 +147,15 @@ def medusa(found: Checkpoint) -> Public:
     (`medusa_head.0.0.linear.weight`).
     """
     inside = any(name.startswith("medusa_head.") for name in found.tensors)
-    found.tensors = tensors = {
-        re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in found.tensors.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in found.tensors.items():
+        tensors[re.sub(r"^medusa_heads?\.", "", name)] = tensor
+    found.tensors = tensors
     heads, layers, shared = _medusa_sizes(found, inside)
     # Exports for vLLM hold the target's head where the Medusa heads own none.
     if shared and (matrix := tensors.pop("lm_heads.0.weight", None)) is not None:
         same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
+    # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
     _medusa_biases(found, heads, layers, hidden)
     if inside:
@@ -177,7 +181,9 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
     for name in found.tensors:
         if match := MEDUSA.match(name):
             numbered.append((int(match[1]), int(match[2]), match[3]))
-    # A head's output matrix is numbered after its last block, and is called `weight` alone.
+    # A head's output matrix is numbered after its last block, and is called `weight` alone: of two
+    # heads with one block each, 0.0.linear.weight and 1.0.linear.weight are blocks, and 0.1.weight
+    # and 1.1.weight are matrices.
     blocks = [(head, layer) for head, layer, kind in numbered if kind != "weight"]
     if not blocks:
         raise UserError(
@@ -205,7 +211,10 @@ def _medusa_biases(found: Checkpoint, heads: int, layers: int, hidden: int) -> N
     Raises `UserError` where the config says that there are none and the file has some.
     """
     tensors = found.tensors
-    biases = [tensor for name, tensor in tensors.items() if name.endswith("linear.bias")]
+    biases = []
+    for name, tensor in tensors.items():
+        if name.endswith("linear.bias"):
+            biases.append(tensor)
     if found.config.get("medusa_fc_bias") is False and any(bias.any() for bias in biases):
         raise UserError(
             f"{found.path} says that the blocks have no bias (medusa_fc_bias), and the file holds "
@@ -351,6 +360,7 @@ def _eagle3(
     wide = config.get("target_hidden_size") or native["hidden_size"]
     same_size(found, "target_hidden_size", wide, found.target.hidden_size)
     if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(taps) * wide:
+        # Not rounded: 2.5 taps tell the user that it is the width that is wrong.
         fused = tensors["fc.weight"].shape[1] / wide
         raise UserError(
             f"{found.folder}: fc.weight fuses {fused:g} taps of width {wide}, the config names "
@@ -385,6 +395,8 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     # The default taps collide in a target of fewer than 7 layers.
     usual = list(default_taps(found.target.num_layers)) if found.target.num_layers >= 7 else None
     if top is not None:
+        # Both units are in use inside `eagle_config`: layers from 0, or the same numbers as at the
+        # top.
         if nested is not None and nested not in ([tap - 1 for tap in top], top):
             raise UserError(
                 f"{found.path} names taps {top} and, inside eagle_config, {nested}, which is "
@@ -394,6 +406,8 @@ def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
     if nested is None:
         found.notes.append(f"no taps are named: {usual} are taken, as every engine does")
         return list(usual if usual is not None else default_taps(found.target.num_layers))
+    # Example of 28 layers, whose default taps are 2, 14 and 25: 1, 13, 24 are taken for layers and
+    # 2, 14, 25 for indices of hidden states. Any other numbers could be either.
     shifted = [layer + 1 for layer in nested]
     if usual in (shifted, nested):
         return list(usual or [])
@@ -420,7 +434,11 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     for name in list(tensors):
         if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
             del tensors[name]
-    layers = 1 + max([int(m[1]) for name in tensors if (m := LAYER.match(name))], default=0)
+    # Numbered from 0. A file with `midlayer` has no numbers, and one layer.
+    layers = 1
+    for name in tensors:
+        if match := LAYER.match(name):
+            layers = max(layers, 1 + int(match[1]))
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(
             f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: "
@@ -429,7 +447,9 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     if version == 3:
         # The native name of a single layer is `midlayer`; several are numbered from 0.
         pattern, prefix = (LAYER, "midlayer.") if layers == 1 else (MIDDLE, "layers.0.")
-        found.tensors = {pattern.sub(prefix, name): tensor for name, tensor in tensors.items()}
+        found.tensors = {}
+        for name, tensor in tensors.items():
+            found.tensors[pattern.sub(prefix, name)] = tensor
     heads = config["num_attention_heads"]
 
     def has(fragment):
@@ -479,6 +499,7 @@ def _vocabulary(found: Checkpoint, drafted: int, vocab: int) -> None:
             "are drafted"
         )
     tensors["d2t"] = offsets = tensors["d2t"].long()
+    # Entry i holds how far the target's id is from i.
     ids = offsets + torch.arange(len(offsets))
     can_be_drafted = torch.zeros(vocab, dtype=torch.bool)
     # Ids outside of the vocabulary cannot be indices; the drafter's own check refuses them.

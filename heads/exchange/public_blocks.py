@@ -47,6 +47,7 @@ def block_drafter(found: Checkpoint) -> Public:
         )
     inner = found.config.get(INNER) or {}
     inner = {**inner, **(found.config.get("dspark_config") or {})}
+    # One table of all keys, wherever a project keeps them.
     keys = {name: _one(found, inner, name) for name in {*inner, *found.config}}
     # DSpark is recognised by its transition bias, whatever its architecture is called.
     has_transition = any(name.startswith("markov_head.") for name in found.tensors)
@@ -89,6 +90,7 @@ def speculators_block(found: Checkpoint) -> Public:
         if key != "transformer_layer_config" and value is not None:
             outer[key] = value
     anchored = bool(config.get("sample_from_anchor"))
+    # Where both have a key, the outer one is meant: that of the drafter.
     keys = {**layer, **outer}
     return _read(found, keys, taps, kind == "dspark", anchored, f"speculators {kind}")
 
@@ -122,15 +124,18 @@ def _read(
     for name in list(tensors):
         if name.endswith("self_attn.o_proj.bias") and not tensors[name].any():
             del tensors[name]
-    if sorted(set(taps)) != taps or not all(
-        type(tap) is int and 1 <= tap < target.num_layers for tap in taps
-    ):
+    fit = sorted(set(taps)) == taps
+    for tap in taps:
+        # The type is compared because a config may hold 2.0 or true, which equal a number.
+        fit = fit and type(tap) is int and 1 <= tap < target.num_layers
+    if not fit:
         raise UserError(
             f"taps {taps} must be ascending, distinct and between 1 and {target.num_layers - 1}; "
             "say --taps"
         )
     fc = tensors.get("fc.weight")
     if fc is not None and fc.shape[1] != len(taps) * target.hidden_size:
+        # Not rounded, as it shows a wrong width too.
         fused = fc.shape[1] / target.hidden_size
         raise UserError(
             f"{found.folder}: fc.weight fuses {fused:g} taps of width {target.hidden_size}, the "
@@ -193,6 +198,7 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
         "max_position_embeddings": keys.get("max_position_embeddings") or 32768,
         "rope_parameters": rope_of(found),
         "attention_bias": any("q_proj.bias" in name for name in found.tensors),
+        # None for DFlash, which does not read it.
         "markov_rank": keys.get("markov_rank"),
         INNER: {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
     }
@@ -226,6 +232,7 @@ def _unsupported(found: Checkpoint, spark: bool, anchored: bool) -> str | None:
     if keys.get("attention_sink_bias") or keys.get("add_swa_attention_sink_bias"):
         return "its attention has sinks"
     for name in ONE:
+        # 1.0 and True equal 1, and mean no factor as well.
         if keys.get(name) not in (None, 1):
             return f"it says {name} {keys[name]}, and draftsmith's drafters have none but 1"
     return None
@@ -256,6 +263,7 @@ def _unsupported_dspark(found: Checkpoint) -> str | None:
 def _whole_vocabulary(found: Checkpoint) -> None:
     """Drop vocabulary maps that name every token. Raises `UserError` for a draft vocabulary."""
     tensors, drafted = found.tensors, found.config.get("draft_vocab_size")
+    # Taken out before they are judged: a drafter here has no such tensors to fill.
     offsets, can_be_drafted = tensors.pop("d2t", None), tensors.pop("t2d", None)
     reduced = drafted not in (None, found.config["vocab_size"])
     if offsets is not None:

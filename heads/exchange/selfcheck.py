@@ -103,6 +103,7 @@ def load_back(
         _fail(loaded.notes[0])
     loaded_facts, facts = loaded.drafter.facts(), artifact.drafter.facts()
     if loaded_facts != facts:
+        # There is one: both have the same keys, being of one class.
         name = next(name for name in facts if loaded_facts[name] != facts[name])
         _fail(f"{name} is {facts[name]} in the drafter and reads as {loaded_facts[name]}")
     return loaded.drafter
@@ -118,6 +119,7 @@ def side_of(target: Fingerprint) -> TargetSide:
     hidden_size = target.hidden_size
 
     def stand_in(ids: Tensor) -> Tensor:
+        # A sine of token times number: bounded, different for each pair, and made without a table.
         return torch.sin(ids[..., None] * torch.arange(1, hidden_size + 1) * 0.37)
 
     return TargetSide(
@@ -152,8 +154,9 @@ def _check_equal(loaded: Any, live: Any, dtype: torch.dtype) -> None:
         if tensor.to(stored_as(tensor, dtype)).ne(loaded_state[name]).any():
             _fail(f"{name} reads back as other numbers")
     # Both get the same stand-ins for the target's parts, so any difference is the drafter's own.
-    stand_ins = {name: value for name, value in vars(loaded).items() if name in BORROWED}
-    vars(as_stored).update(stand_ins)
+    for name in BORROWED:
+        if name in vars(loaded):
+            vars(as_stored)[name] = vars(loaded)[name]
     for module in (as_stored, loaded):
         place(module, torch.device("cpu"), torch.float32)
     if not torch.equal(outputs(as_stored), outputs(loaded)):
@@ -166,6 +169,7 @@ def outputs(drafter: Any) -> Tensor:
     Those of EAGLE are computed after a second step on its own states, so that the recycled state is
     compared too. For a block drafter see `block_outputs`.
     """
+    # A generator of its own, so that the caller's random state is not changed.
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -190,6 +194,7 @@ def outputs(drafter: Any) -> Tensor:
         )
         return attended.transpose(1, 2).flatten(2)
 
+    # The first step reads fused features, the second the drafter's own state one position on.
     for step in range(2):
         output = drafter.advance(
             drafter.token_part(ids), state, drafter.rotary(positions + step), attend

@@ -300,7 +300,12 @@ def without_nulls(messages: list[JsonObject]) -> list[JsonObject]:
     A table (parquet) fills absent keys with null. Chat templates test `is defined`, which is true
     of a null.
     """
-    return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
-        for message in messages
-    ]
+    cleaned: list[JsonObject] = []
+    for message in messages:
+        kept: JsonObject = {}
+        for key, value in message.items():
+            # A message of tool calls has null content, which templates expect to be there.
+            if value is not None or key == "content":
+                kept[key] = value
+        cleaned.append(kept)
+    return cleaned

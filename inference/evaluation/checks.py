@@ -51,11 +51,11 @@ def check(options: Options) -> list[Setting]:
         options.sampling.temperature
     ]
     samplings = [replace(options.sampling, temperature=temperature) for temperature in temperatures]
-    return [
-        Setting(sampling, size, options.max_new_tokens, options.repeats)
-        for sampling in samplings
-        for size in sizes
-    ]
+    settings = []
+    for sampling in samplings:
+        for size in sizes:
+            settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
+    return settings
 
 
 def check_server(options: Options) -> None:

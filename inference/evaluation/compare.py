@@ -39,9 +39,7 @@ def run(options: Options) -> None:
             "at all"
         )
     reports = [read_measured(path) for path in options.report]
-    names = options.drafter or [
-        _only_drafter(report, path) for report, path in zip(reports, options.report, strict=True)
-    ]
+    names = options.drafter or list(map(_only_drafter, reports, options.report))
     settings = compared(reports, names, options.report, limit or 0.0)
     if options.json is not None:
         comparison = {
@@ -53,9 +51,11 @@ def run(options: Options) -> None:
         with whole_file(options.json) as aside:
             write_json(aside, comparison)
     show(settings, options.report, Console())
-    regressed = any(row.regressed for setting in settings for row in setting.rows)
-    if limit is not None and regressed:
-        raise SystemExit(REGRESSED)
+    if limit is None:
+        return
+    for setting in settings:
+        if any(row.regressed for row in setting.rows):
+            raise SystemExit(REGRESSED)
 
 
 def check_alike(reports: Sequence[Report], paths: Sequence[str]) -> None:
@@ -125,15 +125,18 @@ def compared(
     settings_by_key = []
     for report in reports:
         settings_by_key.append({(s.temperature, s.batch, s.lossless): s for s in report.settings})
-    common = [key for key in settings_by_key[0] if all(key in by_key for by_key in settings_by_key)]
+    common = []  # in the order of the first report
+    # A report may have settings that another lacks; what both have can still be compared.
+    for key in settings_by_key[0]:
+        if all(key in by_key for by_key in settings_by_key):
+            common.append(key)
     if not common:
         raise UserError("the reports have no temperature and batch size in common")
     comparisons = []
     for key in common:
-        requests = [
-            _requests(by_key[key], name, path)
-            for by_key, name, path in zip(settings_by_key, names, paths, strict=True)
-        ]
+        requests = []
+        for by_key, name, path in zip(settings_by_key, names, paths, strict=True):
+            requests.append(_requests(by_key[key], name, path))
         rows = []
         for number, after in enumerate(requests[1:], 1):
             rows += _changes(requests[0], after, number, paths, limit)
@@ -158,7 +161,10 @@ def _changes(
             "prompts"
         )
     # a reply without a round, whose only token is the prefill's, has no tau
-    counted = [(a, b) for a, b in zip(before, after, strict=True) if a.rounds and b.rounds]
+    counted = []
+    for first, second in zip(before, after, strict=True):
+        if first.rounds and second.rounds:
+            counted.append((first, second))
     categories = sorted({r.category for r in before})
     changes = []
     # the row of the only category would repeat that of all
@@ -219,11 +225,11 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
 def _only_drafter(report: Report, path: str) -> str:
     """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
     drafters = report.settings[0].drafters
-    names = [
-        name
-        for name in drafters
-        if name not in ("plain", *BASELINES) and not name.startswith("assisted (")
-    ]
+    names = []
+    for name in drafters:
+        baseline = name in ("plain", *BASELINES) or name.startswith("assisted (")
+        if not baseline:
+            names.append(name)
     if len(names) != 1:
         raise UserError(
             f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name "

@@ -166,8 +166,10 @@ def figures(
     Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers.
     `samples` replies of each way are shown token by token.
     """
-    named = zip(distinct_names(ways), ways, strict=True)
-    configured = {name: way for name, way in named if isinstance(way, Tuned | AsIn)}
+    configured: dict[str, Tuned | AsIn] = {}
+    for name, way in zip(distinct_names(ways), ways, strict=True):
+        if isinstance(way, Tuned | AsIn):
+            configured[name] = way
     settings_of = {name: way.setting for name, way in configured.items()}
     entry = measured(target, results, setting, settings_of, samples)
     for name, way in configured.items():
@@ -257,12 +259,14 @@ def tuned_and_served(
     profile = TuningProfile(options.profile, target) if options.profile is not None else None
     # a drafter may be named with several trees, which profile and engine replace by their own
     drafters = {key_of(spec): spec for spec in options.drafter}
-    tuned = [spec for spec in drafters.values() if profile is not None and spec in profile]
-    if profile is not None and not tuned:
-        raise UserError(
-            f"{options.profile} is of none of the drafters; name one of those that it has with "
-            "--drafter"
-        )
+    tuned: list[str] = []
+    if profile is not None:
+        tuned = [spec for spec in drafters.values() if spec in profile]
+        if not tuned:
+            raise UserError(
+                f"{options.profile} is of none of the drafters; name one of those that it has "
+                "with --drafter"
+            )
     engines: list[Way] = []
     for engine in map(Engine, options.like):
         for spec in drafters.values():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...heads.files import JsonObject
-from ..decode import Generation
+from ..decode import Generation, Round
 from ..metrics import (
     alpha,
     batch_seconds,
@@ -58,10 +58,9 @@ def measured(
     drafters = {}
     for name, turns in results.items():
         figures = figures_of(turns, plain, setting.batch)
-        figures.per_request = [
-            request_record(target, turn, expected, sampling)
-            for turn, expected in zip(turns, plain, strict=True)
-        ]
+        figures.per_request = []
+        for turn, expected in zip(turns, plain, strict=True):
+            figures.per_request.append(request_record(target, turn, expected, sampling))
         figures.samples = [token_view(target, turn, sampling) for turn in turns[:samples]]
         figures.setting = settings_of.get(name)
         drafters[name] = figures
@@ -92,12 +91,17 @@ def figures_of(turns: Sequence[Turn], plain: Sequence[Generation], size: int) ->
     units = _by_prompt(costs, batches, turns)
     figures.speedup_ci95 = bootstrap(units, _ratio) if len(units) >= FEWEST else (NAN, NAN)
     # a batch without a round has neither time nor tokens, and no ratio
-    ratios = [_ratio([cost]) for cost in costs if all(cost)]
+    ratios = []
+    for cost in costs:
+        if all(cost):
+            ratios.append(_ratio([cost]))
     figures.speedup_median = statistics.median(ratios) if ratios else None
     # not counted unless the rule promises equality of every reply
     if all(map(comparable, generations)):
-        pairs = zip(plain, generations, strict=True)
-        figures.equal_to_ar = sum(a.token_ids == b.token_ids for a, b in pairs)
+        figures.equal_to_ar = 0
+        for expected, reply in zip(plain, generations, strict=True):
+            if expected.token_ids == reply.token_ids:
+                figures.equal_to_ar += 1
     figures.warnings = warnings_of(generations)
     figures.by_category = by_category(turns)
     return figures
@@ -114,7 +118,9 @@ def summarise(
     number of the prompt that each request belongs to, for intervals; each its own if not given.
     """
     count = len(generations)
-    rounds = [r for g in generations for r in g.rounds]
+    rounds: list[Round] = []
+    for g in generations:
+        rounds += g.rounds
     emitted = [emitted_per_round(g) for g in generations]
     accepted = [r.accepted for r in rounds]
     drafted = sum(r.drafted or 0 for r in rounds)
@@ -148,6 +154,7 @@ def summarise(
         cond_offered=offered_conditional(accepted, [r.offered for r in rounds], levels),
         accept_rate=_share(sum(accepted), drafted),
         mean_n_draft=_share(drafted, len(rounds)),
+        # of all nodes that were verified, of which every round has a root
         discarded_share=_share(drafted - sum(accepted), drafted + len(rounds)),
         zero_accept_rate=_share(accepted.count(0), len(rounds)),
         accepted_hist=_histogram(accepted),
@@ -277,9 +284,11 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     likeliest tokens with theirs: as sampled from, or at temperature 1 where decoding is greedy.
     """
     reply, tokenizer = turn.generation, target.tokenizer
+    # tokens that no round has emitted are the prefill's
     came = [-1] * (len(reply.token_ids) - sum(emitted_per_round(reply)))
     for r in reply.rounds:
-        came += [d if d <= r.accepted else 0 for d in range(1, len(r.tokens) + 1)]
+        for depth in range(1, len(r.tokens) + 1):
+            came.append(depth if depth <= r.accepted else 0)
     text = [*reply.prompt_ids, *reply.token_ids]
     ids: Any = torch.tensor([text], device=target.device)
     # a position predicts the token after it: those before each reply token, not the last one
@@ -287,10 +296,14 @@ def token_view(target: Target, turn: Turn, sampling: Sampling) -> Sample:
     scores = target.head(target.forward(ids).last[0, start:-1]).float()
     # the penalty is about the text before each token, so that every row has its own
     if (penalise := sampling.history_processor) is not None:
-        scores = torch.cat(
-            [penalise(ids[:, : start + 1 + i], scores[i : i + 1]) for i in range(len(scores))]
-        )
+        penalised = []
+        for i in range(len(scores)):
+            text_before = ids[:, : start + 1 + i]
+            penalised.append(penalise(text_before, scores[i : i + 1]))
+        scores = torch.cat(penalised)
     probs = sampling.warpers(ids, scores).softmax(-1)
+    # with 3 prompt tokens and 2 of the reply, the rows are of the positions 2 and 3, and the tokens
+    # those of 3 and 4
     chances = probs.gather(1, ids[0, start + 1 :, None])[:, 0].tolist()
     best = probs.topk(min(3, probs.shape[-1]))
 
@@ -317,7 +330,10 @@ Costs = tuple[float, int, float, int]
 
 def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
     """Return seconds and tokens of a batch's rounds."""
-    return batch_seconds(generations), sum(sum(emitted_per_round(g)) for g in generations)
+    tokens = 0
+    for generation in generations:
+        tokens += sum(emitted_per_round(generation))
+    return batch_seconds(generations), tokens
 
 
 def _by_prompt(
@@ -330,9 +346,14 @@ def _by_prompt(
     """
     groups: dict[Any, list[Costs]] = {}
     for cost, batch in zip(costs, batches, strict=True):
+        # a key of one number is a prompt's place, a longer one is a batch of its own
         key = (turns[batch[0]].prompt.place,) if len(batch) == 1 else tuple(batch)
         groups.setdefault(key, []).append(cost)
-    return [tuple(map(sum, zip(*group, strict=True))) for group in groups.values()]
+    added_up = []
+    for group in groups.values():
+        columns = zip(*group, strict=True)
+        added_up.append(tuple(map(sum, columns)))
+    return added_up
 
 
 def _ratio(costs: Sequence[Costs]) -> float:

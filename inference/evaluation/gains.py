@@ -25,6 +25,7 @@ def chain_tokens(acceptance: float, length: int) -> float:
 
     This is (1 - a^(K+1)) / (1 - a) (arXiv 2211.17192, eq. 1).
     """
+    # at an acceptance of 1 the formula is 0 / 0, and its limit K + 1
     return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
@@ -80,6 +81,7 @@ def best_length(
         cost = verify_costs[length] if verify_costs else 1.0
         tokens = profile_tokens(stretched(acceptances, length))
         gains.append(speedup(tokens, length, draft_cost, cost))
+    # `max` takes the first of equals, which is the shorter chain
     length = max(range(longest + 1), key=lambda k: gains[k])
     return Best(length, gains[length])
 

@@ -37,10 +37,12 @@ class Journal:
         self._file: TextIO | None = None
         if self.path is None:
             return
+        # Sorted, so that equal facts make equal lines, which `_read` compares.
         first = json.dumps({"identity": identity}, sort_keys=True)
         end = self._read(first)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # "r+" keeps what the file holds, "w" empties it
             self._file = self.path.open("r+" if end else "w", encoding="utf-8")
             # new lines follow on the last whole one: what a killed process wrote half goes
             self._file.truncate(end)
@@ -129,16 +131,20 @@ def journal_path(report: str) -> Path:
 
 def as_json(found: dict[str, list[Generation]]) -> dict[str, list[JsonObject]]:
     """Return the replies of each way of decoding as JSON can hold them."""
-    return {
-        name: [asdict(generation) for generation in generations]
-        for name, generations in found.items()
-    }
+    stored = {}
+    for name, generations in found.items():
+        stored[name] = [asdict(generation) for generation in generations]
+    return stored
 
 
 def from_json(stored: dict[str, list[JsonObject]]) -> dict[str, list[Generation]]:
     """Return the replies of each way of decoding that `as_json` was given."""
-    return {name: [_generation(reply) for reply in replies] for name, replies in stored.items()}
+    found = {}
+    for name, replies in stored.items():
+        found[name] = [_generation(reply) for reply in replies]
+    return found
 
 
 def _generation(stored: JsonObject) -> Generation:
-    return Generation(**{**stored, "rounds": [Round(**round_) for round_ in stored["rounds"]]})
+    rounds = [Round(**round_) for round_ in stored["rounds"]]
+    return Generation(**{**stored, "rounds": rounds})

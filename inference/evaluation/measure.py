@@ -49,8 +49,6 @@ class Turn:
 
 Results = dict[str, list[Turn]]
 """Turns by the name of the way that decoded them, plain decoding first."""
-FEWEST = 5  # prompts, or batches, for which an interval of the speed-up is given
-SAMPLES = 3  # replies of each drafter that the report shows token by token
 WARM_UP = 8  # tokens of a first run that is not counted
 
 
@@ -144,15 +142,20 @@ def _in_turns(
             for way in ways.values():
                 _decode(target, way, [first], tokens, setting.sampling)
         warm = True
-        requests = [Request(prompt.token_ids, start + i, number) for i, prompt in enumerate(batch)]
+        requests = []
+        for place, prompt in enumerate(batch, start):
+            requests.append(Request(prompt.token_ids, place, number))
         runs: dict[str, list[list[Generation]]] = {name: [] for name in ways}
         for _ in range(setting.repeats):
             for name, way in ways.items():
                 runs[name].append(
                     _decode(target, way, requests, setting.max_new_tokens, setting.sampling)
                 )
+        # of an even number the slower one of the two in the middle
         median = setting.repeats // 2
-        chosen = {name: sorted(runs[name], key=batch_seconds)[median] for name in ways}
+        chosen = {}
+        for name, runs_of_way in runs.items():
+            chosen[name] = sorted(runs_of_way, key=batch_seconds)[median]
         if journal is not None:
             journal.put(key, as_json(chosen))
         yield batch, chosen
@@ -188,6 +191,7 @@ def divergence(
     is not greedy. Near-ties flip in low precision, because a tree is verified in another shape than
     a single token; a large gap would be a bug.
     """
+    # where one reply is the beginning of the other, they differ behind the shorter one
     index = min(len(plain.token_ids), len(other.token_ids))
     for position, (a, b) in enumerate(zip(plain.token_ids, other.token_ids, strict=False)):
         if a != b:

@@ -75,7 +75,9 @@ def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutTe
         hidden = Hidden(loaded(text.hidden.last), tuple(loaded(tap) for tap in text.hidden.taps))
         emitted.append(rounds_on_text(proposer, ids, text.start, hidden))
     # a round that the end of its text cuts counts what it emitted, not what it accepted before
-    accepted = [tokens - 1 for rounds in emitted for tokens in rounds]
+    accepted: list[int] = []
+    for rounds in emitted:
+        accepted += [tokens - 1 for tokens in rounds]
     return {
         "tau_incl_bonus": tau(emitted),
         "tau_ci95": bootstrap(emitted, tau),

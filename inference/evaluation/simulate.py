@@ -120,9 +120,9 @@ def roofline(model: Model, options: Options, acceptance: list[float]) -> list[Js
     for batch in numbers(options.batch, "--batch", int, 1):
         for context in numbers(options.context, "--context", int, 0):
             # verifying k drafts runs k + 1 tokens of each request through the target
-            seconds = [
-                pass_seconds(model, gpu, batch, k + 1, context) for k in range(options.longest + 1)
-            ]
+            seconds = []
+            for drafts in range(options.longest + 1):
+                seconds.append(pass_seconds(model, gpu, batch, drafts + 1, context))
             rows.append(_gains(options, acceptance, batch, context, seconds))
     return rows
 
@@ -148,11 +148,11 @@ def from_profile(options: Options, acceptance: list[float]) -> list[JsonObject]:
             f"{options.profile} is not a profile with verification times ({error}); write one "
             "with draftsmith tune"
         ) from error
-    lengths = range(options.longest + 1)
-    return [
-        _gains(options, acceptance, batch, context, [between(seconds, k) for k in lengths])
-        for batch, context, seconds in tables
-    ]
+    rows = []
+    for batch, context, seconds in tables:
+        by_length = [between(seconds, drafts) for drafts in range(options.longest + 1)]
+        rows.append(_gains(options, acceptance, batch, context, by_length))
+    return rows
 
 
 def _gains(

@@ -38,11 +38,14 @@ def attention_over(
     """
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        # Caches and torch's attention want the axis of the heads before that of the positions.
         queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
         keys, values = cache.update(keys, values, layer)
+        # Attention head g reads key-value head g // shared.
         shared = queries.shape[1] // keys.shape[1]
         if shared > 1 and mask is not None and keys.device.type == "cuda":
             # On CUDA, grouped heads with a mask would fall back to a kernel that holds all scores.
+            # Two key-value heads for four attention heads become 0, 0, 1, 1.
             keys = keys.repeat_interleave(shared, 1)
             values = values.repeat_interleave(shared, 1)
             shared = 1
@@ -68,6 +71,8 @@ class TreeRunner:
     def __call__(self, level: Level) -> Tensor:
         """Return the logits `[B, M, V]` after the M nodes of `level`."""
         count = level.tokens.shape[1]
+        # The cache wants the depths of all undecided slots, in the order in which they were run: a
+        # mask with a sliding window needs the positions of earlier levels too.
         level_depths = (level.depth - 1,) * count
         self._depths += level_depths
         device = level.tokens.device
@@ -78,6 +83,7 @@ class TreeRunner:
             depth_row(self._depths, device),
             self._cache,
         )
+        # The nodes stay undecided, so that the next level stands behind them and can see them.
         self._cache.stage(count)
         return fit_vocabulary(self._model.head(hidden.last), self._vocab_size)
 
@@ -105,11 +111,13 @@ def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Ac
     """
     drafts = [len(nodes) - 1 for nodes in accepted.nodes]
     if plan.width == 1:
-        # `staged` is what the chain has run: all of it lies in order, so nothing is moved.
+        # `staged` is what the chain has run: all of it lies in order, so nothing is moved. Example:
+        # a chain of 4 drafts has run 3, so of 4 accepted drafts 3 are committed, and of 2 both.
         cache.commit([min(count, cache.staged) for count in drafts])
     else:
         # Without the root, which was committed before drafting, and without the longest path's last
-        # node. Shorter paths are cut by their own counts.
+        # node: of the path 0, 2, 5 the slot of node 2 is committed. Shorter paths are cut by their
+        # own counts. They are padded with the root, whose slot is -1, and nothing of that is kept.
         cache.commit(
             [max(count - 1, 0) for count in drafts], slots.gather(1, accepted.path[:, 1:-1])
         )

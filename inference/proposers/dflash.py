@@ -95,6 +95,8 @@ class DFlashProposer(Planned):
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
         first, go_on = self._logits(outputs, root)
+        # A chain without a threshold, or a tree. Only chains have thresholds (`TreePlan`), so below
+        # the whole chain is drafted and then cut, which costs no further pass over the layers.
         if not self.plan.threshold:
             return self.plan.draft(first, root, draws, go_on)[0]
         tree = grow_chain(first, root, draws, go_on, self.plan.length)
@@ -107,7 +109,10 @@ class DFlashProposer(Planned):
         every acceptance rule (docs/verification.md#non-anticipation). The first draft has
         confidence 1, a later one the probability of the draft before it.
         """
+        # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
+        # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
         probs = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
+        # A missing node has token -1, which cannot be an index.
         draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
         return functional.pad(draft_probs, (1, 0), value=1.0)
 
@@ -134,13 +139,20 @@ class DFlashProposer(Planned):
             # A feature stands at its own position. The committed ones are 0 .. length - 1, since
             # every position before the root has been committed.
             positions = depth_row(tuple(range(width)), self._device) + cache.starts()[:, None]
+            # The cache has the axis of the heads before that of the positions, the layers behind
+            # it.
             for layer, (keys, values) in enumerate(
                 self._drafter.context(chunk, self._drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
             # Of this chunk each batch row has what is left of its count, from none to all. What is
-            # written past that is overwritten later.
-            cache.commit([min(max(count - start, 0), width) for count in counts])
+            # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
+            # positions commit 3 and 2, then 2 and 0.
+            in_chunk = []
+            for count in counts:
+                left = max(count - start, 0)
+                in_chunk.append(min(left, width))
+            cache.commit(in_chunk)
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:
@@ -195,12 +207,15 @@ def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
     as long as the longest row, which costs one synchronisation.
     """
     longest = int(kept.sum(-1).max())
+    # What no row keeps is cut off, so that the target does not have to run it.
     kept = kept[:, :longest]
     tokens = torch.cat(
         [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
     )
-    # The last node that a row keeps has no children, so its distribution must not be compared:
-    # it becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is.
+    # The last node that a row keeps has no children, so its distribution must not be compared: it
+    # becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is. Example: a row
+    # keeps 1 draft of 2, so `kept` is [1 0], padded [1 0 0], and only the root's distribution
+    # stays.
     probs = None
     if tree.probs is not None:
         probs = tree.probs[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]

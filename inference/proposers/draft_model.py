@@ -64,7 +64,8 @@ class DraftModelProposer(Planned):
         self._cache = TreeCache(
             batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device
         )
-        # The draft model's vocabulary may be smaller than the target's.
+        # The draft model's vocabulary may be smaller than the target's. A token that it lacks
+        # becomes its last one: the drafts behind it are worse, and the text is still the target's.
         clamped = prompts.ids.clamp(max=self.model.vocab_size - 1)
         # `tokens` has one token more than the prompt: the first root.
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
@@ -91,7 +92,8 @@ class DraftModelProposer(Planned):
         tokens = torch.stack([self._before, root], dim=1) if self._behind else root[:, None]
         count = tokens.shape[1]
         # The first of the tokens stands at the text's length + 1 - count: the root at its length,
-        # the token before it one slot earlier.
+        # the token before it one slot earlier. Example: before a root at position 10 the cache has
+        # 9 or 10 tokens; with two tokens to run all rows begin at slot 9, with one at slot 10.
         self._cache.lengths = [length + 1 - count for length in self._text_lengths]
         depths = depth_row(tuple(range(count)), root.device)
         causal = (
@@ -106,12 +108,15 @@ class DraftModelProposer(Planned):
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
         commit_accepted(self._cache, self.plan, self._slots, accepted)
-        self._text_lengths = [
-            length + len(nodes)
-            for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True)
-        ]
+        # The nodes count the old root, which stands before the new one like the accepted drafts.
+        text_lengths = []
+        for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True):
+            text_lengths.append(length + len(nodes))
+        self._text_lengths = text_lengths
         # The cache lacks at most the last accepted draft, which is the token before the new root.
         self._behind = self._cache.lengths != self._text_lengths
+        # `ids` begins with the old root, so that its last entry is the token before the new root
+        # even where no draft was accepted.
         self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
     def keep(self, rows: list[int]) -> None:
@@ -172,6 +177,8 @@ def best_adaptive(calibration: JsonObject, cost: float) -> tuple[float, int]:
 
     A draft takes `cost` of the time of a target pass.
     """
+    # A row is [threshold, longest, tau, drafts per round]: a round emits tau tokens in the time of
+    # one target pass and so many drafts.
     threshold, longest, *_ = max(
         calibration["adaptive"], key=lambda row: row[2] / (1 + cost * row[3])
     )

@@ -47,7 +47,9 @@ class DSparkProposer(DFlashProposer):
         """
         super().__init__(drafter, settings, slots, name)
         self._temperatures = torch.tensor(
-            [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))], device=self._device
+            # A drafter that was calibrated with shorter chains has fewer temperatures than drafts.
+            [*temperatures, *[1.0] * (drafter.drafts - len(temperatures))],
+            device=self._device,
         )
 
     def _logits(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
@@ -65,6 +67,7 @@ class DSparkProposer(DFlashProposer):
         """Return the calibrated confidence `[B, D]` in each draft, from the token before it."""
         # tokens[:, :-1] begins with the root: column d holds the token before draft d + 1.
         logits = self._drafter.confidence(self._drafter.state(outputs, tokens[:, :-1].clamp(min=0)))
+        # A plan may use fewer drafts than the block has.
         return (logits.float() / self._temperatures[: logits.shape[1]]).sigmoid()
 
 

@@ -67,7 +67,9 @@ class EagleProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
+        # How long replies become is not known. This is a guess: a full cache doubles itself.
         self._cache = TreeCache(batch, 2 * length + 64 + self.max_drafted, self._device)
+        # `tokens` has the first root at its end, which is not part of the prompt.
         self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
         self._new = (
             self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last),
@@ -88,8 +90,10 @@ class EagleProposer(Planned):
             # The root's row is committed, so nodes of depth 1 are the first rows behind it.
             of_level = (level.depth - 1,) * level.tokens.shape[1]
             depths += of_level
+            # A parent is in the level before, the only one of which outputs are kept.
             state = self._drafter.recycled(before.gather(1, parents))
             before = self._run(level.tokens, state, level.visible, of_level, len(depths))
+            # The next level stands behind these rows and sees those that are its ancestors.
             self._cache.stage(len(of_level))
             return self._logits(before)
 
@@ -108,7 +112,8 @@ class EagleProposer(Planned):
         last_index = (counts - 1)[:, None]
         # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
         # same positions. Each feature is paired with the token after its own: tokens move one to
-        # the left, and the root, at n, goes with the last feature of each batch row.
+        # the left, and the root, at n, goes with the last feature of each batch row. Example: after
+        # a prompt x0 .. x3 the features f0 .. f3 are paired with x1, x2, x3 and the root.
         tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, last_index, root[:, None])
         rows = torch.arange(len(root), device=root.device)
         # Output at each batch row's last position, as far as the chunks have come. The first chunk
@@ -117,6 +122,7 @@ class EagleProposer(Planned):
         for start in range(0, width, PREFILL_CHUNK):
             chunk = slice(start, min(start + PREFILL_CHUNK, width))
             count = chunk.stop - chunk.start
+            # Within the chunk alone: all earlier positions are committed, and those every row sees.
             causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
             outputs = self._run(
                 tokens[:, chunk], features[:, chunk], causal, tuple(range(count)), count
@@ -130,10 +136,12 @@ class EagleProposer(Planned):
                 outputs[rows, (last_index[:, 0] - start).clamp(0, count - 1)],
             )
         # Every batch row was committed in full width. Entries past its own count mean nothing: they
-        # stand behind its real ones, so no row has seen them, and are overwritten next.
-        self._cache.lengths = [
-            length - width + n for length, n in zip(self._cache.lengths, self._counts, strict=True)
-        ]
+        # stand behind its real ones, so no row has seen them, and are overwritten next. Example: 4
+        # positions, then a width of 3 of which 2 are the row's own: 7 - 3 + 2 = 6.
+        lengths = []
+        for committed, own_count in zip(self._cache.lengths, self._counts, strict=True):
+            lengths.append(committed - width + own_count)
+        self._cache.lengths = lengths
         self._new = None
         return last
 
@@ -158,6 +166,7 @@ class EagleProposer(Planned):
         see = None
         # A single row that sees every slot needs no mask, as long as no batch row is shorter than
         # the cache: there the slots behind its end must be hidden.
+        # One undecided slot is the row's own, and with None the row sees all slots by definition.
         alone = count == 1 and (visible is None or slots == 1)
         if not (alone and cache.uniform):
             if visible is None:  # a chain: each row sees all rows before it
@@ -192,6 +201,7 @@ class EagleProposer(Planned):
         if self._new is not None:
             index = send(rows, self._device)
             features, ids, counts = (tensor[index] for tensor in self._new)
+            # The longest row may be among those that left.
             width = max(self._counts)
             self._new = (features[:, :width], ids[:, :width], counts)
 

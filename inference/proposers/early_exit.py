@@ -57,6 +57,7 @@ class EarlyExit:
         self._cache: TreeCache | None = None
 
     def prefill(self, prompts: Prompts) -> None:
+        # The prefill of the target has written the first layers' keys and values already.
         self._cache = prompts.cache
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
@@ -65,6 +66,7 @@ class EarlyExit:
         The root is not in the target's cache yet, so the first layers run it too, at depth 0.
         """
         assert self._cache is not None, "prefill first"
+        # All undecided slots so far, the root's first; each level adds its own.
         depths: tuple[int, ...] = (0,)
         logits = self._run(
             root[:, None], None, depth_row(depths, root.device), depth_row(depths, root.device)
@@ -99,9 +101,11 @@ class EarlyExit:
         """
         assert self._cache is not None
         hidden = self._first_layers.forward_tree(tokens, visible, depths, slot_depths, self._cache)
+        # Left undecided for the levels that follow; `propose` drops them all in the end.
         self._cache.stage(tokens.shape[1])
         return self._first_layers.head(hidden.last)
 
+    # The cache is the target's own, and the decode loop commits and cuts it.
     def commit(self, accepted: Accepted) -> None: ...
 
     def keep(self, rows: list[int]) -> None: ...
@@ -122,6 +126,8 @@ def first_layers(target: Target, layers: int) -> Target:
             f"early-exit: the target has {target.num_layers} layers, {layers} were asked for"
         )
     shallow = copy.copy(target)
+    # Set before the trial: decoders take the number of layers from their config at each forward
+    # pass, where they do not run all of their list.
     shallow.config = _shortened(target.config, layers)
     shallow.decoder = copy.copy(target.decoder)
     shallow.decoder.config = shallow.config
@@ -146,6 +152,7 @@ def _shortened(config: Any, layers: int) -> Any:
     """Return a copy of a config with only the first `layers` layers."""
     shortened = copy.deepcopy(config)
     shortened.num_hidden_layers = layers
+    # transformers' configs demand one kind for each layer.
     if getattr(shortened, "layer_types", None):
         shortened.layer_types = shortened.layer_types[:layers]
     return shortened

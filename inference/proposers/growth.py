@@ -28,13 +28,18 @@ def shape_of_ranks(nodes: Sequence[Ranks]) -> TreeShape:
     node's parent is missing.
     """
     order = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
-    index: dict[Ranks, int] = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
-    for ranks in order:
+    # Example: (0,), (1,), (0, 0) become the nodes 1, 2, 3, and the parents are (-1, 0, 0, 1).
+    index: dict[Ranks, int] = {(): 0}
+    parents = [NO_NODE]
+    for node, ranks in enumerate(order, 1):
+        # A parent is shorter, hence earlier in the order: it has its number already, or none.
         if not ranks or ranks[:-1] not in index:
             raise UserError(
                 f"tree node {list(ranks)} has no parent in the tree; add {list(ranks[:-1])}"
             )
-    return TreeShape((NO_NODE, *(index[ranks[:-1]] for ranks in order)))
+        parents.append(index[ranks[:-1]])
+        index[ranks] = node
+    return TreeShape(tuple(parents))
 
 
 def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
@@ -47,16 +52,21 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
     """
     # Ranks of each depth by accuracy, which need not fall with the rank. A node is held as a tuple
     # of indices into these lists: then its best sibling not offered yet has the next index.
-    order = [sorted(range(len(row)), key=lambda r: (-row[r], r)) for row in rank_accuracy]
+    # Example: accuracies (0.1, 0.6, 0.3) give the ranks 1, 2, 0.
+    order: list[list[int]] = []
+    for accuracies in rank_accuracy:
+        order.append(sorted(range(len(accuracies)), key=lambda r: (-accuracies[r], r)))
     chosen: list[Ranks] = []
     # (-value, depth, indices into `order`): of equal values the shallower node comes first
     heap: list[tuple[float, int, tuple[int, ...]]] = []
 
     def offer(parent_value: float, indices: tuple[int, ...]) -> None:
         depth = len(indices) - 1
+        # There is no such node below the last depth, and none after the last rank of a depth.
         if depth < len(order) and indices[-1] < len(order[depth]):
             accuracy = rank_accuracy[depth][order[depth][indices[-1]]]
             if parent_value * accuracy > 0:
+                # `heapq` gives the smallest entry first, hence the minus sign.
                 heapq.heappush(heap, (-parent_value * accuracy, depth, indices))
 
     def value_of(indices: tuple[int, ...]) -> float:
@@ -65,12 +75,15 @@ def grow(rank_accuracy: Sequence[Sequence[float]], nodes: int) -> list[Ranks]:
             value *= rank_accuracy[depth][order[depth][index]]
         return value
 
+    # Every tree begins with the best node of depth 1: no other can be chosen before it.
     offer(1.0, (0,))
     while heap and len(chosen) < nodes:
         *_, indices = heapq.heappop(heap)
         chosen.append(tuple(order[depth][index] for depth, index in enumerate(indices)))
         # The next sibling and the first child are all that can follow the node: each other node
         # has a better sibling or a parent that is not chosen yet.
+        # The sibling needs the value of their parent. It is multiplied out again, since dividing it
+        # out of the node's own value would round.
         offer(value_of(indices[:-1]), (*indices[:-1], indices[-1] + 1))
         offer(value_of(indices), (*indices, 0))
     return chosen
@@ -91,12 +104,14 @@ def best_first(
     tree is a part of it.
     """
     batch, levels, width = scores.shape
+    # A level adds `nodes` candidates at most, so a limit of `nodes * levels` leaves none out.
     pool = _Pool(root, nodes * levels if whole else nodes)
     # of the paths that end in the level before: their values and pool indices, at first the root's
     values = torch.zeros(batch, 1, device=scores.device, dtype=scores.dtype)
     index = torch.zeros(batch, 1, dtype=torch.long, device=scores.device)
     for depth in range(levels):
-        # entry m * width + k is candidate k below path m
+        # Entry m * width + k is candidate k below path m: with 3 candidates entry 4 is number 1
+        # below path 1, since 4 // 3 = 1 and 4 % 3 = 1.
         sums = (values[..., None] + scores[:, None, depth]).flatten(1)
         values, picked = stable_top(sums, min(nodes, sums.shape[1]))
         parents = index.gather(1, picked // width)
@@ -124,6 +139,7 @@ class _Pool:
 
     def __init__(self, root: Tensor, nodes: int) -> None:
         self._nodes = nodes
+        # The root is its own parent, as `tables_of` wants it.
         zero = torch.zeros_like(root)[:, None]
         self._tokens, self._parents, self._scores = [root[:, None]], [zero], [zero.double()]
         self._levels = 0
@@ -133,9 +149,13 @@ class _Pool:
 
         All arguments are `[B, M]`; `parents` are pool indices.
         """
-        start = sum(level.shape[1] for level in self._tokens)
+        # Example: behind the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
+        start = 0
+        for level in self._tokens:
+            start += level.shape[1]
         self._tokens.append(tokens)
         self._parents.append(parents)
+        # float64 holds the scores of every drafter exactly, so that all levels can be one tensor.
         self._scores.append(scores.double())
         self._levels += 1
         return torch.arange(start, start + tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -149,15 +169,19 @@ class _Pool:
             torch.cat(levels, dim=1) for levels in (self._tokens, self._parents, self._scores)
         )
         scores[:, 0] = torch.inf  # the root is always a node
+        # One more for the root, which `_nodes` does not count.
         count = min(self._nodes + 1, tokens.shape[1])
         # back in the order of the pool, where parents stand before their children
         chosen = stable_top(scores, count)[1].sort(dim=-1).values
-        # node id of each chosen candidate, by pool index
+        # Node id of each chosen candidate, by pool index. Example: if 0, 2 and 5 are chosen, they
+        # become the nodes 0, 1 and 2, and a node whose parent has pool index 2 gets parent 1. Other
+        # entries stay 0 and are not read, because a chosen node's parent is chosen too.
         node_id = torch.zeros_like(tokens).scatter_(
             1, chosen, torch.arange(count, device=tokens.device).expand_as(chosen)
         )
         missing = scores.gather(1, chosen) == -torch.inf
         new_tokens = torch.where(missing, NO_NODE, tokens.gather(1, chosen))
+        # The parent of a missing node may not be chosen, so it hangs on the root.
         new_parents = torch.where(missing, 0, node_id.gather(1, parents.gather(1, chosen)))
         return DraftTree(
             new_tokens, parents=new_parents, levels=self._levels, scores=scores.gather(1, chosen)
@@ -196,6 +220,8 @@ class Slots:
     """[B, D, V]: logits of the draft at each depth, from 1; those after the root come first."""
 
     def __call__(self, level: Level) -> Tensor:
+        # The first axis counts drafts from depth 1, and what follows a node of depth d is a draft
+        # of depth d + 1: entry d.
         return self.logits[:, level.depth, None].expand(-1, level.tokens.shape[1], -1)
 
     def tree(
@@ -232,6 +258,7 @@ def independent(
     Both are `[B, D, K]` with D = `levels` and K = `width`. `logits(depth)` `[B, V]` are those of
     the draft after a node of depth `depth`, whatever the node.
     """
+    # One place stands for all nodes of a depth (M = 1), since their logits are the same.
     paths = root[:, None, None]
     tokens_by_depth, scores_by_depth = [], []
     for depth in range(levels):
@@ -269,14 +296,21 @@ def grow_dynamic(
     tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
     tokens, scores = tokens[:, 0], scores[:, 0]
     index = pool.add(tokens, scores, torch.zeros_like(tokens))
-    # for each level of the pool, the index of its nodes among those that were run
+    # For each level of the pool, the index of its nodes among those that were run. Both tensors
+    # begin with "not run": the root never is, and the nodes of depth 1 are marked in the loop.
     run_index = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
+    # Nodes of depth 1 have no parent that was run. A drafter that continues its parents' outputs
+    # finds at index 0 the output of the root.
     above = torch.zeros_like(tokens)
     paths = torch.cat([paths.expand(-1, tokens.shape[1], -1), tokens[..., None]], dim=-1)
+    # No columns yet (U = 0), as no node was run.
     visible = tokens.new_zeros(*tokens.shape, 0, dtype=torch.bool)
     run_count = 0
+    # The last level is not run: nothing is drafted below it.
     for depth in range(1, levels):
-        # Run the nodes of this level, which see their ancestors and themselves.
+        # Run the nodes of this level, which see their ancestors and themselves. Example of width 2:
+        # nodes of level 1 see [1 0] and [0 1]; if both nodes of level 2 are children of the second
+        # of them, they see [0 1 1 0] and [0 1 0 1].
         count = tokens.shape[1]
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
         visible = torch.cat([visible, itself.expand(len(tokens), -1, -1)], dim=-1)
@@ -286,10 +320,13 @@ def grow_dynamic(
         children, gains = draws.rank(logits, depth, width, paths, score_temperature)
         # All children become candidates. The best of them are the next level to run.
         child_count = children.shape[-1]
+        # Entry m * child_count + k is child k of node m, so each parent is repeated in one run.
         sums = (scores[..., None] + gains).flatten(1)
         parents = index.repeat_interleave(child_count, dim=1)
         all_index = pool.add(children.flatten(1), sums, parents)
         run_index.append(torch.full_like(all_index, NO_NODE))
+        # `all_index` has the pool indices of all children; those of the next level are gathered of
+        # it, because most children are candidates only.
         scores, picked = stable_top(sums, width)
         above = picked // child_count
         tokens, index = children.flatten(1).gather(1, picked), all_index.gather(1, picked)
@@ -308,7 +345,11 @@ def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
     `index` `[B, M]` are the pool indices of these nodes; `seen` holds a tensor for each level of
     the pool.
     """
-    start = sum(level.shape[1] for level in seen[:-1])
+    # `index` counts over all levels. Example: behind a root and a level of 8 nodes the last level
+    # starts at 9, so its pool index 11 is column 2.
+    start = 0
+    for level in seen[:-1]:
+        start += level.shape[1]
     seen[-1].scatter_(1, index - start, places.expand_as(index))
 
 
@@ -330,18 +371,24 @@ def grow_chain(
     above = torch.zeros_like(root)[:, None]
     for depth in range(length):
         paths = None
+        # Only a penalty reads paths. Without one the concatenation for each draft is saved.
         if draws.sampling.history_processor is not None:
             paths = torch.cat(tokens, dim=1)[:, None]
         if draws.sampling.compares_distributions:
+            # Node d of a chain has depth d, so the depth serves as the node id that names the
+            # noise.
             drawn, drawn_from = draws.sample(logits, depth, 1, paths)
             chosen = drawn[:, :, 0]
             probs.append(drawn_from)
         else:
             chosen = draws.guess(logits, depth, paths)
         tokens.append(chosen)
+        # Running the last draft would give only what follows the whole chain.
         if depth + 1 == length:
             break
         if threshold:
+            # The drafter's own probability, whatever the temperature: thresholds are calibrated so.
+            # In float32, since bfloat16 would round a product of many factors.
             chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
             path_probs = path_probs * chosen_probs
             if bool((path_probs < threshold).all()):
@@ -398,11 +445,19 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
     def tensor(values):
         return torch.tensor(values, dtype=torch.long, device=device)
 
+    # Example: the root has the children 1 and 2, node 1 has 3 and 4, node 2 has 5. The second level
+    # is filled from the nodes 1 and 2, with width 2: its children 3, 4, 5 have the sources 0, 1, 2,
+    # and source 3, a second child of node 2, is not used.
     while any(shape.children[node] for node in inner):
         width = max(len(shape.children[node]) for node in inner)
-        run += [node for node in inner if node]
         children, source, parents = [], [], []
+        paths, above = [], []
         for m, node in enumerate(inner):
+            # The drafter has run the root before the tree grows.
+            if node:
+                run.append(node)
+            paths.append(shape.path_to(node))
+            above.append(before.index(shape.parents[node]))
             for rank, child in enumerate(shape.children[node]):
                 children.append(child)
                 source.append(m * width + rank)
@@ -412,16 +467,18 @@ def _fixed_levels(shape: TreeShape, device: torch.device) -> tuple[tuple[_FixedL
                 at=tensor(inner),
                 depth=shape.depths[inner[0]],
                 width=width,
-                paths=tensor([shape.path_to(node) for node in inner]),
+                paths=tensor(paths),
                 children=tensor(children),
                 source=tensor(source),
                 parents=tensor(parents),
-                above=tensor([[before.index(shape.parents[node]) for node in inner]]),
+                above=tensor([above]),
                 visible=ancestors[:, tensor(inner)][:, :, tensor(run)],
             )
         )
         before, inner = inner, tuple(child for child in children if shape.children[child])
-    run_index = [run.index(node) if node in run else NO_NODE for node in range(shape.nodes)]
+    run_index = [NO_NODE] * shape.nodes
+    for i, node in enumerate(run):
+        run_index[node] = i
     return tuple(levels), torch.tensor([run_index], device=device)
 
 
@@ -450,6 +507,8 @@ def grow_fixed(
         paths = tokens[:, level.paths]
         if probs is not None:
             drawn, drawn_from = draws.sample(logits, level.at, level.width, paths)
+            # Processed scores are float32, while the logits may be bfloat16; only the first draws
+            # show which type they have.
             probs = probs.to(drawn_from.dtype)
             probs[:, level.at] = drawn_from
         else:

@@ -42,11 +42,14 @@ class _Row:
         # The paper starts from random tokens. The prompt's own, repeated, are as arbitrary, and the
         # same in every run.
         fill = [tokens[i % len(tokens)] for i in range(window * depth)]
-        self.rows = [fill[level * window : (level + 1) * window] for level in range(depth)]
+        self.rows: list[list[int]] = []
+        for start in range(0, window * depth, window):
+            self.rows.append(fill[start : start + window])
         # by an n-gram's first token: its continuations, in the order in which they came up last
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = {}
         self._kept = kept
         self.root = tokens[-1]
+        # An n-gram has depth + 1 tokens. Of 5 tokens and depth 2, n-grams begin at 0, 1 and 2.
         for start in range(len(tokens) - depth):
             self.remember(tokens[start : start + depth + 1])
 
@@ -54,8 +57,10 @@ class _Row:
         """Add an n-gram to the pool, which keeps the latest few with the same first token."""
         continuations = self._pool.setdefault(ngram[0], OrderedDict())
         continuations[tuple(ngram[1:])] = None
+        # Assigning to a key that is there leaves it in its old place.
         continuations.move_to_end(tuple(ngram[1:]))
         if len(continuations) > self._kept:
+            # One was added, so at most one is too many: the one that has not come up for longest.
             continuations.popitem(last=False)
 
     def candidates(self) -> list[tuple[int, ...]]:
@@ -91,12 +96,15 @@ class Lookahead:
         """Return the shape: root, window level by level, and a chain for each candidate."""
         parents = [NO_NODE]
         # The first level is a chain below the root: column j is node j + 1, and its parent node j.
-        # Of the other levels each node hangs below its own column in the level before.
+        # Of the other levels each node hangs below its own column in the level before. Example of
+        # window 3: nodes 1, 2, 3 are a chain, and 4, 5, 6 have the parents 1, 2, 3.
         parents += range(self._window)
         for level in range(1, self._depth):
-            parents += [1 + (level - 1) * self._window + column for column in range(self._window)]
+            first = 1 + (level - 1) * self._window
+            parents += range(first, first + self._window)
         for _ in range(self._candidates):
             start = len(parents)
+            # The first token hangs on the root, each other one on the node before it.
             parents += [0, *range(start, start + self._depth - 1)]
         return TreeShape(tuple(parents))
 
@@ -109,10 +117,16 @@ class Lookahead:
         """Return the window and the candidates from the pool as a draft tree below `root` `[B]`."""
         drafts = []
         for row in self._rows:
-            window = [token for level in row.rows for token in level]
-            candidates = [token for continuation in row.candidates() for token in continuation]
-            missing = self._candidates * self._depth - len(candidates)
-            drafts.append(window + candidates + [NO_NODE] * missing)
+            # The order of the nodes in the shape: the window by levels, then one chain after
+            # another.
+            draft: list[int] = []
+            for level in row.rows:
+                draft += level
+            for continuation in row.candidates():
+                draft += continuation
+            # A pool with fewer candidates leaves whole chains out: all continuations are as long.
+            missing = self.shape.drafted - len(draft)
+            drafts.append(draft + [NO_NODE] * missing)
         tokens = torch.cat([root[:, None], send(drafts, root.device)], dim=1)
         # The window's guesses are earlier choices of the target, with the noise of these positions.
         return DraftTree(tokens, self.shape, informed=True)
@@ -122,11 +136,13 @@ class Lookahead:
         assert accepted.choices is not None, (
             "lookahead needs the target's choices, which this rule does not have"
         )
-        # the nodes of the window's last level, where the columns end
+        # The nodes of the window's last level, where the columns end: with window 3 and n-grams of
+        # 3 tokens (two levels) they are 4, 5 and 6.
         ends = 1 + (self._depth - 1) * self._window
         for row, tokens, choices in zip(self._rows, accepted.tokens, accepted.choices, strict=True):
             answers = choices[ends : ends + self._window]
             for column, answer in enumerate(answers):
+                # A column from top to bottom, and the target's token after its last guess.
                 row.remember([level[column] for level in row.rows] + [answer])
             # the emitted text is as good a source of n-grams
             text = [row.root, *tokens]
@@ -144,7 +160,8 @@ class Lookahead:
         moved = []
         for level in rows:
             # The oldest level has been dropped, so every level guesses one position later than its
-            # number says: only `steps - 1` columns have to leave.
+            # number says: only `steps - 1` columns have to leave. Example: of [a b c], one step
+            # leaves all three, two steps leave [b c c], and three [c c c].
             shifted = level[min(steps - 1, len(level)) :]
             padding = [level[-1] if level else filler] * self._window
             moved.append((shifted + padding)[: self._window])

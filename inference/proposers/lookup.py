@@ -72,6 +72,7 @@ class LookupProposer(ABC):
         """Return a chain for each row, with missing nodes where a row's guess is shorter."""
         guesses = [row.guess(self._length) for row in self._rows]
         longest = max(map(len, guesses))
+        # There is always one: a guess has `length` tokens at most, and that is a size.
         size = min(size for size in self._sizes if size >= longest)
         # The text is all that these drafts depend on: they are never `informed` of the noise.
         if size == 0:

@@ -61,15 +61,21 @@ class MedusaProposer:
             self.ranks = sorted(set(nodes), key=lambda ranks: (len(ranks), ranks))
             self.shape = shape_of_ranks(nodes)
             self.max_drafted, self._levels = self.shape.drafted, self.shape.levels
+            # Ranks count from 0, hence the 1. The default is for a tree of the root alone.
             self._width = max((ranks[-1] for ranks in self.ranks), default=0) + 1
             # The best `_width` tokens of all heads stand in one row; these are the nodes' indices.
-            slots = [(len(ranks) - 1) * self._width + ranks[-1] for ranks in self.ranks]
+            # Example: with 3 tokens of each head, node (1, 0) is the best one of head 1: index 3.
+            slots = []
+            for ranks in self.ranks:
+                head = len(ranks) - 1
+                slots.append(head * self._width + ranks[-1])
             self._slots = torch.tensor(slots, dtype=torch.long, device=self._device)
         if self._levels > heads.config.num_heads:
             raise UserError(
                 f"a tree of {self._levels} levels needs as many heads; there are "
                 f"{heads.config.num_heads}"
             )
+        # `Draws.rank` returns no more tokens than there are.
         self._width = min(self._width, heads.vocab_size)
         # [B, H]: last hidden state one position before the root, the newest that there is
         self._state: Tensor
@@ -87,6 +93,8 @@ class MedusaProposer:
 
     def prefill(self, prompts: Prompts) -> None:
         rows = torch.arange(len(prompts.lengths), device=prompts.lengths.device)
+        # The last position of each prompt, behind which padding may stand. The root comes after it,
+        # and the target has not run it.
         self._state = prompts.hidden.last[rows, prompts.lengths - 1]
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
@@ -107,6 +115,8 @@ class MedusaProposer:
 
     def commit(self, accepted: Accepted) -> None:
         rows = torch.arange(len(accepted.counts), device=accepted.counts.device)
+        # `hidden` begins with the old root and ends with the last accepted draft: the position
+        # before the new root.
         self._state = accepted.hidden.last[rows, accepted.counts - 1]
 
     def keep(self, rows: list[int]) -> None:

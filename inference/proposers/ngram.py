@@ -17,6 +17,7 @@ class _Ngrams:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
+        # The longest first, and `shortest` among them: 3, 2, 1 for longest 3 and shortest 1.
         self._sizes = range(longest, shortest - 1, -1)
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}

@@ -44,6 +44,8 @@ class SuffixAutomaton:
 
     def _follow(self, token: int) -> None:
         """Extend the longest earlier match by a token, shortening it until the token fits."""
+        # The linked state stands for shorter ends of the match, which occur more often; the longest
+        # of them is tried. State 0, the empty end, is where shortening stops.
         while self._state and token not in self._next[self._state]:
             self._state = self._link[self._state]
             self._matched = self._length[self._state]
@@ -62,6 +64,8 @@ class SuffixAutomaton:
     def _add(self, token: int) -> None:
         """Add the token that follows the text to the automaton."""
         new = self._new(len(self._text) + 1, len(self._text) + 1)
+        # From the whole text to its ever shorter ends: those that this token has not followed
+        # before get a transition by it.
         state = self._last
         while state != -1 and token not in self._next[state]:
             self._next[state][token] = new
@@ -82,10 +86,13 @@ class SuffixAutomaton:
         The new state stands for the substrings of `below` that are ends of those of `state`
         followed by `token`. They have gained an end position that the longer ones have not.
         """
+        # The first end position is that of `below`: shorter substrings end wherever longer ones do.
         copy = self._new(self._length[state] + 1, self._first_end[below])
         self._next[copy] = dict(self._next[below])
         self._link[copy] = self._link[below]
         self._link[below] = copy
+        # Shorter ends of the text lead to `below` by the same token, until one leads elsewhere.
+        # From there on all do, since their continuations end at more positions.
         while state != -1 and self._next[state].get(token) == below:
             self._next[state][token] = copy
             state = self._link[state]
@@ -103,6 +110,8 @@ class SuffixAutomaton:
 
     def guess(self, length: int) -> list[int]:
         """Return `length` tokens that followed the longest match; none if it is too short."""
+        # Example: the text 1 2 3 1 2 ends with 1 2, which ended before index 2 the first time. From
+        # there 3 1 2 is copied, and what was copied goes on with 3.
         matched, start = self.longest_match()
         return copy_from(self._text, start, length) if matched >= self._shortest else []
 

@@ -74,7 +74,9 @@ class TreePlan:
         length, width, nodes = settings.length, settings.width, settings.nodes
         self.fixed = ranks_of(settings.shape) if settings.shape is not None else None
         if self.fixed is not None:
-            # The ranks fix all sizes. `nodes` is refused for chains, so a fixed one has None.
+            # The ranks fix all sizes. `nodes` is refused for chains, so a fixed one has None. Last
+            # ranks are enough for the width (they count from 0): the ranks before the last are the
+            # last ones of ancestors, which are nodes of the tree themselves.
             length, width = max(map(len, self.fixed)), max(ranks[-1] for ranks in self.fixed) + 1
             nodes = len(self.fixed) if width > 1 else None
         self.length, self.width = positive("length", length), positive("width", width)
@@ -82,10 +84,13 @@ class TreePlan:
         self.score_temperature = float(settings.score_temperature)
         self.give_all = give_all
         self.nodes = self._node_count(nodes)
+        # The root, and `width` nodes of each level but the last, which has no children.
         self.expanded = 1 + self.width * (self.length - 1)
         if self.width == 1:
             self.shape = TreeShape.chain(self.length)
         else:
+            # A plan of dynamic trees has a shape too, because the rule of a batch is not known yet:
+            # rules that compare distributions fill this shape.
             acceptance = [SAMPLED_ACCEPTANCE[: self.width]] * self.length
             self.shape = shape_of_ranks(self.fixed or grow(acceptance, self.nodes))
 
@@ -104,7 +109,8 @@ class TreePlan:
                 "nodes or a smaller length"
             )
         # A dynamic tree has `width` candidates below the root, and `width` below each of the
-        # `width` nodes that it expands on every further level.
+        # `width` nodes that it expands on every further level: 8 + 4 * 64 = 264 for width 8 and
+        # length 5. More nodes than that cannot be drafted.
         candidates = width + (length - 1) * width * width
         return min(nodes if nodes is not None else 4 * length, candidates)
 
@@ -116,6 +122,7 @@ class TreePlan:
         if self.width == 1:
             chain = grow_chain(first, root, draws, go_on, self.length, self.threshold)
             return chain, no_places
+        # Asked before `Slots`: a block drafter too needs a fixed shape under such a rule.
         if self.fixed is not None or draws.sampling.compares_distributions:
             return grow_fixed(first, root, draws, go_on, self.shape)
         if isinstance(go_on, Slots):  # a block's drafts do not depend on each other
@@ -130,6 +137,7 @@ class TreePlan:
 
 def _checked_threshold(threshold: Any, width: int) -> float:
     """Return a chain's threshold as a float. Raises `UserError`."""
+    # Python counts True among the integers.
     known = isinstance(threshold, int | float) and not isinstance(threshold, bool)
     if not known or not 0 <= threshold < 1:
         raise UserError(
@@ -152,6 +160,8 @@ def ranks_of(shape: Any) -> list[Ranks]:
             f"shape must be a list of lists of ranks, such as [[0], [1], [0, 0]], not {shape!r}"
         ) from error
     ranks = sorted(nodes, key=lambda node: (len(node), node))
+    # The next better sibling of every node is enough: [2] asks for [1], and that asks for [0].
+    # Whether the parent is there is asked by `shape_of_ranks`.
     for node in ranks:
         if not node or min(node) < 0 or (node[-1] and (*node[:-1], node[-1] - 1) not in nodes):
             raise UserError(f"shape: node {list(node)} needs all its better siblings in the tree")

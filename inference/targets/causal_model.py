@@ -82,6 +82,7 @@ class CausalModel(ModelHead):
             and mask is not None
             else run_decoder
         )
+        # All states are kept only if some are tapped, because they hold the memory of every layer.
         last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
         tapped = tuple(states[tap] for tap in taps)
         if self.spread == "devices":  # each layer's states lie where the layer does
@@ -115,12 +116,17 @@ class CausalModel(ModelHead):
                     .expand(len(ids), -1)
                 )
             outputs.append(self.forward(piece, positions, cache=cache, taps=taps))
+            # All rows together, padding too, so that the next piece begins at the same slot in all
+            # of them.
             cache.commit([piece.shape[1]] * len(ids))
         cache.lengths = list(lengths)  # padding was committed too
         if len(outputs) == 1:
             return outputs[0]
-        tapped = [torch.cat([piece.taps[i] for piece in outputs], dim=1) for i in range(len(taps))]
-        return Hidden(torch.cat([piece.last for piece in outputs], dim=1), tuple(tapped))
+        tapped = []
+        for i in range(len(taps)):
+            pieces = [output.taps[i] for output in outputs]
+            tapped.append(torch.cat(pieces, dim=1))
+        return Hidden(torch.cat([output.last for output in outputs], dim=1), tuple(tapped))
 
     def forward_tree(
         self,
@@ -141,6 +147,7 @@ class CausalModel(ModelHead):
         count, slots = tokens.shape[1], slot_depths.shape[1]
         # A mask over a static cache is as wide as its buffer, which has to grow before.
         cache.reserve(cache.longest + cache.staged + count)
+        # A single row's length is known on the host, where adding a number needs no tensor.
         starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
         # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
@@ -197,6 +204,8 @@ class CausalModel(ModelHead):
         attention that ignores a 4D mask, position biases that are derived from the mask.
         """
         shape = TreeShape((-1, 0, 0, 2, 1))  # the last node's parent is not the node before it
+        # Three tokens of a prompt, then the nodes. Different tokens, so that a node that sees a
+        # wrong one differs.
         ids = (torch.arange(3 + shape.nodes, device=self.device) * 7 + 3) % self.vocab_size
         tables = shape.tables(self.device)
         try:
@@ -218,11 +227,13 @@ class CausalModel(ModelHead):
         ) as error:
             reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
-        paths = [
-            torch.cat([ids[:3], ids[3:][torch.tensor(shape.path_to(node))]])
-            for node in range(shape.nodes)
-        ]
-        alone = torch.stack([self.forward(path[None]).last[0, -1] for path in paths])
+        # Each node once more, at the end of the prompt and its own path, without cache and mask.
+        last_states = []
+        for node in range(shape.nodes):
+            path = torch.tensor(shape.path_to(node))
+            text = torch.cat([ids[:3], ids[3:][path]])
+            last_states.append(self.forward(text[None]).last[0, -1])
+        alone = torch.stack(last_states)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
         error = ((in_tree - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
         if not error <= tolerance:  # `error > tolerance` would let NaN pass
@@ -241,6 +252,7 @@ class CausalModel(ModelHead):
     def check_head(self) -> None:
         """Raise `UserError` unless `head` gives the model's own logits, which drafters learn."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
+        # The model's own forward pass, with whatever it does behind its head.
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
         logits = self.head(self.forward(ids).last).float()
         if not bool(expected.isfinite().all()):

@@ -99,6 +99,7 @@ class ModelHead:
     @property
     def head_weight(self) -> Tensor:
         """Output matrix `[V, H]`, multiplied by the target's own scale of its logits."""
+        # Drafters that copy the matrix apply no scale afterwards, so it is put into the matrix.
         return self._output.weight if self._scale is None else self._output.weight * self._scale
 
     @property
@@ -109,6 +110,7 @@ class ModelHead:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a generation, as `generate` sees them."""
+        # A number, a list of numbers, or None.
         ids = self.model.generation_config.eos_token_id
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
@@ -117,8 +119,12 @@ class ModelHead:
     @property
     def processors(self) -> dict[str, Any]:
         """Settings of generation_config that `generate` applies and decoding here does not."""
-        settings = {name: getattr(self.model.generation_config, name, None) for name in PROCESSORS}
-        return {name: value for name, value in settings.items() if value not in PROCESSORS[name]}
+        applied: dict[str, Any] = {}
+        for name, neutral_values in PROCESSORS.items():
+            value = getattr(self.model.generation_config, name, None)
+            if value not in neutral_values:
+                applied[name] = value
+        return applied
 
     @property
     def repetition_penalty(self) -> float:
@@ -136,11 +142,12 @@ class ModelHead:
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm before the head, by any of its usual names, or None."""
-        norms = (
-            getattr(self.decoder, name, None)
-            for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm")
-        )
-        return next((norm for norm in norms if getattr(norm, "weight", None) is not None), None)
+        for name in ("norm", "final_layernorm", "ln_f", "final_layer_norm"):
+            norm = getattr(self.decoder, name, None)
+            # OLMo's norm has no weight, so there is nothing that a drafter could take over.
+            if getattr(norm, "weight", None) is not None:
+                return norm
+        return None
 
     @torch.no_grad()
     def final_norm_weight(self) -> Tensor | None:
@@ -150,12 +157,15 @@ class ModelHead:
         if norm is None or weight.shape != (self.hidden_size,):
             return None
         # Tried on numbers: some norms have a bias, or multiply by 1 + w, under the same names.
+        # The numbers have a mean other than 0, so that a norm which subtracts the mean differs.
         x = torch.linspace(-3, 4, self.hidden_size, device=weight.device, dtype=weight.dtype)[None]
+        # In float32, and with tolerances that bfloat16 keeps: it has 8 bits.
         by_formula = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6)
         return weight if torch.allclose(norm(x).float(), by_formula, rtol=2e-2, atol=1e-2) else None
 
     def head(self, last: Tensor) -> Tensor:
         """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
+        # A drafter's states may have another dtype than the target's head.
         logits = self._output(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale

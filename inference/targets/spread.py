@@ -57,6 +57,7 @@ def _split_within_layers(
     config: Any = read_config(path, options["trust_remote_code"]).get_text_config()
     ranks = torch.distributed.get_world_size()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    # Each rank gets whole key-value heads with the attention heads that read them.
     if heads % ranks:
         raise UserError(
             f"target.spread=tensor cannot share {heads} key-value heads between {ranks} ranks; "
@@ -112,6 +113,8 @@ def _sharded_by_layer(
     first = torch.distributed.get_rank() == 0
     source: Any = read_model(path, options) if first else None
     config, dtype, digest = _on_first(lambda: (source.config, source.dtype, weights_hash(source)))
+    # Shapes without memory, so that no rank holds the whole model, the first one's `source` in host
+    # memory apart.
     with torch.device("meta"):
         model: Any = make_causal_lm(config, options["trust_remote_code"], dtype=dtype)
     model.requires_grad_(False)
@@ -120,7 +123,9 @@ def _sharded_by_layer(
     # Only the layers are sharded, not the decoder around them: sharding changes a module's class,
     # and transformers recognises by the class which module's hidden states it has to record.
     for layer in layers:
+        # A layer's whole weights exist on a rank only while the layer runs.
         fully_shard(layer, reshard_after_forward=True)
+    # Only here is memory taken, for this rank's shards and what is not sharded.
     model.to_empty(device=device)
     # All ranks make the calls below that communicate in the same order: the state dict, a broadcast
     # for each buffer, the generation config. The other ranks bring nothing and receive everything.
@@ -128,6 +133,7 @@ def _sharded_by_layer(
     set_model_state_dict(
         model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     )
+    # `to_empty` gave a tied head memory of its own, so it is tied to the embedding once more.
     model.tie_weights()
     buffers = dict(source.named_buffers()) if first else {}
     # buffers that no state dict holds, such as rotary frequencies
@@ -156,6 +162,7 @@ def decoder_layers(decoder: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
 
 def _on_first(work: Any) -> Any:
     """Call `work` on the first rank, and return its result on all ranks. All ranks call this."""
+    # `broadcast_object_list` writes into a list that all ranks have, in place.
     result = [work() if torch.distributed.get_rank() == 0 else None]
     torch.distributed.broadcast_object_list(result, 0)
     return cast(Any, result[0])

@@ -143,11 +143,10 @@ def save_embedding_and_head(target: TargetSource, folder: Path) -> None:
         wanted += norm.parameters()
     # By identity: names differ between architectures, and a tied head has no name of its own.
     wanted_ids = {id(parameter) for parameter in wanted}
-    tensors = {
-        name: p.detach().cpu().contiguous()
-        for name, p in target.model.named_parameters()
-        if id(p) in wanted_ids
-    }
+    tensors = {}
+    for name, parameter in target.model.named_parameters():
+        if id(parameter) in wanted_ids:
+            tensors[name] = parameter.detach().cpu().contiguous()
     save_file(tensors, folder / EMBEDDING_AND_HEAD_FILE)
 
 
@@ -212,16 +211,14 @@ def model_of_embedding_and_head(
             setattr(
                 model.get_submodule(owner), attribute, nn.Parameter(weight, requires_grad=False)
             )
+    # A tied head has no tensor of its own in the files.
     model.tie_weights()
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    if any(
-        p.is_meta
-        for p in (
-            *model.get_input_embeddings().parameters(),
-            *model.get_output_embeddings().parameters(),
-        )
-    ):
+    embedding_weights = model.get_input_embeddings().parameters()
+    head_weights = model.get_output_embeddings().parameters()
+    # What no file held is still on the meta device.
+    if any(weight.is_meta for weight in (*embedding_weights, *head_weights)):
         raise UserError(
             f"{folder} lacks the embedding or the head, or has them in a form that is not read here"
         )
@@ -275,19 +272,17 @@ def load_texts(store: str | Path, wanted: tuple[int, ...] | None = None) -> list
     tensors = tensors_of(path)
     try:
         lengths = tensors["lengths"].tolist()
-        split = {
-            name: tensor.split(lengths)
-            for name, tensor in tensors.items()
-            if name not in ("lengths", "starts")
-        }
+        split = {}
+        for name, tensor in tensors.items():
+            if name not in ("lengths", "starts"):
+                split[name] = tensor.split(lengths)
         taps = [split[f"tap{tap}"] for tap in (manifest.taps if wanted is None else wanted)]
     except (KeyError, RuntimeError) as error:
         raise UserError(
             f"{path} does not hold the texts that {MANIFEST} tells of ({error}); extract again"
         ) from error
-    return [
-        HeldOutText(
-            split["ids"][i].tolist(), start, Hidden(split["last"][i], tuple(tap[i] for tap in taps))
-        )
-        for i, start in enumerate(tensors["starts"].tolist())
-    ]
+    texts = []
+    for i, start in enumerate(tensors["starts"].tolist()):
+        hidden = Hidden(split["last"][i], tuple(tap[i] for tap in taps))
+        texts.append(HeldOutText(split["ids"][i].tolist(), start, hidden))
+    return texts

@@ -168,9 +168,11 @@ def _usage(of: str = "") -> str:
     from ..method import METHODS
 
     width = max(map(len, VERBS))
-    verbs = "\n".join(
-        f"  {verb:<{width}}  {what}" for verb, (*_, what) in VERBS.items() if verb.startswith(of)
-    )
+    lines = []
+    for verb, (*_, what) in VERBS.items():
+        if verb.startswith(of):
+            lines.append(f"  {verb:<{width}}  {what}")
+    verbs = "\n".join(lines)
     return (
         "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
         f"commands (each has --help):\n{verbs}\n\n"

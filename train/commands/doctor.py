@@ -77,9 +77,10 @@ def machine() -> Iterator[Finding]:
     """Yield the findings about versions, devices, memory and disk."""
     installed = versions()
     # deepspeed is installed on Linux only.
-    missing = [
-        name for name, version in installed.items() if version is None and name != "deepspeed"
-    ]
+    missing = []
+    for name, version in installed.items():
+        if version is None and name != "deepspeed":
+            missing.append(name)
     text = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
     if missing:
         text += f"; missing: {', '.join(missing)}"

@@ -58,6 +58,9 @@ class Batch:
         """
         if self.rounds is None:
             return torch.ones(*self.ids.shape, steps)
+        # With accepted weight 0.5 and four steps, a root with 3 (the third draft was rejected) has
+        # the weights 0.5 0.5 1 0, and one with -2 (both were accepted) 0.5 0.5 0 0. A position with
+        # 0 is no root, and all its weights are 0.
         rounds, depth = self.rounds[..., None], torch.arange(1, steps + 1)
         looked_at = torch.where((rounds > 0) & (depth == rounds), 1.0, accepted) * (
             depth <= rounds.abs()
@@ -76,8 +79,12 @@ class Batch:
         decoded = torch.where(self.rounds == ANY, 0, self.rounds)
         depths = int(decoded.abs().max())
         total = (self.rounds == ANY).float()
+        # Ordinary positions have the weight 1 in every column of `draft_weights`; they are in
+        # `total` already, so they are taken out here.
         table = self.draft_weights(max(depths, 1), accepted) * (decoded != 0)[..., None]
         for d in range(depths):  # depth d + 1
+            # Depth 2 (d = 1) in a row of 5 positions: the rows 1 .. 4 get the weights of the roots
+            # 0 .. 3.
             row, root = slice(d, None), slice(None, table.shape[1] - d)
             # A text may have been cut within its last round, and the row then belongs to the next
             # document.
@@ -88,6 +95,7 @@ class Batch:
     def document_lengths(self) -> Tensor:
         """Return the length of the document that each position belongs to `[B, S]`."""
         columns = self.documents + 1  # PADDING, which is -1, becomes column 0
+        # A row of S positions has at most S documents, hence S + 1 columns.
         counts = torch.zeros(len(columns), columns.shape[1] + 1, dtype=torch.long).scatter_add_(
             1, columns, torch.ones_like(columns)
         )
@@ -129,6 +137,7 @@ def pack(lengths: list[int], capacity: int) -> list[list[int]]:
             free, row = capacity, len(rows)
             rows.append([])
         rows[row].append(item)
+        # A row that is full now is not put back.
         if free > lengths[item]:
             bisect.insort(open_rows, (free - lengths[item], row))
     return rows
@@ -170,6 +179,8 @@ class Turns:
         """Return the part of each row of a block, `[BLOCK]`."""
         numbers = np.arange(block * self.BLOCK, (block + 1) * self.BLOCK)
         points = (numbers + 0.5) * GOLDEN % 1.0
+        # Shares of 0.3 and 0.2: part 0 has the points of [0, 0.3), part 1 those of [0.3, 0.5), and
+        # the rest is the data's. Before a part's first row its points are the data's too.
         owners, low = np.full(self.BLOCK, len(self._parts)), 0.0
         for i, (share, first) in enumerate(self._parts):
             owners[(points >= low) & (points < low + share) & (numbers >= first)] = i
@@ -235,6 +246,8 @@ class Batches:
         """Return what `rank` sees in the given accumulation of `step` (all from 0)."""
         # The rows of a step are numbered by accumulation, then by rank.
         first = step * self.rows_per_step + (accumulation * self._ranks + rank) * self._rows
+        # With 3 rows, 2 ranks and 2 accumulations: accumulation 0 has the rows 0 1 2 and 3 4 5,
+        # accumulation 1 has 6 7 8 and 9 10 11, and the next step begins at 12.
         numbers = range(first, first + self._rows)
         return collate([self._row(number) for number in numbers], tuple(numbers))
 
@@ -245,6 +258,7 @@ class Batches:
 
     def sample(self, count: int) -> list[Tensor]:
         """Return token ids `[S]` of `count` documents evenly spread over the data, or of all."""
+        # Of fewer documents than `count` the same one would be chosen several times.
         chosen = np.unique(np.linspace(0, len(self._documents) - 1, count).astype(int))
         return [
             torch.from_numpy(self.table.document(self._documents[i])[0].astype(np.int64))
@@ -295,6 +309,8 @@ class Batches:
         owner, index = self._turns.of(number)
         if owner < len(self.rollouts):
             return self.rollouts[owner].row(index)
+        # Counted among the data's own rows only, so that an epoch of them still has every pack
+        # once.
         return self._pack_at(index)
 
     def pack_of(self, number: int) -> int:
@@ -302,6 +318,8 @@ class Batches:
         epoch, index = divmod(number, self.packs)
         if epoch != self._epoch:
             self._epoch = epoch
+            # Seeded by the epoch, so that a resume can make the order of any epoch without those
+            # before it. It is kept, since the next rows are mostly of the same epoch.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.packs)
         return int(self._order[index])
 
@@ -320,13 +338,15 @@ def collate(
 
     A document is (ids, mask), with its `rounds` if it was decoded with the drafter; see `Batch`.
     """
-    width = max(sum(len(ids) for ids, *_ in row) for row in rows)
+    width, with_rounds = 0, False
+    for row in rows:
+        width = max(width, sum(len(ids) for ids, *_ in row))
+        with_rounds = with_rounds or any(len(document) > 2 for document in row)
     shape = (len(rows), width)
+    # Tables hold ids as int32, but torch's indices are int64.
     ids, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     documents, mask = np.full(shape, PADDING, np.int64), np.zeros(shape, np.bool_)
-    rounds = None
-    if any(len(document) > 2 for row in rows for document in row):
-        rounds = np.full(shape, ANY, np.int64)
+    rounds = np.full(shape, ANY, np.int64) if with_rounds else None
     for r, row in enumerate(rows):
         at = 0
         for number, (document, written, *decoded) in enumerate(row):

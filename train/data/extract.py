@@ -93,7 +93,10 @@ def run(options: Options) -> None:
         lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None,
     )
     tables = data_module.load(store / "data")
+    # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does for
+    # both, whatever the training run will have.
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
+    # A function, because a store that was begun before has these texts already.
     held_out = partial(
         judge_texts, config, target, layout, tables, batches.sample_ids(target.max_positions - 1)
     )
@@ -118,6 +121,7 @@ def run(options: Options) -> None:
         assert isinstance(target, Target), "a store is extracted from a target that runs"
         source = LiveTarget(target, taps)
     write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
+    # The size below is to be that of the shards of all workers.
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
@@ -206,6 +210,7 @@ def begin(
     with whole_directory(store / "target") as aside:
         save_embedding_and_head(target, aside)
     texts, sizes, sample = held_out()
+    # Held-out texts are few, and drafters are judged by them, so fp8 is not used for them.
     exact = torch.float32 if options.dtype == "float32" else torch.bfloat16
     with whole_file(store / TEXTS_FILE) as aside:
         save_texts(texts, layout.taps, exact, aside)
@@ -291,6 +296,7 @@ def write_shards(
     of them drop the last.
     """
     whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes
+    # Rounded up: 10 packs in shards of 4 are 3 shards.
     shards = -(-batches.packs // layout.rows_per_shard)
     if together:
         # One list for all, since another look at the disk might give another one.
@@ -315,6 +321,7 @@ def write_shards(
                 writer.add(features)
         if to_write:
             writer.write(shard_path(store, index))
+        # The total counts the shards of all workers, which advance at about the same pace.
         progress.update(ranks if whole else 1)
         if not whole:
             progress.now(f"row {wanted(store)[0]} is wanted next")
@@ -327,6 +334,8 @@ def in_step(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bo
     The ranks take the `missing` shards in groups. In the last group a rank for which none is left
     goes through another's without writing it.
     """
+    # The shards 3 5 8 and two ranks: rank 0 writes 3 and 8, rank 1 writes 5 and then goes through 8
+    # without writing it.
     for start in range(0, len(missing), ranks):
         group = missing[start : start + ranks]
         yield group[min(rank, len(group) - 1)], rank < len(group)

@@ -70,6 +70,7 @@ class Rollouts:
             raise UserError(
                 f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1"
             )
+        # Made only to have its settings checked.
         self.sampling(0)
 
     def sampling(self, seed: int) -> Sampling:
@@ -123,6 +124,7 @@ class Written:
                 f"{name}.share needs prompts of at most half of data.max_length; the sources hold "
                 "none"
             )
+        # `hash` of a text differs from process to process, and ranks need the same number.
         self._batches, self._seed = batches, [batches.seed, zlib.crc32(name.encode())]
         self._first_step = round(config.begin * total)
         self.first_row = self._first_step * batches.rows_per_step
@@ -142,21 +144,27 @@ class Written:
         random = np.random.default_rng([*self._seed, number])
         chosen = self._prompts[random.permutation(len(self._prompts))[: self.config.prompts]]
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        requests = [
-            Request(self._batches.table.document(document)[0][:start].tolist(), i)
-            for i, (document, start) in enumerate(chosen.tolist())
-        ]
+        requests = []
+        for place, (document, start) in enumerate(chosen.tolist()):
+            ids, _ = self._batches.table.document(document)
+            requests.append(Request(ids[:start].tolist(), place))
         share = requests if self._together else requests[rank::ranks]
+        # One seed for all ranks: the noise of a text follows from the seed and the request's id, so
+        # it does not matter which rank writes the text.
         documents = self._write(share, int(random.integers(1 << 31)))
-        texts: list[Any] = [
-            (request.id, document) for request, document in zip(share, documents, strict=True)
-        ]
+        places = [request.id for request in share]
+        texts: list[Any] = list(zip(places, documents, strict=True))
         if not self._together:
             texts = gather_object(texts)
         # In the order of the prompts, so that the rows are the same on any number of ranks.
         texts.sort(key=lambda pair: pair[0])
+        # A prompt takes at most half of a packed row, but the reply may be longer than the other
+        # half.
         longest = self._batches.max_length
-        self._take([tuple(array[:longest] for array in document) for _, document in texts])
+        documents = []
+        for _, (ids, mask, rounds) in texts:
+            documents.append((ids[:longest], mask[:longest], rounds[:longest]))
+        self._take(documents)
 
     def _take(self, documents: list[Document]) -> None:
         self._documents = documents
@@ -182,12 +190,15 @@ class Written:
         """Take the texts of a checkpoint, if there were any yet."""
         if (path := folder / f"{self.name}.safetensors").is_file():
             stored = load_file(path)
+            # `np.split` wants the inner borders only: the lengths 3 2 4 have the borders 3 and 5.
             borders = np.cumsum(stored["lengths"])[:-1]
             arrays = [np.split(stored[name], borders) for name in PARTS]
+            # The packs are not stored: `pack` makes the same ones of the same lengths.
             self._take(list(zip(*arrays, strict=True)))
 
 
-PARTS = ("ids", "mask", "rounds")  # tensors of a document in a checkpoint
+# Tensors of a document in a checkpoint, in the order of `Document`, by which `load` takes them.
+PARTS = ("ids", "mask", "rounds")
 
 
 def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
@@ -214,13 +225,14 @@ def student_texts(
     vocabulary lacks are given to it as its last token, as in decoding; the documents have the
     prompts as they were.
     """
-    readable = [
-        Request([min(token, student.vocab_size - 1) for token in r.prompt_ids], r.id)
-        for r in prompts
-    ]
+    readable = []
+    for request in prompts:
+        known_ids = [min(token, student.vocab_size - 1) for token in request.prompt_ids]
+        readable.append(Request(known_ids, request.id))
     texts = _in_batches(config, student, PlainDecoding(), readable, seed, eos_ids)
     documents = []
     for text, request in zip(texts, prompts, strict=True):
+        # As it was before ids were replaced: the target, which judges the text, has all tokens.
         text.prompt_ids = list(request.prompt_ids)
         length = len(text.prompt_ids) + len(text.token_ids)
         documents.append(_document(text, np.full(length, ANY, np.int64)))
@@ -252,6 +264,9 @@ def rounds_of(text: Generation) -> np.ndarray:
     rounds = np.zeros(start + len(text.token_ids), np.int64)
     root = start  # chosen by the prefill
     for step in text.rounds:
+        # Two of four drafts accepted, three tokens emitted: the third draft was rejected, so 3. All
+        # four accepted, five tokens emitted: -4. The reply ended with the first of two accepted
+        # drafts, one token emitted: -1.
         emitted = len(step.tokens)
         # The draft after the accepted ones was rejected if there was one and the target's own token
         # took its place. Without that token the reply has ended within the accepted drafts.

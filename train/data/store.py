@@ -111,6 +111,8 @@ class ShardWriter:
     def add(self, features: Features) -> None:
         """Append every row of a batch."""
         batch = features.batch
+        # Masks are on the CPU, so that what follows from them is known without waiting for a
+        # device.
         real = batch.documents != PADDING
         has_last = real if self._layout.all_last else taught(batch)
         for r in range(len(batch.ids)):
@@ -129,6 +131,7 @@ class ShardWriter:
         for name, rows in self._rows.items():
             tensors |= encoded(name, torch.cat(rows), self._layout.dtype)
         for name, lengths in self._lengths.items():
+            # Rows of 3, 2 and 4 positions begin at 0, 3 and 5, and 9 is the end of the last.
             tensors[f"{name}_starts"] = torch.tensor([0, *lengths]).cumsum(0)
         with whole_file(path) as aside:
             save_file(tensors, aside)
@@ -148,6 +151,8 @@ def encoded(name: str, states: Tensor, dtype: StoreType) -> dict[str, Tensor]:
     """
     if dtype != "fp8":
         return {name: states.to(getattr(torch, dtype)).contiguous()}
+    # float8_e4m3fn reaches from 2^-9 to 448 only. With one scale for all positions, a position of
+    # large states would leave those of small ones near 0, where few digits are left.
     # The least scale keeps a position of zeros from a division by zero.
     scale = states.float().abs().amax(-1).clamp(min=1e-12) / FP8_LARGEST
     return {
@@ -180,6 +185,7 @@ class Shard:
         """
         starts = self._starts["last" if name == "last" else "tap"]
         span = slice(starts[place], starts[place + 1])
+        # Of the mapped file only this span is read.
         states = self._file.get_slice(name)[span]
         if not self._scaled:
             return states
@@ -226,6 +232,7 @@ class StoredFeatures:
         self._told = -1
         """Shard from which on the extractor knows that shards are needed."""
         # A step may begin at the last row of a shard, and all its rows have to exist at once.
+        # With 8 rows a step and 4 rows a shard, a step of the rows 3 .. 10 reads the shards 0 .. 2.
         if (ring := self._layout.ring) is not None and ring * self._layout.rows_per_shard < (
             needed := batches.rows_per_step + self._layout.rows_per_shard - 1
         ):
@@ -243,6 +250,7 @@ class StoredFeatures:
         device, dtype = self._target.device, self._target.dtype
         shape = (*batch.ids.shape, self._target.hidden_size)
         names = ["last", *(f"tap{tap}" for tap in self._taps)]
+        # Positions without a stored state stay 0: no loss is about them.
         states = {name: torch.zeros(shape, dtype=dtype) for name in names}
         has_last = batch.documents != PADDING if self._layout.all_last else taught(batch)
         if self._layout.ring is not None:
@@ -277,6 +285,8 @@ class StoredFeatures:
                 verify_shard(path)
                 self._verified.add(index)
             if len(self._shards) >= self.OPEN:
+                # A dictionary keeps the order of insertion, so its first key was used least
+                # recently.
                 self._shards.pop(next(iter(self._shards)))
             self._shards[index] = Shard(path)
         # Move it to the end, which is closed last.
@@ -309,6 +319,7 @@ class StoredFeatures:
         Every rank is done with them, since a step ends with a sum over ranks. Rows of the same step
         may still be read by another rank.
         """
+        # With 8 rows a step, row 21 is of the step that begins at row 16.
         first = number // self._batches.rows_per_step * self._batches.rows_per_step
         index = first // self._layout.rows_per_shard
         if index != self._told:
@@ -373,6 +384,7 @@ def shards_to_write(
                     remove_shard(note.with_suffix(".safetensors"))
         missing = None
         for index in range(lowest, lowest + layout.ring):
+            # Each number belongs to one worker, so that no two write the same shard.
             if index % ranks == rank and not shard_done(shard_path(store, index)):
                 missing = index
                 break

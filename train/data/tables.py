@@ -99,11 +99,18 @@ class TokenTable:
     @classmethod
     def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
         """Return the table of `documents`, of which an epoch takes document i `copies[i]` times."""
-        lengths = np.array([len(d.token_ids) for d in documents], dtype=np.int64)
+        ids: list[int] = []
+        mask: list[bool] = []
+        starts = [0]
+        for document in documents:
+            ids += document.token_ids
+            mask += document.mask
+            starts.append(len(ids))
         return cls(
-            np.array([i for d in documents for i in d.token_ids], dtype=np.int32),
-            np.array([m for d in documents for m in d.mask], dtype=np.bool_),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            # holds every token id, in half of the memory of int64
+            np.array(ids, dtype=np.int32),
+            np.array(mask, dtype=np.bool_),
+            np.array(starts, dtype=np.int64),
             np.array(copies, dtype=np.int32),
         )
 
@@ -131,16 +138,15 @@ def prepare(data: Data, target: TargetSource, folder: Path, seed: int) -> Tables
             if noted(folder).key == key:
                 return load(folder)
         except UserError as error:
+            # The message without its remedy, which is what happens here anyway.
             log.warning(
                 "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
             )
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
         for name, table in (("train", tables.train), ("held_out", tables.held_out)):
-            save_file(
-                {k: np.ascontiguousarray(v) for k, v in vars(table).items()},
-                aside / f"{name}.safetensors",
-            )
+            arrays = {part: np.ascontiguousarray(array) for part, array in vars(table).items()}
+            save_file(arrays, aside / f"{name}.safetensors")
         write_json(
             aside / COUNTS_FILE,
             {"schema": 1, "key": key, "counts": tables.counts, "files": facts_of(aside)},
@@ -163,10 +169,8 @@ def load(folder: Path) -> Tables:
         if (reason := differs(folder, name, COUNTS_FILE, facts.bytes, facts.sha256)) is not None:
             raise UserError(f"{folder}: {reason}; {again_for(folder)}")
     try:
-        train, held_out = (
-            TokenTable(**load_file(folder / f"{name}.safetensors"))
-            for name in ("train", "held_out")
-        )
+        train = TokenTable(**load_file(folder / "train.safetensors"))
+        held_out = TokenTable(**load_file(folder / "held_out.safetensors"))
         train.check()
         held_out.check()
     except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -192,6 +196,8 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
     for source in data.sources:
         # A data set on the hub has no files here; its name stands in the settings.
         for file in source_files(source.path) or []:
+            # Size and time instead of the contents, which would have to be read whole at every
+            # start.
             facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -280,10 +286,12 @@ def _read(
         held_out = _is_held_out(data.held_out, name, raw, row_name, seed)
         # A weight of 2.3 takes every row twice, and three tenths of them once more.
         copies = int(source.weight) + (_chance("copies", seed, name, row_name) < source.weight % 1)
+        # A held-out row stays, whatever its source weighs in training.
         if not held_out and copies == 0:
             count["not taken (weight)"] += 1
             continue
         try:
+            # A row that could not be read comes as its error, so that all losses are counted below.
             if isinstance(raw, RowError):
                 raise raw
             conversation = conversation_of(raw)
@@ -300,6 +308,8 @@ def _read(
             count["malformed"] += 1
             lost.append(f"{row_name} ({error})")
             continue
+        # Turns that a template cannot render together are sequences of their own, and some of them
+        # may fit while others do not.
         fits = [e for e in encoded if len(e.token_ids) <= data.max_length]
         useful = [e for e in fits if _has_label(e)]
         if useful and len(fits) < len(encoded):
@@ -365,6 +375,9 @@ def _is_held_out(held_out: HeldOutConfig, source: str, raw: Any, row_name: str, 
 
 def _chance(*what: object) -> float:
     """Return a number in [0, 1), evenly spread, that depends on nothing but its arguments."""
+    # Not Python's `hash`, which gives other numbers for a text in every process. The first of the
+    # arguments is a word for the purpose: otherwise the rows that are held out would be those that
+    # are copied.
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8]) / 2**64
 
 
@@ -430,12 +443,18 @@ def ngrams(text: str) -> set[int]:
     These are the usual unit of contamination. The hashes are valid within this process only.
     """
     words = WORD.findall(text.lower())
-    return {hash(tuple(words[i : i + NGRAM_WORDS])) for i in range(len(words) - NGRAM_WORDS + 1)}
+    hashes = set()
+    for start in range(len(words) - NGRAM_WORDS + 1):
+        hashes.add(hash(tuple(words[start : start + NGRAM_WORDS])))
+    return hashes
 
 
 def _clean(train: list[_Row], held_out: list[_Row], counts: dict[str, Counter[str]]) -> list[_Row]:
     """Return the training rows that share no 13-gram with a held-out row, counting the others."""
-    forbidden: set[int] = set().union(*(ngrams(row.words) for row in held_out))
+    forbidden: set[int] = set()
+    # One set of all n-grams, against which each training row is one set operation.
+    for row in held_out:
+        forbidden |= ngrams(row.words)
     clean = []
     for row in train:
         if forbidden.isdisjoint(ngrams(row.words)):
@@ -449,5 +468,6 @@ def _describe(counts: dict[str, Counter[str]]) -> str:
     """Return the counts of all sources in one line."""
     described = []
     for name, count in counts.items():
-        described.append(f"{name}: " + ", ".join(f"{n} {outcome}" for outcome, n in count.items()))
+        outcomes = ", ".join(f"{number} {outcome}" for outcome, number in count.items())
+        described.append(f"{name}: {outcomes}")
     return "; ".join(described)

@@ -74,6 +74,7 @@ def _plain_text(conversation: Conversation, tokenizer: Any) -> Encoded:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if conversation.completion is None:
         return Encoded(ids + end, [True] * len(ids + end))
+    # Without special tokens: a beginning token stands before the prompt, if there is one.
     tail = [*tokenizer(conversation.completion, add_special_tokens=False)["input_ids"], *end]
     return Encoded(ids + tail, [False] * len(ids) + [True] * len(tail))
 
@@ -124,6 +125,8 @@ def _by_prefixes(
         # The prompt ends with the mark of the assistant's role, so the span is the turn alone.
         span = (len(prompt), len(full))
         if sequences and prompt.startswith(sequences[-1][0]):
+            # `full` begins with `prompt`, and that with the sequence so far: its spans stay where
+            # they are.
             sequences[-1] = (full, [*sequences[-1][1], span])
         else:
             sequences.append((full, [span]))
@@ -141,6 +144,7 @@ def _mask_spans(
     `spans` are [start, end) in characters. Templates may add a line break after the end token; the
     target does not write that.
     """
+    # The template has written all special tokens into the text already.
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), encoding["offset_mapping"]
     special = set(tokenizer.all_special_ids) | eos_ids

@@ -70,6 +70,7 @@ class Anchors:
         # repetition. The key 2 stands behind all of them: no root.
         keys = torch.full(valid.shape, 2.0)
         for row, number in enumerate(batch.numbers):
+            # Runs whose seeds differ by one share a draw only at rows that are a million apart.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             keys[row] = torch.rand(valid.shape[1], generator=generator)
         keys = torch.where(valid, keys, 2.0)
@@ -84,6 +85,7 @@ class Anchors:
         is_root = positions < batch.ids.shape[1]
         last_root = torch.where(is_root, positions, 0).amax(-1, keepdim=True)
         positions = torch.where(is_root, positions, last_root)
+        # An anchor left over repeats a root, whose drafts must not count twice.
         return cls(positions, runs_at(batch, positions, drafts) * is_root[..., None])
 
     def ahead(self, row: Tensor, device: torch.device, places: int) -> Tensor:
@@ -93,6 +95,8 @@ class Anchors:
         x[a+1] .. x[a+D] of an anchor, and `places` 0 the token before each draft.
         """
         steps = torch.arange(places, places + self.weights.shape[-1])
+        # A draft past the end has weight 0, so what it reads does not matter; only the index has to
+        # exist.
         index = (self.places[..., None] + steps).clamp(max=row.shape[1] - 1).to(row.device)
         return row.gather(1, index.flatten(1)).view(index.shape).to(device, non_blocking=True)
 
@@ -156,6 +160,7 @@ class BlockAttention:
         for row, anchors in enumerate(self._places.tolist()):
             for block, anchor in enumerate(anchors):
                 slots = slice(block * self._size, (block + 1) * self._size)
+                # The anchor is excluded: while it is the root it has no feature.
                 before = slice(int(self._first[row, block]), anchor)
                 keys = seen(context[0][row, :, before], own[0][row, :, slots])
                 values = seen(context[1][row, :, before], own[1][row, :, slots])
@@ -188,12 +193,16 @@ class BlockAttention:
         the context is masked.
         """
         if self._groups is None:
+            # Blocks of a group: with 16 slots a block 128 // 16 = 8, and one at least where blocks
+            # are longer than `GROUP_ROWS`.
             count, self._groups = max(GROUP_ROWS // self._size, 1), []
             for start in range(0, self._places.shape[1], count):
                 end = min(start + count, self._places.shape[1])
                 anchors, firsts = self._places[:, start:end, None], self._first[:, start:end, None]
                 # `last` is excluded: no block sees the feature of its own anchor.
                 first, last = int(firsts.min()), int(anchors.max())
+                # The slice is one for all packed rows: from the earliest beginning of a document to
+                # the latest anchor in any of them. The mask cuts it for each row.
                 positions = torch.arange(first, last)
                 before = (positions >= firsts) & (positions < anchors)
                 before = before.repeat_interleave(self._size, dim=1)
@@ -221,6 +230,7 @@ class BlockAttention:
             keys,
             values,
             block_mask=self._flex_mask(width),
+            # it shares key-value heads itself, so that no copies are made as in `_sdpa`
             enable_gqa=queries.shape[1] != keys.shape[1],
         )
 

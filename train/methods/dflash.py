@@ -145,6 +145,7 @@ class BlockObjective:
         self._target_head, self._seed = target_head, seed
         self._drafts, size = drafter.drafts, drafter.shape.block_size
         gamma = config.gamma or (size + 1) // 2
+        # Column d is draft d + 1, so the first draft has weight 1.
         self._decay = torch.tensor([math.exp(-d / gamma) for d in range(self._drafts)])
         # Dynamic weights follow from the forward pass, but denominators are summed over all ranks
         # before it. So the loss is divided by the number of drafts that there are to weigh.
@@ -292,7 +293,9 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     """
     norm = target.final_norm_weight()
     drafter.start_from(norm.float().cpu() if norm is not None else None)
+    # `keep=False`: nothing is trained yet, so what the drafter computes may change.
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
+    # One position is left over, because a server writes a token with every request.
     ids = batches.sample_ids(target.max_positions - 1)
     taps = tuple(tap.cpu() for tap in target.tap_sample(ids, drafter.taps))
     drafter.attend_nearby(taps, torch.tensor(ids))
@@ -300,6 +303,7 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     # enough to judge the size of logits by.
     hidden = Hidden(taps[0], taps)
     _, outputs, _, _ = next(forced_blocks(drafter, hidden, torch.tensor(ids)))
+    # The drafter is still on the CPU and in float32, the target's head may be elsewhere.
     states = drafter.norm(outputs).to(target.device, target.dtype)
     begin_unsure(drafter.norm, target.embedding_and_head.head(states).cpu(), SPREAD)
 

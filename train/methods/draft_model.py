@@ -170,6 +170,8 @@ class DistillObjective(nn.Module):
         # Found on the CPU, where their number is known without waiting.
         rows = weights.nonzero()[:, 0]
         device_rows = send(rows)
+        # The denominator is 0 where no rank has a row with weight, and may lie between 0 and 1,
+        # since accepted drafts weigh `accepted_weight`.
         factors = send(weights[rows]) / max(denominators["rows"], 1e-9)
         last = features.last.flatten(0, 1)
         # A row with weight has its label in its own packed row, so the remainder never wraps; it

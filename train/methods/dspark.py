@@ -101,13 +101,13 @@ def scale_sequentially(logits: Tensor, survived: Tensor) -> dict[str, list[float
     raw, product = logits.sigmoid().cumprod(-1), torch.ones_like(logits[:, 0])
     temperatures, before, after = [], [], []
     for depth in range(logits.shape[1]):
-        tried = [(product * (logits[:, depth] / t).sigmoid(), t) for t in TEMPERATURES]
+        tried = []
+        for temperature in TEMPERATURES:
+            scaled = product * (logits[:, depth] / temperature).sigmoid()
+            error = calibration_error(scaled, survived[:, depth])
+            tried.append((error, abs(temperature - 1), scaled, temperature))
         # Of equal errors the temperature nearest to 1 is taken; products are not compared.
-        errors = [
-            (calibration_error(scaled, survived[:, depth]), abs(t - 1), scaled, t)
-            for scaled, t in tried
-        ]
-        error, _, product, best = min(errors, key=lambda entry: entry[:2])
+        error, _, product, best = min(tried, key=lambda entry: entry[:2])
         temperatures.append(best)
         before.append(calibration_error(raw[:, depth], survived[:, depth]))
         after.append(error)

@@ -250,6 +250,7 @@ class EagleObjective:
         noise = []
         for number in batch.numbers:
             generator.manual_seed(self._seed * 1_000_003 + number)
+            # from [0, 1) to [-1, 1)
             noise.append(2 * torch.rand(shape[1:], generator=generator, device=device) - 1)
         lengths = batch.document_lengths().to(device)[..., None]
         scaled = torch.stack(noise) * self.config.noise * NOISE_LENGTH / lengths
@@ -268,9 +269,13 @@ class EagleObjective:
         `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
         teachers and labels `[J]`.
         """
+        # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
+        # NaN. Counts are sums of weights, which may be fractions, so the least one is far below 1.
         counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
         if self.config.weighting == "decay":
-            scaled = [w / n for w, n in zip(self.step_weights, counts, strict=True)]
+            scaled = []
+            for step_weight, count in zip(self.step_weights, counts, strict=True):
+                scaled.append(step_weight / count)
             return places.weights * torch.tensor(scaled, device=hidden.device)
         # Dynamic weights of a root depend on all its steps, which have different teachers and so
         # may lie in different chunks. A pass without gradients over all chunks comes first.
@@ -312,6 +317,7 @@ class EagleObjective:
         log_q = log_probs(drafter.logits(hidden))
         # A label without a column is clamped to have one; what is computed of it counts as 0 below.
         label_columns = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
+        # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`.
         losses = divergence(self.config.loss, log_q, log_p[:, None], label_columns) * (
             self.config.token_weight or 0.0
         )
@@ -394,6 +400,7 @@ class TeacherPlaces:
         valid = weights > 0
         k = torch.arange(steps)
         # The row that position j teaches at step k is j - 1 - k; before the text there is none.
+        # In the example position 6 has the rows 5 4 3.
         back = torch.arange(length)[:, None] - 1 - k
         by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
         has_draft = by_teacher > 0
@@ -413,6 +420,8 @@ class TeacherPlaces:
         # Both tables above as indices. In the example root_of has the rows 0 4 4 / 1 0 4 / 2 1 0 /
         # 3 2 1, and teacher_of 0 1 2 / 1 2 3 / 2 3 4 / 3 4 4.
         row_of = (teachers[:, None] - 1 - k).clamp(min=0)
+        # A row may have weight at some steps only (row 6 of the example at step 0): the table of
+        # the steps decides, not whether the row is in the list.
         root_of = torch.where(has_draft[teachers], among_roots[row_of], len(roots))
         # Without weight, t + 1 + k may lie past the last position: hence the longer table.
         teacher_of = torch.where(

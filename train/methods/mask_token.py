@@ -83,6 +83,7 @@ def row_sizes(ids: Tensor, target: TargetSource) -> Tensor:
 
 def usual_size(target: TargetSource) -> float:
     """Return the median norm of 256 of the embedding's rows."""
+    # A median, because the rows of unused tokens, which may be near zero, hardly move it.
     return float(row_sizes(spread_ids(target.vocab_size, 256), target).median())
 
 
@@ -102,6 +103,7 @@ def unused(target: TargetSource) -> list[int]:
             named.append(token)
     # Embeddings are often padded to a round size: the first row after the tokens is in no text.
     tokens = [len(tokenizer)]
+    # The padding comes last: some tokenizers use a token for it that has another meaning too.
     for token in (tokenizer.mask_token_id, *sorted(named), tokenizer.pad_token_id):
         if token is not None:
             tokens.append(token)
@@ -139,6 +141,7 @@ def candidates(target: TargetSource, texts: Tensor) -> list[int]:
     `texts` `[V]` says how often the training texts hold each token. The last tokens come first: in
     most vocabularies they are the rarest.
     """
+    # 1024 leave enough for `PROPOSED` of them; a large vocabulary has many more rows.
     never = (texts == 0).nonzero()[:, 0].flip(0)[:1024]
     sizes = row_sizes(never, target)
     large = never[sizes >= SMALLEST_ROW * usual_size(target)].tolist()

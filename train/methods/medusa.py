@@ -99,10 +99,10 @@ class MedusaObjective:
 
     def weights(self, batch: Batch) -> dict[str, float]:
         """Return the number of rows with weight of each head, from masks alone."""
-        return {
-            f"head{i}": float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64))
-            for i in range(self._num_heads)
-        }
+        totals = {}
+        for i in range(self._num_heads):
+            totals[f"head{i}"] = float(batch.reply_run(1, 2 + i).sum(dtype=torch.float64))
+        return totals
 
     def forward(
         self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]
@@ -118,13 +118,20 @@ class MedusaObjective:
         device_valid = valid.to(last.device, non_blocking=True)
         # w_i / N_i, N_i being the global count of head i: deep heads have fewer rows, and with one
         # count for all they would weigh less than w_i.
-        scales = [w / max(denominators[f"head{i}"], 1.0) for i, w in enumerate(self.head_weights)]
+        scales = []
+        for i, head_weight in enumerate(self.head_weights):
+            # A count is a whole number here, so `max` changes only a count of 0, where no row has
+            # weight.
+            scales.append(head_weight / max(denominators[f"head{i}"], 1.0))
         factors = device_valid * last.new_tensor(scales, dtype=torch.float32)
+        # The target's states may be in bfloat16, the heads learn in float32.
         dtype = next(drafter.parameters()).dtype
         loss, losses, right, alpha = sum_in_chunks(
             lambda *chunk: self._table(drafter, last, batch.ids.flatten(), *chunk),
             last[rows.to(last.device)].to(dtype),
             (rows, factors),
+            # all of them: the states are frozen, so each parameter learns within the chunks or not
+            # at all
             list(drafter.parameters()),
             self._config.rows_per_chunk,
         )
@@ -166,6 +173,7 @@ class MedusaObjective:
             with torch.no_grad():
                 right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
                 tables.append((losses, right, overlap(log_q, log_p)))
+        # From three tables `[R]` for each head to three tables `[R, D]` of all heads.
         losses, right, alpha = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
         return (losses * factors).sum(), losses, right, alpha
 

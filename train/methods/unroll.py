@@ -79,6 +79,7 @@ class UnrolledAttention:
     def _plain(self, queries: Tensor, keys: Tensor, values: Tensor, later: list[Pair]) -> Tensor:
         """Return the output `[B, G, S, E]` from one table of scores `[B, G, S, S + n]`."""
         scale = queries.shape[-1] ** -0.5
+        # Copies for every query head cost memory, which does not matter in the reference.
         later = [(_for_heads(k, queries), _for_heads(v, queries)) for k, v in later]
         scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(
             ~self._visible(0, queries.shape[2])[:, None], -torch.inf
@@ -87,6 +88,7 @@ class UnrolledAttention:
         # diagonal of what would be another S x S table.
         diagonals = [(queries * k).sum(-1, keepdim=True) * scale for k, _ in later]
         probs = torch.cat([scores, *diagonals], dim=-1).softmax(-1)
+        # One softmax was taken over both kinds of keys; the values are added up in two parts.
         output = probs[..., : scores.shape[-1]] @ values
         for j, (_, value) in enumerate(later):
             output = output + probs[..., scores.shape[-1] + j, None] * value
@@ -100,6 +102,7 @@ class UnrolledAttention:
         """
         documents = self._batch.documents
         rows, keys = torch.arange(start, end), torch.arange(first, end)
+        # The causal order alone is not enough: an earlier row may belong to another document.
         same_document = documents[:, start:end, None] == documents[:, None, first:end]
         return (same_document & (keys <= rows[:, None])).to(self._device)
 
@@ -138,6 +141,9 @@ class UnrolledAttention:
         before the oldest document that a chunk reaches into.
         """
         if self._chunks is None:
+            # With eight chunks at most 9/16 of the S x S scores are computed (1 + 2 + .. + 8 of 64
+            # parts), where half of them are visible. At least 64 rows keep a short text from many
+            # small calls, at most 1024 limit the mask of a chunk.
             width = max(64, min(length // 8, 1024))
             # Where each row's document begins. Two documents of 3 and 2 have the positions
             # 0 1 2 0 1, and 0 1 2 3 4 less these is 0 0 0 3 3.
@@ -182,6 +188,8 @@ class UnrolledAttention:
         if self._block_mask is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
+            # What is added is padding like that at the end of a packed row: no document sees it,
+            # and it sees no document.
             documents = functional.pad(
                 self._batch.documents, (0, width - length), value=PADDING
             ).to(self._device)
@@ -219,6 +227,7 @@ def flex_for(device: torch.device) -> Any:
     if device.type == "cpu":
         return flex_attention
     if device.type not in _COMPILED:
+        # Compiled for fixed shapes, of which `bucket` leaves few.
         _COMPILED[device.type] = torch.compile(flex_attention, dynamic=False)
     return _COMPILED[device.type]
 
@@ -244,6 +253,7 @@ def _diagonals(queries: Tensor, later: list[Pair]) -> tuple[Tensor, Tensor]:
     grouped = _wide(queries).unflatten(1, (later[0][0].shape[1], -1))
     products = [(grouped * _wide(k)[:, :, None]).sum(-1) for k, _ in later]
     scores = torch.stack(products, dim=-1) * queries.shape[-1] ** -0.5
+    # Scores and softmax are in float32 at least; only the finished weights are rounded.
     probs = scores.softmax(-1).to(queries.dtype)
     output = sum(probs[..., j, None] * v[:, :, None] for j, (_, v) in enumerate(later))
     assert isinstance(output, Tensor)
@@ -275,6 +285,8 @@ def _with_sink(
     wide = 1 if exact else 8  # kernels for low precision want multiples of 8
     wider_queries = torch.cat([queries, torch.stack(columns, dim=-1)], dim=-1)
     wider_queries = functional.pad(wider_queries, (0, wide - len(columns)))
+    # `pad` counts from the last axis: `wide` columns behind, then one row in front, the sink. It
+    # makes new tensors, so the writes below do not change the caller's.
     keys, values = (functional.pad(states, (0, wide, 1, 0)) for states in (keys, values))
     keys[:, :, 0, size : size + len(columns)] = 1
     # The sink's value is 0 in the columns of real values, and 1 in the one that returns its weight.
@@ -314,6 +326,7 @@ class _Chunk:
         if self._mask is None:
             visible = functional.pad(self.visible, (1, 0), value=True)  # every row sees the sink
             self._mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, -torch.inf)
+        # Step 0 has no diagonals and so no sink; all later steps have one.
         return self._mask if sink else self._mask[..., 1:]
 
 
@@ -345,10 +358,13 @@ def unroll(
         token_part: Tensor, state: Tensor, cosines: Tensor, sines: Tensor, *before: Tensor
     ) -> tuple[Tensor, ...]:
         """Return a step's output, then its keys and values, given those of the steps `before`."""
+        # Made here and not outside: with recomputation this function runs a second time.
         new: list[Tensor] = []
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             queries, keys, values = (states.transpose(1, 2) for states in (queries, keys, values))
+            # Before they are repeated for the query heads: recomputation keeps G / Gkv times less
+            # of them.
             new.extend((keys, values))
             # With 2 layers, `before` is k0 v0 k1 v1 of step 0, then k0 v0 k1 v1 of step 1, ..:
             # layer 1 finds its own at 2 and 3, 6 and 7, ..
@@ -378,4 +394,6 @@ def unroll(
 
 def _ahead(x: Tensor, places: int) -> Tensor:
     """Return `x` with what stands at t + `places` in row t, zeros past the end."""
+    # Rows 0 1 2 3 with `places` 1 become 1 2 3 -. A text shorter than `places` has nothing left and
+    # gets as many rows of zeros as it had rows.
     return functional.pad(x[:, places:], (0, 0, 0, min(places, x.shape[1])))

@@ -130,6 +130,7 @@ def short(name: str, longest: int = LONGEST_NAME) -> str:
     """Return `name` in at most `longest` characters; an ellipsis replaces its middle if needed."""
     if len(name) <= longest:
         return name
+    # One character is the ellipsis: "abcdefghij" in 7 characters is "abc…hij".
     half = (longest - 1) // 2
     return f"{name[: longest - 1 - half]}…{name[len(name) - half :]}"
 
@@ -149,13 +150,15 @@ def line_chart(series: Sequence[Series], x: Axis, y: Axis, rule: float | None = 
     if names:
         right += 18
     bottom = height - 42
-    x_low, x_high, x_ticks = _marks(x, [p[0] for line in lines for p in line.points], False)
-    levels = [p[1] for line in lines for p in line.points]
-    if rule is not None:
-        levels.append(rule)
+    positions: list[float] = []
+    levels: list[float] = [] if rule is None else [rule]
     for line in lines:
+        for position, level in line.points:
+            positions.append(position)
+            levels.append(level)
         for interval in line.intervals:
             levels.extend(interval or ())
+    x_low, x_high, x_ticks = _marks(x, positions, False)
     y_low, y_high, y_ticks = _marks(y, levels, True)
     across = _scale(x_low, x_high, left + 8, WIDTH - right)
     up = _scale(y_low, y_high, bottom, top)  # SVG counts y from the top
@@ -192,7 +195,12 @@ def bar_chart(
     and "" is returned if none remains. `label` is the axis's, `rule` a value that is drawn through
     all bars, `high` a value that the axis reaches at least.
     """
-    bars = [bar for _, group in groups for bar in group if math.isfinite(bar.value)]
+    finite_groups = []
+    bars: list[Bar] = []
+    for name, group in groups:
+        finite = [bar for bar in group if math.isfinite(bar.value)]
+        finite_groups.append((name, finite))
+        bars += finite
     if not bars:
         return ""
     left = 12 + CHARACTER * max(len(short(bar.name)) for bar in bars)
@@ -203,22 +211,23 @@ def bar_chart(
     low, high, grid = _marks(Axis(label, 0, high), [e for e in edges if math.isfinite(e)], True)
     across = _scale(low, high, left, WIDTH - 44)
     rows, y = [], 8.0
-    for name, group in groups:
+    for name, group in finite_groups:
         if name:
             heading = escape(short(name, 60))
             rows.append(f'<text class="group" x="0" y="{y + 12:.1f}">{heading}</text>')
             y += 20
-        for bar in (bar for bar in group if math.isfinite(bar.value)):
+        for bar in group:
             rows.append(_bar(bar, across, y, left))
             y += 19
         y += 9
     # The grid is made last, since it is as high as all rows, but comes first so that bars cover it.
-    back = [
-        f'<path class="grid" d="M{across(at):.1f} 4V{y:.1f}"/>'
-        f'<text class="tick" text-anchor="middle" x="{across(at):.1f}" '
-        f'y="{y + 15:.1f}">{text}</text>'
-        for at, text in grid
-    ]
+    back = []
+    for at, text in grid:
+        back.append(
+            f'<path class="grid" d="M{across(at):.1f} 4V{y:.1f}"/>'
+            f'<text class="tick" text-anchor="middle" x="{across(at):.1f}" '
+            f'y="{y + 15:.1f}">{text}</text>'
+        )
     if rule is not None:
         back.append(f'<path class="rule" d="M{across(rule):.1f} 4V{y:.1f}"/>')
     foot = (
@@ -319,8 +328,14 @@ def _marks(
     positions = ticks(low, high)
     if rounded and len(positions) > 1:
         step = positions[1] - positions[0]
+        # The tolerance keeps an end that is a tick already: 0.3 / 0.1 is 2.9999999999999996, and
+        # its floor 2.
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        positions = [round(low + i * step, 12) for i in range(round((high - low) / step) + 1)]
+        count = round((high - low) / step) + 1
+        positions = []
+        for number in range(count):
+            # Rounded, since 3 * 0.1 is 0.30000000000000004.
+            positions.append(round(low + number * step, 12))
     return low, high, [(position, shown(position)) for position in positions]
 
 
@@ -348,7 +363,8 @@ def _line(series: Series, across: _scale, up: _scale) -> str:
     `series` has to come from `_finite`, which gives every point an interval or `None`.
     """
     points = [(across(x), up(y)) for x, y in series.points]
-    path = "".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
+    # SVG's M moves to a point without drawing, L draws a line to one.
+    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
     dashes = " dashed" if series.dashed else ""
     elements = []
     if series.joined:
@@ -453,4 +469,10 @@ def nudged(count: int, width: float) -> list[float]:
 
     They move intervals at one x apart, so that none hides another.
     """
-    return [0.0] if count < 2 else [width * (i / (count - 1) - 0.5) for i in range(count)]
+    if count < 2:
+        return [0.0]
+    offsets = []
+    for i in range(count):
+        share = i / (count - 1)  # from 0 to 1
+        offsets.append(width * (share - 0.5))
+    return offsets

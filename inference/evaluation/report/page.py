@@ -134,9 +134,9 @@ dl.words { font-size: 14px; } dl.words dt { font-weight: 600; margin-top: 8px; }
 
 # The classes c0, c1, .. only set the variable --c, so that a drafter's line, markers and key in a
 # table get one colour. 0 is neutral; from c8 on the colours begin again.
-STYLE += "".join(
-    f".c{n} {{ --c: var(--c{1 + (n - 1) % COLOURS if n else 0}); }}\n" for n in range(LOOKS + 1)
-)
+for _look in range(LOOKS + 1):
+    _colour = 1 + (_look - 1) % COLOURS if _look else 0
+    STYLE += f".c{_look} {{ --c: var(--c{_colour}); }}\n"
 
 # Shows the `title` of a reply's token in a box: under the pointer, on touch, and with the arrow
 # keys. Without the script a browser still shows titles, but only under the pointer.

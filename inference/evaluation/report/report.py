@@ -78,10 +78,10 @@ def gather(paths: Sequence[str]) -> Found:
             before = len(reports) + len(runs)
             # A folder of which everything was named before adds nothing, and is no mistake.
             folder_path = folder.resolve()
-            known = any(
-                folder_path == path_before or folder_path in path_before.parents
-                for path_before in (*reports, *runs)
-            )
+            known = False
+            for path_before in (*reports, *runs):
+                if folder_path in (path_before, *path_before.parents):
+                    known = True
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)

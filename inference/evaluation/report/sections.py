@@ -49,7 +49,10 @@ def colours_of(reports: Sequence[Report], baselines: Sequence[str]) -> dict[str,
             names |= dict.fromkeys(setting.drafting)
     drafters = [name for name in names if name not in baselines]
     ordered = drafters + [name for name in names if name in baselines]
-    return {"plain": 0} | {name: 1 + i % LOOKS for i, name in enumerate(ordered)}
+    looks = {"plain": 0}
+    for place, name in enumerate(ordered):
+        looks[name] = 1 + place % LOOKS
+    return looks
 
 
 def facts(report: Report, path: str) -> str:
@@ -198,6 +201,7 @@ def acceptance(report: Report, colours: Colours) -> str:
             survived.append(Series(name, _by_depth(s.survival), colour))
         deepest = max((len(line.points) for line in (*accepted, *survived)), default=0)
         # About 16 ticks at most: every depth, every second one, and so on.
+        # 40 depths, 40 / 16 rounded up: every third one has a tick.
         step = max(1, -(-deepest // 16))
         depths = [(float(i), str(i)) for i in range(1, deepest + 1, step)]
         x = Axis("position in the draft", 1, deepest, depths)
@@ -222,7 +226,11 @@ def acceptance(report: Report, colours: Colours) -> str:
 
 def _by_depth(values: Sequence[float | None]) -> list[tuple[float, float]]:
     """Return points (depth, value) of values at the depths 1, 2, ..; `None` has no point."""
-    return [(float(i), v) for i, v in enumerate(values, 1) if v is not None]
+    points = []
+    for depth, value in enumerate(values, 1):
+        if value is not None:
+            points.append((float(depth), value))
+    return points
 
 
 def by_category(report: Report, colours: Colours) -> str:
@@ -242,7 +250,11 @@ def by_category(report: Report, colours: Colours) -> str:
                     bars.append(Bar(name, c.tau_incl_bonus, colours[name], finite_pair(c.tau_ci95)))
             groups.append((category, bars))
         # Many categories go on in further figures, with the same axis.
-        high = max(max(bar.value, *(bar.interval or (0,))) for _, bars in groups for bar in bars)
+        highest = []
+        for _, bars in groups:
+            for bar in bars:
+                highest.append(max(bar.value, *(bar.interval or (0,))))
+        high = max(highest)
         per_figure = max(1, BARS // len(setting.drafting))
         pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
         title = f"Tau by category, {caption(setting)}"
@@ -258,7 +270,9 @@ def by_category(report: Report, colours: Colours) -> str:
 
 def numbered(count: int) -> list[str]:
     """Return suffixes for the titles of `count` figures that belong together; none for one."""
-    return [f" ({i} of {count})" if count > 1 else "" for i in range(1, count + 1)]
+    if count == 1:
+        return [""]
+    return [f" ({i} of {count})" for i in range(1, count + 1)]
 
 
 def speed(report: Report, colours: Colours) -> str:
@@ -276,11 +290,11 @@ def speed(report: Report, colours: Colours) -> str:
             )
             figures.append(figure(title, _over_batches(same, colours), note))
             continue
-        bars = [
-            Bar(name, s.speedup, colours[name], finite_pair(s.speedup_ci95), None)
-            for name, s in first.drafting.items()
-            if s.speedup is not None
-        ]
+        bars = []
+        for name, s in first.drafting.items():
+            if s.speedup is not None:
+                whisker = finite_pair(s.speedup_ci95)
+                bars.append(Bar(name, s.speedup, colours[name], whisker, None))
         label = f"speed-up over plain decoding, batch {first.batch}"
         chart = bar_chart([("", bars)], label, 1.0)
         figures.append(figure(title, chart, "dotted: plain decoding"))
@@ -293,7 +307,10 @@ def _over_batches(settings: Sequence[SettingFigures], colours: Colours) -> str:
     The prediction is `modelled_speedup` of docs/metrics.md#speed. Batch sizes are on a logarithmic
     axis.
     """
-    names = list(dict.fromkeys(name for setting in settings for name in setting.drafting))
+    found: dict[str, None] = {}  # the drafters of all batch sizes, in order
+    for setting in settings:
+        found |= dict.fromkeys(setting.drafting)
+    names = list(found)
     lines = []
     for name, offset in zip(names, nudged(len(names), 0.12), strict=True):
         measured, intervals, predicted = [], [], []
@@ -383,10 +400,9 @@ def replies(report: Report, colours: Colours) -> str:
         for name in sorted(setting.drafting, key=lambda name: colours[name]):
             samples = [sample for sample in setting.drafters[name].samples if sample.tokens]
             opened = not blocks and not views
-            inside = [
-                folded(_about(sample), reply(sample), opened and not i)
-                for i, sample in enumerate(samples)
-            ]
+            inside = []
+            for place, sample in enumerate(samples):
+                inside.append(folded(_about(sample), reply(sample), opened and place == 0))
             if samples:
                 views.append(folded(f"{name}: {len(samples)} replies", "".join(inside), opened))
         if views:
@@ -449,7 +465,10 @@ def visible(text: str, marked: bool = True) -> str:
 # Control characters become their pictures in Unicode (U+2400 and on). Invisible format characters,
 # among them those that turn the direction of a text, become U+FFFD: a reply must not reorder the
 # text around it.
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-_CONTROLS |= {
-    code: 0xFFFD for code in range(0x202A, 0x206A) if unicodedata.category(chr(code)) == "Cf"
-}
+_CONTROLS = {0x7F: 0x2421}
+for _code in range(32):
+    if chr(_code) not in "\n\t":
+        _CONTROLS[_code] = 0x2400 + _code
+for _code in range(0x202A, 0x206A):
+    if unicodedata.category(chr(_code)) == "Cf":
+        _CONTROLS[_code] = 0xFFFD

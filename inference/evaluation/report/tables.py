@@ -238,7 +238,10 @@ def categories(setting: SettingFigures) -> Table | None:
     `None` is returned where the prompts are of less than two categories.
     """
     by_drafter = {name: s.by_category for name, s in setting.drafting.items() if s.by_category}
-    names = sorted({category for by in by_drafter.values() for category in by})
+    found: set[str] = set()
+    for by in by_drafter.values():
+        found.update(by)
+    names = sorted(found)
     if len(names) < 2:
         return None
     rows = []

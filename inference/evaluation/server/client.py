@@ -269,6 +269,7 @@ async def load(
     `follow` makes, are sent one after the other in its place. `done` is called when a prompt and
     its later turns are answered. Raises `UserError` as soon as one request fails.
     """
+    # By prompt, since replies arrive in another order than prompts were sent in.
     replies: list[list[ServerReply]] = [[] for _ in prompts]
     # All workers draw from one iterator, so that each prompt goes to the first that is free.
     waiting = iter(range(len(prompts)))
@@ -279,6 +280,8 @@ async def load(
         for index in waiting:
             prompt: Prompt | None = prompts[index]
             while prompt is not None:
+                # All workers run in one thread and change hands at an `await` only, so no lock is
+                # needed.
                 in_flight += 1
                 peak = max(peak, in_flight)
                 turn = len(replies[index])
@@ -288,6 +291,7 @@ async def load(
                 prompt = follow(prompt, reply.ids) if reply.ids is not None else None
             done()
 
+    # Of this thread, which runs the event loop and thereby all requests.
     start, worked = time.perf_counter(), time.thread_time()  # wall time, and processor time
     try:
         async with asyncio.TaskGroup() as group:
@@ -299,7 +303,9 @@ async def load(
             raise
         # All requests in flight fail for one reason (a server that has died, say): report it once.
         raise UserError(str(first)) from None
-    every = [reply for turns in replies for reply in turns]
+    every: list[ServerReply] = []
+    for turns in replies:
+        every += turns
     seconds = max(reply.arrivals[-1] for reply in every) - start
     return Load(every, seconds, peak, (time.thread_time() - worked) / seconds)
 
@@ -326,6 +332,7 @@ async def ask(
     """
     room = max_new_tokens
     if server.context is not None:
+        # An engine may refuse a limit that leads past the end of its context.
         room = min(room, server.context - len(prompt.token_ids))
     make, read = (_vllm, _read_vllm) if server.engine == "vllm" else (_sglang, _read_sglang)
     path, body = make(server, prompt, sampling, room)

@@ -62,12 +62,17 @@ class Counters:
         """Return what was counted since the reading `before`; `running` stays that of this one."""
         drafts = None if self.drafts is None else self.drafts - (before.drafts or 0)
         generated = None if self.generated is None else self.generated - (before.generated or 0)
+        # Positions that the earlier reading does not have were 0 then; zeros too many are cut by
+        # `zip`.
         earlier = before.by_position + [0] * len(self.by_position)
+        by_position = []
+        for count_now, count_before in zip(self.by_position, earlier, strict=False):
+            by_position.append(count_now - count_before)
         return Counters(
             drafts,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
-            [after - b for after, b in zip(self.by_position, earlier, strict=False)],
+            by_position,
             generated,
             self.running,
             self.prefix_hits - before.prefix_hits,
@@ -249,7 +254,11 @@ def _survival(metas: list[Mapping[str, Any]], rounds: int) -> list[float]:
             return []
         histograms.append(present[0])
     longest = max(map(len, histograms))
-    return [sum(sum(h[d:]) for h in histograms) / rounds for d in range(1, longest)]
+    shares = []
+    for depth in range(1, longest):
+        survived = sum(sum(histogram[depth:]) for histogram in histograms)
+        shares.append(survived / rounds)
+    return shares
 
 
 def _sum(metas: list[Mapping[str, Any]], names: tuple[str, ...]) -> int | None:

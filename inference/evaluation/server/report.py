@@ -203,12 +203,13 @@ async def _one(
     # SGLang sends its counts with each reply. vLLM's are read before and after the run, and the
     # warm-up has to be in the first reading.
     before = await counters_of(client) if server.engine == "vllm" else None
+    # The warm-up ends after its first turn, whatever comes next in that conversation.
     length = min(WARM_UP, options.max_new_tokens)
     warm = await load(client, server, prompts[:1], 1, sampling, length, lambda prompt, reply: None)
     if before is not None:
         before = await settled(client, before, sum(reply.tokens for reply in warm.replies))
     passes = max(options.repeats, math.ceil(2 * at_once / len(prompts)))
-    requests = [prompt for _ in range(passes) for prompt in prompts]
+    requests = [*prompts] * passes
     label = f"server, T = {sampling.temperature:g}, {at_once} at once"
     with Progress(total=len(requests), desc=label) as bar:
         run = await load(
@@ -226,7 +227,10 @@ def figures(sampling: Sampling, at_once: int, run: Load, speculation: Speculatio
     """Return the figures of one setting, with the engine's own counts during the run."""
     replies = run.replies
     tokens = sum(reply.tokens for reply in replies)
-    gaps = [later - earlier for reply in replies for earlier, later in pairwise(reply.arrivals)]
+    gaps = []
+    for reply in replies:
+        for earlier, later in pairwise(reply.arrivals):
+            gaps.append(later - earlier)
     return ServerFigures(
         temperature=sampling.temperature,
         concurrency=at_once,

@@ -55,9 +55,11 @@ def texts_that_fit(
 
     def fits(count: int, length: int) -> bool:
         writing = length * step(count)
-        measuring = sum(
-            LEAST_WAYS * math.ceil(count / batch) * length * step(batch) for batch in batches
-        )
+        by_batch = []
+        for batch in batches:
+            runs = LEAST_WAYS * math.ceil(count / batch)
+            by_batch.append(runs * length * step(batch))
+        measuring = sum(by_batch)
         return writing <= TEXTS * seconds and measuring <= MEASURING * seconds
 
     # Fewer prompts than the largest batch would time that batch half empty.
@@ -90,6 +92,7 @@ def samples_that_fit(
     """
     if fixed_s + samples * each_s <= seconds:
         return samples
+    # The quotient is negative where the fixed part alone takes longer.
     return max(fewest, int((seconds - fixed_s) / each_s))
 
 

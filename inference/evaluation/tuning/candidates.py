@@ -8,10 +8,11 @@ number of nodes, at a fitted score temperature.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from itertools import chain
 from typing import Any
 
 from ....heads.errors import UserError
@@ -188,6 +189,7 @@ def _chains_and_shapes(
         setting = {"length": length, "width": 1}
         accepted = runs(ranks, length)
         ways.append(
+            # one node is continued on each level after the first
             Candidate("chain", setting, make(length=length), accepted, length, (1,) * (length - 1))
         )
     for count in BUDGETS:
@@ -215,6 +217,7 @@ def _dynamic(pools: _Pools, default_plan: TreePlan, fitted: float, make: Maker) 
         for levels in range(1, pools.levels + 1):
             # The first level offers `width` nodes; every further one offers `width` children of
             # each of the `width` nodes that are continued.
+            # Width 4 and 3 levels: 4 + 2 * 16 = 36 nodes.
             most = width + (levels - 1) * width**2
             for nodes in sorted({*BUDGETS, default_plan.nodes}):
                 if not levels <= nodes <= most:
@@ -344,11 +347,15 @@ def _head_ranks(
     # A head's tokens do not depend on the parent, so a comb shows all of them at once: a spine of
     # best tokens, with the `BEST` first ranks of every head as children. Nodes stand in the order
     # of their depth, then rank.
-    comb = [(0,) * depth + (rank,) for depth in range(depths) for rank in range(BEST)]
+    comb = []
+    for depth in range(depths):
+        spine = (0,) * depth
+        comb += [(*spine, rank) for rank in range(BEST)]
     ranks: list[list[list[int]]] = [[] for _ in texts]
     for rows, tree, true_tokens in replay_roots(target, proposer.with_tree(comb), texts, sampling):
         tokens = tree.tokens[:, 1:].view(len(rows), depths, BEST)
         hit = tokens == true_tokens[:, :depths, None]
+        # `argmax` of a row without a hit is 0, which would be the best rank.
         rank_of_true = hit.int().argmax(-1).masked_fill(~hit.any(-1), BEST)
         for row, values in zip(rows, rank_of_true.tolist(), strict=True):
             ranks[row].append(values)
@@ -392,12 +399,14 @@ def _lookups(
             found_counts[row].append(sum(token >= 0 for token in tokens))
     ways = []
     for length in lengths:
-
+        # A default value is taken now; in the body `length` would be the last one of the loop.
         def make(length=length):
             return load_proposer(spec, target, print, {"length": length})
 
         accepted = runs(ranks, length)
-        drafted = [[min(count, length) for count in counts] for counts in found_counts]
+        drafted = []
+        for counts in found_counts:
+            drafted.append([min(count, length) for count in counts])
         ways.append(Candidate("chain", {"length": length}, make, accepted, length, (), drafted))
     return first_of(ways, {"length": default.max_drafted}), {}
 
@@ -407,6 +416,7 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
     assert any(candidate.setting == setting for candidate in found), (
         "the drafter's own tree is one of the candidates"
     )
+    # False sorts before True, and `sorted` keeps the order of equals.
     return sorted(found, key=lambda candidate: candidate.setting != setting)
 
 
@@ -437,19 +447,26 @@ def _needs(
 
 def cut(pool: Pool, levels: int, nodes: int) -> Counts:
     """Return the accepted drafts of trees of the best `nodes` nodes in at most `levels` levels."""
-    # The needed number rises with depth, so the depths that fit are the first ones.
-    return [
-        [sum(need <= nodes for need in root[min(levels, len(root)) - 1]) for root in text]
-        for text in pool
-    ]
+
+    def accepted_at(needed_by_levels: list[list[int]]) -> int:
+        # The last table is of all levels that there are, and stands for any larger number of them.
+        needed = needed_by_levels[min(levels, len(needed_by_levels)) - 1]
+        # The needed number rises with depth, so the depths that fit are the first ones.
+        return sum(need <= nodes for need in needed)
+
+    return [list(map(accepted_at, text)) for text in pool]
 
 
 def runs(ranks: Iterable[Iterable[Sequence[int]]], length: int) -> Counts:
     """Return the accepted drafts of chains: each root's leading zero ranks, `length` at most."""
-    return [
-        [sum(1 for _ in takewhile(lambda rank: rank == 0, root[:length])) for root in text]
-        for text in ranks
-    ]
+
+    def leading_zeros(root: Sequence[int]) -> int:
+        most, count = min(len(root), length), 0
+        while count < most and root[count] == 0:
+            count += 1
+        return count
+
+    return [list(map(leading_zeros, text)) for text in ranks]
 
 
 def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> Counts:
@@ -465,7 +482,7 @@ def along(ranks: Iterable[Iterable[Sequence[int]]], shape: Sequence[Ranks]) -> C
             reached += 1
         return reached
 
-    return [[depth(root) for root in text] for text in ranks]
+    return [list(map(depth, text)) for text in ranks]
 
 
 def rank_table(
@@ -477,14 +494,16 @@ def rank_table(
     `BEST` ranks. The shares of a depth never rise with the rank, because a tree offers better
     siblings first.
     """
-    roots = [root for text in ranks for root in text]
+    roots = list(chain.from_iterable(ranks))
+    reached = roots
     table = []
     for depth in range(len(roots[0]) if roots else 0):
-        reached = roots
-        if conditional:
-            reached = [root for root in roots if all(rank < BEST for rank in root[:depth])]
-        counts = [sum(root[depth] == rank for root in reached) for rank in range(RANKS)]
-        shares = [count / max(len(reached), 1) for count in counts]
+        if conditional and depth:
+            # The roots that reached the depth above, less those whose token there was not among
+            # the `BEST`.
+            reached = [root for root in reached if root[depth - 1] < BEST]
+        counts = Counter(root[depth] for root in reached)
+        shares = [counts[rank] / max(len(reached), 1) for rank in range(RANKS)]
         # A rank that was right more often than a better one, by chance, raises the better one.
         table.append([max(shares[rank:]) for rank in range(RANKS)])
     return table
@@ -493,6 +512,6 @@ def rank_table(
 def _inner(shape: Sequence[Ranks]) -> list[int]:
     """Return the number of nodes with children at each level of `shape` but the last."""
     parents = {node[:-1] for node in shape if len(node) > 1}
-    return [
-        sum(len(parent) == level for parent in parents) for level in range(1, max(map(len, shape)))
-    ]
+    # A node's rank tuple is as long as its depth.
+    parents_at = Counter(map(len, parents))
+    return [parents_at[level] for level in range(1, max(map(len, shape)))]

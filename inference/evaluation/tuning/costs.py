@@ -50,7 +50,11 @@ class Filler:
     def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
         self.taps, self.max_drafted = taps, max(sizes)
         # Every node has three children: a tree of ordinary width and depth.
-        self._shapes = [TreeShape((NO_NODE, *(i // 3 for i in range(size)))) for size in sizes]
+        self._shapes = []
+        for size in sizes:
+            # Draft i is node i + 1: the drafts 0, 1, 2 are children of node 0, 3, 4, 5 of node 1.
+            parents = [draft // 3 for draft in range(size)]
+            self._shapes.append(TreeShape((NO_NODE, *parents)))
         self._round = 0
 
     def prefill(self, prompts: Prompts) -> None:
@@ -85,8 +89,10 @@ class VerifyCosts:
         They are interpolated linearly in nodes and in context, and constant outside of what was
         measured. `batch` must have been measured.
         """
-        by_context = self.table[batch]
-        return between({c: between(sizes, nodes) for c, sizes in by_context.items()}, context)
+        by_context = {}
+        for measured, sizes in self.table[batch].items():
+            by_context[measured] = between(sizes, nodes)
+        return between(by_context, context)
 
 
 def stored_costs(table: JsonObject | None) -> VerifyCosts:
@@ -137,7 +143,10 @@ def verification(
             f"{max(NODES)} drafts"
         )
     rounds = samples * len(NODES) + SETTLE
+    # The rounds and the first sweep emit a token each, and the largest tree has to fit behind the
+    # last of them, with its root.
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
+    # The uncounted rounds, the uncounted sweep, and `FEWEST` sweeps for the medians.
     fewest = SETTLE + len(NODES) * (1 + FEWEST)
     table: dict[int, dict[float, dict[int, float]]] = {}
     # A run adds one token a round. Its prompt is shorter by half of them, so that the context asked
@@ -212,6 +221,8 @@ def run(
         records.append(record)
         if len(records) == rounds or (len(records) >= until[1] and time.monotonic() > until[0]):
             break
+    # The loop is left in the middle: `close` runs the `finally` of `decode`, which ends the
+    # proposer's batch.
     steps.close()
     return records
 
@@ -312,12 +323,16 @@ def drafting(
         slowdowns = []  # of each verification, relative to the table
         for records in records_of:
             rest.append(statistics.median(r.t_round_s - r.t_verify_s for r in records))
-            slowdowns.append(
-                [r.t_verify_s / verify.seconds(batch, r.drafted or 0, context) for r in records]
-            )
+            ratios = []
+            for record in records:
+                expected = verify.seconds(batch, record.drafted or 0, context)
+                ratios.append(record.t_verify_s / expected)
+            slowdowns.append(ratios)
+        # Plain decoding has no drafts, so the constant is all that its rounds cost.
         plain.weights[batch] = [rest[0], *[0.0] * (len(features(PLAIN)) - 1)]
         plain.verify_ratio[batch] = statistics.median(slowdowns[0])
         drafter.weights[batch], fit_errors = _fit([features(probe) for probe in probes], rest[1:])
+        # The first one is plain decoding's.
         drafter.verify_ratio[batch] = statistics.median(chain.from_iterable(slowdowns[1:]))
         errors += fit_errors
     drafter.error = statistics.median(errors)
@@ -411,7 +426,7 @@ def predicted(
             if key not in prices:
                 prices[key] = _round_seconds(candidate, *key, verify, costs)
             seconds += prices[key]
-    tokens = sum(emitted for row in rounds for emitted, *_ in row)
+    tokens = sum(emitted for emitted, *_ in chain.from_iterable(rounds))
     count = sum(map(len, rounds))
     return {
         "tau": tokens / count if count else float("nan"),

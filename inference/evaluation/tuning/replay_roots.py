@@ -54,6 +54,8 @@ class KnownText:
 
     def begin(self, roots: int) -> KnownText:
         """Return the text up to its first `roots` roots."""
+        # The token after the last root is needed too: two roots from position 4 are 4 and 5, and 6
+        # is the last token.
         return KnownText(self.ids[: self.start + roots + 1], self.start, self.request)
 
     @property
@@ -76,7 +78,10 @@ def replay_roots(
     device = target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     longest = int(lengths.max())
-    padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
+    padded = []
+    for text in texts:
+        padding = [0] * (longest - len(text.ids))
+        padded.append(text.ids + padding)
     ids = torch.tensor(padded, device=device)
     # Padding stands behind each text, so that no token sees it.
     hidden = target.forward(ids, taps=proposer.taps)
@@ -98,6 +103,7 @@ def replay_roots(
             roots = roots + 1
             _commit_root(proposer, texts, rows, root_ids, roots, hidden, index)
             draws.reserve(longest)
+            # The root is now a part of the text before the next root.
             draws.extend(root_ids[:, None], torch.ones_like(roots))
             going = []
             for number, row in enumerate(rows):
@@ -128,6 +134,7 @@ def _prompts(
         ids=before(ids),
         lengths=roots,
         hidden=Hidden(before(hidden.last), tuple(map(before, hidden.taps))),
+        # empty: drafters that work in the target's cache are not replayed
         cache=TreeCache(0, 0),
     )
 
@@ -192,6 +199,7 @@ def nodes_needed(tree: DraftTree, following: Tensor) -> list[Tensor]:
     depths = tables.depths.expand_as(tree.tokens)
     parents = tables.parents.expand_as(tree.tokens)
     exists = tree.tokens >= 0
+    # Column d - 1 of `following` is the token of depth d. The root, of depth 0, is set right below.
     right = exists & (tree.tokens == following.gather(1, (depths - 1).clamp(min=0)))
     right[:, 0] = True
     levels = following.shape[1]

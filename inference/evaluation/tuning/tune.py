@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from msgspec import to_builtins
@@ -92,7 +93,7 @@ def run(options: Options) -> None:
     drafters: dict[str, list[JsonObject]] = profile["drafters"]
     journal = Journal(options.out, identity(profile, prompts, options), "a tuning")
     budget = Budget.of_minutes(options.budget)
-    pairs = [(sampling, spec) for sampling in samplings for spec in options.drafter]
+    pairs = list(product(samplings, options.drafter))
     announce(options, pairs, batches)
     with Progress(desc="tuning", unit=" steps") as progress:
 
@@ -251,7 +252,9 @@ class Bench:
         """
         self.target, self.prompts, self.options = target, prompts, options
         self.batches, self.tick = batches, tick
-        ids = [token for prompt in prompts for token in prompt.token_ids]
+        ids: list[int] = []
+        for prompt in prompts:
+            ids += prompt.token_ids
         self.verify = stored_costs(journal.get("verification"))
         if not self.verify.table:
             share = VERIFICATION * seconds
@@ -332,6 +335,7 @@ class Bench:
             "batch": batch,
             **best,
             "plain": finals[0],
+            # plain decoding stands before the chosen ones
             "default": finals[1 + chosen.index(default)],
             "finalists": finals[1:],
             "candidates": len(search.ways),
@@ -360,10 +364,9 @@ class Bench:
         )
         requests = [Request(prompt, i) for i, prompt in enumerate(prompts)]
         replies = generate(self.target, PlainDecoding(), requests, tokens, sampling)
-        texts = [
-            KnownText.of(reply, (request.id, request.sample))
-            for reply, request in zip(replies, requests, strict=True)
-        ]
+        texts = []
+        for reply, request in zip(replies, requests, strict=True):
+            texts.append(KnownText.of(reply, (request.id, request.sample)))
         if not any(text.roots for text in texts):
             raise UserError(
                 "the target answers every prompt with one token, so there is nothing to draft; "
@@ -402,10 +405,14 @@ class Bench:
         Its prompts have to be read and the uncounted first rounds run besides, in every sweep.
         """
         # Drafting takes about as long as verifying; plain decoding runs beside the probes.
-        rounds = [2 * self._step(batch) * (1 + len(probes)) for batch in self.batches]
+        ways = 1 + len(probes)
         prompt_tokens = sum(map(len, prompts)) / len(prompts)
         token_s = self._step(max(NODES)) / max(NODES)
-        reading = sum(prompt_tokens * batch * token_s for batch in self.batches) * (1 + len(probes))
+        rounds, prefills = [], []
+        for batch in self.batches:
+            rounds.append(2 * self._step(batch) * ways)
+            prefills.append(prompt_tokens * batch * token_s)
+        reading = sum(prefills) * ways
         fixed = SWEEPS * (reading + SETTLE * sum(rounds))
         return samples_that_fit(self.options.samples, SWEEPS, fixed, sum(rounds), seconds)
 

@@ -1,7 +1,6 @@
 """Draft models before training: cut from a target, of another configuration, or read from a folder.
 
-A cut keeps some of the target's layers, and may be narrower and have fewer tokens. While it is
-trained, a draft model is called the student.
+A cut keeps some of the target's layers, and may be narrower and have fewer tokens.
 
 Shapes: S positions of a text, H hidden size of the draft model, Ht of the target.
 """
@@ -33,7 +32,7 @@ CALIBRATION_TEXTS, CALIBRATION_LENGTH = 8, 128  # texts, and positions of each
 
 
 @dataclass
-class StudentConfig:
+class DraftModelConfig:
     """Origin of the draft model: `path`, `config`, or a cut of the target if neither is given."""
 
     path: str | None = None
@@ -68,15 +67,17 @@ class StudentConfig:
         given = [name for name in ("path", "config") if getattr(self, name) is not None]
         if len(given) > 1 or (given and cuts):
             first, second = (given + cuts)[:2]
-            raise UserError(f"student.{first} and student.{second} exclude each other; give one")
+            raise UserError(
+                f"draft_model.{first} and draft model.{second} exclude each other; give one"
+            )
         if isinstance(self.layers, list) and self.choose != "even":
             raise UserError(
-                f"student.layers names them, so student.choose {self.choose} means nothing; leave "
-                "it out"
+                f"draft_model.layers names them, so draft_model.choose {self.choose} means "
+                "nothing; leave it out"
             )
         for name in ("hidden_size", "intermediate_size", "vocab_size"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"student.{name} must be at least 1, not {value}")
+                raise UserError(f"draft_model.{name} must be at least 1, not {value}")
 
     @property
     def narrow(self) -> bool:
@@ -98,7 +99,7 @@ class CutPlan:
         """Return two lines for the log; `dtype` is the type that the weights will be stored in."""
         size = self.parameters * dtype.itemsize
         return [
-            f"student: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in "
+            f"draft model: {self.parameters / 1e6:.2f}M parameters, {size / 1e6:.1f} MB in "
             f"{str(dtype).removeprefix('torch.')}, {self.parameters / self.target_parameters:.1%} "
             f"of the target's {self.target_parameters / 1e6:.2f}M",
             f"a draft reads {self.cost:.1%} of what a target pass reads; it pays if more drafts "
@@ -106,13 +107,13 @@ class CutPlan:
         ]
 
 
-def plan_of(student: nn.Module, target: nn.Module) -> CutPlan:
-    """Return size and relative cost of the draft model `student`."""
+def plan_of(draft_model: nn.Module, target: nn.Module) -> CutPlan:
+    """Return size and relative cost of the draft model `draft_model`."""
 
     def count(model):
         return sum(p.numel() for p in model.parameters())
 
-    return CutPlan(count(student), count(target), _read(student) / _read(target))
+    return CutPlan(count(draft_model), count(target), _read(draft_model) / _read(target))
 
 
 def _read(model: Any) -> int:
@@ -125,8 +126,8 @@ def _read(model: Any) -> int:
     return weights if embedding is head else weights - embedding.numel()
 
 
-def make_student(
-    config: StudentConfig, target: TargetSource, texts: Callable[[], Sequence[Tensor]]
+def make_draft_model(
+    config: DraftModelConfig, target: TargetSource, texts: Callable[[], Sequence[Tensor]]
 ) -> DraftModel:
     """Return the draft model that `config` asks for, in float32 on the target's device.
 
@@ -135,18 +136,18 @@ def make_student(
     """
     if config.path is not None:
         check_there(config.path)
-        student = DraftModel.load(Path(config.path), torch.float32, target.embedding_and_head)
+        draft_model = DraftModel.load(Path(config.path), torch.float32, target.embedding_and_head)
     elif config.config is not None:
-        student = DraftModel(
+        draft_model = DraftModel(
             _from_scratch(config.config, target), target.tokenizer, target.vocab_size
         )
     else:
         assert isinstance(target, Target), "layers are cut from a target that has them"
-        student = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
-    model = student.model.to(target.device)
+        draft_model = DraftModel(_cut(config, target, texts), target.tokenizer, target.vocab_size)
+    model = draft_model.model.to(target.device)
     # Engines read the end tokens from it.
     model.generation_config = copy.deepcopy(target.model.generation_config)
-    return student.requires_grad_(True)
+    return draft_model.requires_grad_(True)
 
 
 def _from_scratch(path: str, target: TargetSource) -> nn.Module:
@@ -159,11 +160,11 @@ def _from_scratch(path: str, target: TargetSource) -> nn.Module:
         return make_causal_lm(config, dtype=torch.float32)
     # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
-        raise UserError(f"cannot make a student from {path}: {first_line(error)}") from error
+        raise UserError(f"cannot make a draft model from {path}: {first_line(error)}") from error
 
 
 def chosen_layers(
-    config: StudentConfig, total: int, importance: Callable[[], list[float]]
+    config: DraftModelConfig, total: int, importance: Callable[[], list[float]]
 ) -> list[int]:
     """Return the target's layers that a cut keeps, ascending, out of `total`.
 
@@ -174,13 +175,15 @@ def chosen_layers(
         ascending = bool(config.layers) and sorted(set(config.layers)) == config.layers
         if not ascending or not all(0 <= i < total for i in config.layers):
             raise UserError(
-                f"student.layers {config.layers} must be ascending, distinct and between 0 and "
+                f"draft_model.layers {config.layers} must be ascending, distinct and between 0 and "
                 f"{total - 1}"
             )
         return config.layers
     count = config.layers if config.layers is not None else max(total // 8, 1)
     if not 1 <= count <= total:
-        raise UserError(f"student.layers must be between 1 and the target's {total}, not {count}")
+        raise UserError(
+            f"draft_model.layers must be between 1 and the target's {total}, not {count}"
+        )
     if config.choose == "importance":
         values = importance()
         # Of equally important layers the lower one is kept.
@@ -233,42 +236,50 @@ def layers_of(target: Target) -> tuple[str, nn.ModuleList]:
     try:
         return decoder_layers(target.decoder, target.num_layers)
     except UserError as error:
-        raise UserError(f"{error}; give student.path") from error
+        raise UserError(f"{error}; give draft_model.path") from error
 
 
-def _cut(config: StudentConfig, target: Target, texts: Callable[[], Sequence[Tensor]]) -> nn.Module:
+def _cut(
+    config: DraftModelConfig, target: Target, texts: Callable[[], Sequence[Tensor]]
+) -> nn.Module:
     """Return a smaller model that starts from the target's weights. Raises `UserError`."""
     if getattr(target.model, "is_quantized", False):
         raise UserError(
-            "the target's weights are quantised, a student cannot be cut from them; give "
-            "student.path"
+            "the target's weights are quantised, a draft model cannot be cut from them; give "
+            "draft_model.path"
         )
     kept = chosen_layers(config, target.num_layers, lambda: layer_importance(target, texts()))
     small = smaller(config, target, kept)
     width = _Width(config, target, small, texts)
     try:
-        student: Any = make_causal_lm(small, dtype=torch.float32)
-        _copy_weights(config, target, student, kept, width)
+        draft_model: Any = make_causal_lm(small, dtype=torch.float32)
+        _copy_weights(config, target, draft_model, kept, width)
     except UserError:
         raise
     # Each architecture demands other things of its config, and raises errors of its own.
     except Exception as error:
         raise UserError(
-            f"cannot cut a student from {target.config.model_type} ({first_line(error)}); give "
-            "student.path or student.config"
+            f"cannot cut a draft model from {target.config.model_type} ({first_line(error)}); give "
+            "draft_model.path or draft_model.config"
         ) from error
     embedding = target.model.get_input_embeddings().weight
     untied = embedding is not target.model.get_output_embeddings().weight
     # A narrower model, or one with another embedding, does not compute what the target's layers do.
     if not width.narrow and not (config.head == "tie" and untied):
-        _check_cut(target, CausalModel(student, target.tokenizer, "student", frozen=False), kept)
-    on_device = CausalModel(student.to(target.device), target.tokenizer, "student", frozen=False)
+        _check_cut(
+            target,
+            CausalModel(draft_model, target.tokenizer, "the draft model", frozen=False),
+            kept,
+        )
+    on_device = CausalModel(
+        draft_model.to(target.device), target.tokenizer, "the draft model", frozen=False
+    )
     begin_calibrated(on_device, target, texts())
-    return student
+    return draft_model
 
 
 @torch.no_grad()
-def begin_calibrated(student: CausalModel, target: Target, texts: Sequence[Tensor]) -> float:
+def begin_calibrated(draft_model: CausalModel, target: Target, texts: Sequence[Tensor]) -> float:
     """Scale the final norm of a cut of `target`, so that it is as sure as it is right.
 
     A few of many layers leave a state that is far from what the head expects, and logits as large
@@ -276,7 +287,7 @@ def begin_calibrated(student: CausalModel, target: Target, texts: Sequence[Tenso
     is the one of `FACTORS` with which the cut's distributions are nearest to the target's (KL) on
     some of the texts. It is returned; it is 1 where the norm has an unknown form.
     """
-    norm = student.final_norm()
+    norm = draft_model.final_norm()
     if norm is None:
         return 1.0
     losses = torch.zeros(len(FACTORS), dtype=torch.float64)
@@ -284,14 +295,14 @@ def begin_calibrated(student: CausalModel, target: Target, texts: Sequence[Tenso
         ids = text[None, :CALIBRATION_LENGTH].to(target.device)
         target_last = target.forward(ids).last[0]
         # A trimmed vocabulary lacks some of the text's tokens; its last token stands for them.
-        last = student.forward(ids.clamp(max=student.vocab_size - 1)).last[0]
+        last = draft_model.forward(ids.clamp(max=draft_model.vocab_size - 1)).last[0]
         # Both distributions are compared on the tokens that both have.
-        log_p = log_probs(target.head(target_last))[:, : student.vocab_size]
+        log_p = log_probs(target.head(target_last))[:, : draft_model.vocab_size]
         for i, factor in enumerate(FACTORS):
-            log_q = log_probs(student.head(last * factor))[:, : log_p.shape[-1]]
+            log_q = log_probs(draft_model.head(last * factor))[:, : log_p.shape[-1]]
             losses[i] += divergence("kl", log_q, log_p, ids[0]).double().sum().cpu()
     factor = FACTORS[int(losses.argmin())]
-    return factor if factor == 1.0 or scale_norm(norm, factor, student.hidden_size) else 1.0
+    return factor if factor == 1.0 or scale_norm(norm, factor, draft_model.hidden_size) else 1.0
 
 
 @torch.no_grad()
@@ -317,7 +328,7 @@ def scale_norm(norm: nn.Module, factor: float, size: int) -> bool:
     return False
 
 
-def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
+def smaller(config: DraftModelConfig, target: Target, kept: list[int]) -> Any:
     """Return the config of a cut with the target's layers `kept`. Raises `UserError`."""
     small: Any = copy.deepcopy(target.config)
     small.num_hidden_layers = len(kept)
@@ -330,8 +341,8 @@ def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
     if config.vocab_size is not None:
         if not max(target.eos_ids, default=0) < config.vocab_size <= target.vocab_size:
             raise UserError(
-                f"student.vocab_size {config.vocab_size} must hold the target's end tokens and be "
-                f"at most {target.vocab_size}"
+                f"draft_model.vocab_size {config.vocab_size} must hold the target's end tokens and "
+                f"be at most {target.vocab_size}"
             )
         small.vocab_size = config.vocab_size
         # An embedding refuses a padding token outside of its table.
@@ -342,14 +353,14 @@ def smaller(config: StudentConfig, target: Target, kept: list[int]) -> Any:
     return small
 
 
-def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
+def _narrow(config: DraftModelConfig, target: Any, small: Any) -> None:
     """Set the widths in a cut's config `small`. Raises `UserError` if the target's are smaller."""
     hidden, inner = target.hidden_size, target.intermediate_size
     small.hidden_size = config.hidden_size or hidden
     small.intermediate_size = config.intermediate_size or round(inner * small.hidden_size / hidden)
     if small.hidden_size > hidden or small.intermediate_size > inner:
         raise UserError(
-            "student.hidden_size and student.intermediate_size can be at most the target's"
+            "draft_model.hidden_size and draft_model.intermediate_size can be at most the target's"
         )
     # Whole groups of attention heads are kept, so that each key-value head keeps its queries. Their
     # size stays too: the frequencies of rotary positions depend on it.
@@ -366,9 +377,9 @@ def _narrow(config: StudentConfig, target: Any, small: Any) -> None:
 
 @torch.no_grad()
 def _copy_weights(
-    config: StudentConfig, target: Target, student: Any, kept: list[int], width: _Width
+    config: DraftModelConfig, target: Target, draft_model: Any, kept: list[int], width: _Width
 ) -> None:
-    """Copy into `student` the weights of the target's layers `kept`, as `width` cuts them."""
+    """Copy into `draft_model` the weights of the target's layers `kept`, as `width` cuts them."""
     prefix, _ = layers_of(target)
     target_state = dict(target.decoder.state_dict())
     head = target.model.get_output_embeddings()
@@ -379,19 +390,20 @@ def _copy_weights(
         parameters = target.decoder.named_parameters()
         target_state[next(name for name, value in parameters if value is table)] = head.weight
     # A state dictionary has the parameters' own memory, so `copy_` fills the model.
-    for name, tensor in student.get_decoder().state_dict().items():
+    for name, tensor in draft_model.get_decoder().state_dict().items():
         tensor.copy_(width.cut(target_state, _in_target(name, prefix, kept), tensor.shape))
-    student.tie_weights()
+    draft_model.tie_weights()
     # A tied head was filled with the embedding.
-    if student.get_output_embeddings().weight is not student.get_input_embeddings().weight:
+    if draft_model.get_output_embeddings().weight is not draft_model.get_input_embeddings().weight:
         head_state = {f"lm_head.{name}": value for name, value in head.state_dict().items()}
-        for name, tensor in student.get_output_embeddings().state_dict().items():
+        for name, tensor in draft_model.get_output_embeddings().state_dict().items():
             tensor.copy_(width.cut(head_state, f"lm_head.{name}", tensor.shape))
 
 
 @torch.no_grad()
-def _check_cut(target: Target, student: CausalModel, kept: list[int]) -> None:
-    """Raise `UserError` unless `student` computes what the target does without its other layers.
+def _check_cut(target: Target, draft_model: CausalModel, kept: list[int]) -> None:
+    """Raise `UserError` unless `draft_model` computes what the target does without its other
+    layers.
 
     A config may hold more that belongs to single layers than `smaller` knows of. Hooks skip the
     target's other layers: they return a layer's input in place of its output.
@@ -406,12 +418,12 @@ def _check_cut(target: Target, student: CausalModel, kept: list[int]) -> None:
         if i not in kept:
             hooks.append(layer.register_forward_hook(skip, with_kwargs=True))
     try:
-        ids = (torch.arange(24, device=target.device) * 7 % student.vocab_size)[None]
+        ids = (torch.arange(24, device=target.device) * 7 % draft_model.vocab_size)[None]
         expected = target.forward(ids).last.float().cpu()
     finally:
         for hook in hooks:
             hook.remove()
-    last = student.forward(ids.cpu()).last.float()
+    last = draft_model.forward(ids.cpu()).last.float()
     # The cut computes in float32, and the target may not.
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.1
     # The comparison is negated so that NaN fails it.
@@ -419,7 +431,7 @@ def _check_cut(target: Target, student: CausalModel, kept: list[int]) -> None:
         raise UserError(
             f"layers {kept} of {target.config.model_type} alone are not what they are in the "
             f"target (relative difference {error:.1e}): the config says more of single layers than "
-            "is known here; choose others, or give student.path"
+            "is known here; choose others, or give draft_model.path"
         )
 
 
@@ -455,7 +467,7 @@ class _Width:
 
     def __init__(
         self,
-        config: StudentConfig,
+        config: DraftModelConfig,
         target: Target,
         small: Any,
         texts: Callable[[], Sequence[Tensor]],
@@ -494,8 +506,8 @@ class _Width:
         if module == "down_proj" and kind == "weight":
             return tensor[self._dims][:, self._neurons(theirs, name, shape[1])]
         raise UserError(
-            f"a narrower student cannot be cut from {self._type}: {name} is not known; leave out "
-            "student.hidden_size and intermediate_size, or start from student.config"
+            f"a narrower draft model cannot be cut from {self._type}: {name} is not known; leave "
+            "out draft_model.hidden_size and intermediate_size, or start from draft_model.config"
         )
 
     def _neurons(self, theirs: dict[str, Tensor], name: str, count: int) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -17,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from .errors import UserError
-from .files import JsonObject, read_json
+from .files import JsonObject, read_json, rename_keys
 from .fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
@@ -78,25 +77,6 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
         return convert(value, kind), value
     except DocumentError as error:
         raise UserError(f"{path} is not {kind.what}: {error}; {remedy}") from error
-
-
-def rename_keys(value: Any, names: Mapping[str, str]) -> list[str]:
-    """Give the keys of a JSON value their names of now, in place; return `old -> new` of each.
-
-    `names` has the new name by the old one.
-    """
-    renamed: dict[str, None] = {}
-    waiting = [value] if names else []
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, list):
-            waiting += item
-        elif isinstance(item, dict):
-            for old in names.keys() & item.keys():
-                item.setdefault(names[old], item.pop(old))
-                renamed[f"{old} -> {names[old]}"] = None
-            waiting += item.values()
-    return list(renamed)
 
 
 def convert(value: Any, kind: type[T]) -> T:

@@ -75,8 +75,8 @@ def plans(folder: Path) -> Plans:
     for recipe in recipes():
         run: dict[str, Any] = yaml.safe_load(recipe.read_text())
         changes = [f"target.path={config_folder(run['target']['path'], folder)}"]
-        if path := run.get("student", {}).get("path"):
-            changes.append(f"student.path={config_folder(path, folder)}")
+        if path := run.get("draft_model", {}).get("path"):
+            changes.append(f"draft_model.path={config_folder(path, folder)}")
         found[recipe] = planned(Options(str(recipe), recipe.parent.name, set=changes))  # type: ignore[arg-type]
     return found
 

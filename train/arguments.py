@@ -12,13 +12,18 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
+import yaml
 
 from ..heads.errors import UserError
+from ..heads.files import read_yaml, rename_keys
+from ..inference.console import warn
 from ..inference.settings import TargetConfig
 from .endings import fail
+from .method import FORMER_SECTIONS
 
 T = TypeVar("T")
 # Lines of a help text about options that take a whole group, such as `--optim FILE`.
@@ -64,6 +69,8 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     """
     parser = build_parser(config_class, prog)
     types = field_types(config_class)
+    if "draft_model" in types:
+        argv = present_names(argv)
     arguments = spelled(argv, types, next(iter(positional(config_class)), None))
     check_known(arguments, types, prog)
     namespace = parser.parse_args(arguments)
@@ -74,6 +81,42 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
         return config_class(**dict(values)), parser.dump(namespace)
     except UserError as error:
         fail(str(error))
+
+
+def present_names(argv: Sequence[str]) -> list[str]:
+    """Return the command line of a run with its sections under their names of now; say so once
+    each.
+
+    Options are renamed. The path of a config file that has a section under its former name becomes
+    the file's content, renamed, which jsonargparse takes in place of a path.
+    """
+    words, notices = [], {}
+    for i, word in enumerate(argv):
+        for old, new in FORMER_SECTIONS.items():
+            if word.startswith(f"--{old}."):
+                option = f"--{new.replace('_', '-')}."
+                notices[old] = f"the options --{old}. are called {option} now; the old names work"
+                word = option + word.removeprefix(f"--{old}.")
+        if i > 0 and argv[i - 1] == "--config":
+            word = _with_present_sections(word)
+        words.append(word)
+    for notice in notices.values():
+        warn(notice)
+    return words
+
+
+def _with_present_sections(path: str) -> str:
+    """Return `path`, or the content of a config file that has a section under its former name."""
+    try:
+        run = read_yaml(Path(path))
+    except UserError:
+        # The parser says what is wrong with the file.
+        return path
+    renamed = rename_keys(run, FORMER_SECTIONS)
+    if not renamed:
+        return path
+    warn(f"{path} has a section by its former name ({', '.join(renamed)}); it is still read")
+    return yaml.safe_dump(run, sort_keys=False)
 
 
 def build_parser(config_class: Any, prog: str) -> Parser:

@@ -27,11 +27,13 @@ from ..heads.files import (
     damage,
     read_yaml,
     remove_partials,
+    rename_keys,
     whole_directory,
     write_checksums,
     write_json,
 )
 from .documents import TrainerState
+from .method import FORMER_SECTIONS
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +188,9 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
             )
         steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
-    before = _flat(read_yaml(folder.at(steps[-1]) / "config.yaml"))
+    stored = read_yaml(folder.at(steps[-1]) / "config.yaml")
+    rename_keys(stored, FORMER_SECTIONS)
+    before = _flat(stored)
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:

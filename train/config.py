@@ -1,6 +1,6 @@
 """Configuration of a training run.
 
-The run of a method has the parts here and two of its own, `heads` (`student` for distill) and
+The run of a method has the parts here and two of its own, `heads` (`draft_model` for distill) and
 `objective`. Unknown keys are errors. The docstrings are the help texts of the options.
 """
 

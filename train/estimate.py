@@ -164,7 +164,7 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     for group, name in COUNTS:
         if hasattr(getattr(run, group, None), name):
             sizes.append(f"{group}.{name}")
-    lower = f"lower {', '.join(sizes) or 'the size of the student'}"
+    lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     checkpoint = plan["drafter_bytes"] * 3 / 4
     check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")

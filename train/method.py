@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, read_yaml
+from ..heads.files import JsonObject, read_yaml, rename_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,13 @@ METHODS: dict[MethodName, str] = {
 }
 """Module in `methods/` of each training command, in the order of lists and tables. Its `METHOD` is
 the method; `method_named` imports it."""
-OWN_PARTS = ("heads", "student", "objective")  # sections of a config that differ between methods
+FORMER_SECTIONS = {"student": "draft_model"}
+"""Sections of a run's config by their former names, which are still read."""
+OWN_PARTS = (
+    "heads",
+    "draft_model",
+    "objective",
+)  # sections of a config that differ between methods
 
 
 class Method(ABC, Generic[RunT, DrafterT]):
@@ -158,6 +164,7 @@ def own_keys(path: str) -> dict[str, list[str]]:
     Raises `UserError` for a file that is not YAML.
     """
     run = read_yaml(Path(path))
+    rename_keys(run, FORMER_SECTIONS)
     keys = {}
     for section in OWN_PARTS:
         if isinstance(run.get(section), Mapping):

@@ -29,7 +29,7 @@ class PlanOptions:
     )
 
     run: str
-    """Config file of the run; its target, heads (or student), objective and batch are used."""
+    """Config file of the run; its target, heads (or draft model), objective and batch are used."""
     method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""

@@ -119,8 +119,8 @@ def check_vocabulary(artifact: Artifact) -> None:
     if draft_size != target_size:
         raise UserError(
             f"the draft model has a vocabulary of {draft_size}, the target of {target_size}, and "
-            "engines want them equal; cut the student from the target, or pad its embedding with "
-            "model.resize_token_embeddings and distil once more"
+            "engines want them equal; cut the draft model from the target, or pad its embedding "
+            "with model.resize_token_embeddings and distil once more"
         )
 
 

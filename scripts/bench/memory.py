@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 import torch
-from draftsmith.distill.students import StudentConfig
+from draftsmith.distill.draft_models import DraftModelConfig
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
@@ -70,7 +70,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     for option, value in options.items():
         setattr(run.objective, option, value)
     if name == "distill":
-        run.student = StudentConfig(layers=max(arguments.layers // 2, 1))
+        run.draft_model = DraftModelConfig(layers=max(arguments.layers // 2, 1))
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))
     positions = torch.arange(arguments.length)[None]
     batch = Batch(ids, positions, torch.zeros_like(ids), torch.ones_like(ids, dtype=torch.bool))

@@ -43,7 +43,7 @@ train eagle eagle1 --optim.lr 4e-3 --heads.version 1 "$@"
 train eagle eagle3 --optim.lr 4e-3 --heads.taps '[2,4,7]' --heads.norm-taps --heads.norm-output \
     --objective.steps 5 --objective.decay 0.6 --objective.single-step-share 0.6 --objective.feature-weight 1 \
     --objective.token-weight 0.2 --objective.freeze-head --optim.schedule wsd --optim.decay-share 0.3 "$@"
-train distill distill --optim.lr 2e-3 --student.layers 1 "$@"
+train distill distill --optim.lr 2e-3 --draft-model.layers 1 "$@"
 blocks() { # method, options
     train "$1" "$1" --optim.lr 2e-3 --heads.taps '[2,4,7]' --heads.num-layers 2 --objective.anchors 160 --optim.schedule wsd \
         --optim.decay-share 0.3 "${@:2}"

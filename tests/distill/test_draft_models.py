@@ -1,4 +1,4 @@
-"""Students: what is kept of a target, checked against the target itself and by hand."""
+"""Draft models: what is kept of a target, checked against the target itself and by hand."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.distill.students import (
+from draftsmith.distill.draft_models import (
     FACTORS,
-    StudentConfig,
+    DraftModelConfig,
     chosen_layers,
     layer_importance,
     layers_of,
     loudest,
-    make_student,
+    make_draft_model,
     plan_of,
     scale_norm,
 )
@@ -77,18 +77,21 @@ def never() -> list[float]:
 def test_chosen_layers_of_eight(
     layers: int | list[int] | None, choose: str, expected: list[int]
 ) -> None:
-    assert chosen_layers(StudentConfig(layers=layers, choose=choose), 8, never) == expected  # type: ignore[arg-type]
+    assert chosen_layers(DraftModelConfig(layers=layers, choose=choose), 8, never) == expected  # type: ignore[arg-type]
 
 
 def test_the_most_important_layers_are_kept_in_their_order() -> None:
     values = [0.1, 0.5, 0.2, 0.9]
-    assert chosen_layers(StudentConfig(layers=2, choose="importance"), 4, lambda: values) == [1, 3]
+    assert chosen_layers(DraftModelConfig(layers=2, choose="importance"), 4, lambda: values) == [
+        1,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("layers", [[], [3, 1], [1, 1], [8], 0, 9])
 def test_impossible_layers_are_refused(layers: int | list[int]) -> None:
-    with pytest.raises(UserError, match="student.layers"):
-        chosen_layers(StudentConfig(layers=layers), 8, never)
+    with pytest.raises(UserError, match="draft_model.layers"):
+        chosen_layers(DraftModelConfig(layers=layers), 8, never)
 
 
 def test_importance_is_one_minus_cosine_and_zero_for_a_layer_that_does_nothing() -> None:
@@ -103,14 +106,14 @@ def test_importance_is_one_minus_cosine_and_zero_for_a_layer_that_does_nothing()
         taps = target.forward(ids[None], taps=(0, 1)).taps
         apart += (1 - torch.cosine_similarity(taps[0][0], taps[1][0], dim=-1)).tolist()
     assert found[0] == pytest.approx(sum(apart) / len(apart), rel=1e-4)
-    kept = make_student(StudentConfig(layers=2, choose="importance"), target, texts)
+    kept = make_draft_model(DraftModelConfig(layers=2, choose="importance"), target, texts)
     ours: Any = layers_of(target_of(kept))[1][1]
     theirs: Any = layers_of(target)[1][2]
     assert torch.equal(ours.mlp.up_proj.weight, theirs.mlp.up_proj.weight)
 
 
-def target_of(student: DraftModel) -> Target:
-    return Target(student.model, student.tokenizer, "student")
+def target_of(draft_model: DraftModel) -> Target:
+    return Target(draft_model.model, draft_model.tokenizer, "draft_model")
 
 
 @pytest.mark.parametrize("kind", FULL_WIDTH)
@@ -122,15 +125,15 @@ def test_a_cut_has_the_targets_distribution_with_the_other_layers_gone(kind: str
     def logits(model):
         return model.head(model.forward(IDS).last)
 
-    whole = make_student(StudentConfig(layers=2), target, texts)
+    whole = make_draft_model(DraftModelConfig(layers=2), target, texts)
     torch.testing.assert_close(logits(target_of(whole)), logits(target))
-    student = target_of(make_student(StudentConfig(layers=[1]), target, texts))
-    check_packing(student, kind)
-    student.check_tree()
+    draft_model = target_of(make_draft_model(DraftModelConfig(layers=[1]), target, texts))
+    check_packing(draft_model, kind)
+    draft_model.check_tree()
     skipped = copy.deepcopy(target)
     _, layers = layers_of(skipped)
     layers[0].forward = lambda hidden_states, *a, **k: hidden_states  # type: ignore[method-assign]
-    ours, theirs = student.forward(IDS).last, skipped.forward(IDS).last
+    ours, theirs = draft_model.forward(IDS).last, skipped.forward(IDS).last
     factor = float((ours * theirs).sum() / theirs.square().sum())
     torch.testing.assert_close(ours, factor * theirs, rtol=1e-3, atol=1e-4)
 
@@ -155,16 +158,14 @@ def test_scaling_a_norm_scales_what_it_gives(norm: torch.nn.Module) -> None:
     torch.testing.assert_close(norm(x), 0.3 * before, rtol=1e-4, atol=1e-5)
 
 
-def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> (
-    None
-):
+def test_a_narrow_cut_of_full_width_is_the_target_and_a_narrower_one_keeps_the_loudest() -> None:
     target = tiny_target(num_hidden_layers=2)
 
     def logits(model):
         return model.head(model.forward(IDS).last)
 
-    same = make_student(
-        StudentConfig(layers=2, hidden_size=32, intermediate_size=64), target, texts
+    same = make_draft_model(
+        DraftModelConfig(layers=2, hidden_size=32, intermediate_size=64), target, texts
     )
     torch.testing.assert_close(logits(target_of(same)), logits(target))
 
@@ -177,14 +178,16 @@ def test_a_narrow_student_of_full_width_is_the_target_and_a_narrower_one_keeps_t
                 parameter[quiet] = 0
     assert loudest(target, TEXTS, 16).tolist() == list(range(0, 32, 2))
     # Half of the heads go too: those of the second group are silenced in the target. Dimensions
-    # that are always 0 halve the mean square that norms divide by: with the norms of the student
-    # scaled by that, both have the same distribution.
+    # that are always 0 halve the mean square that norms divide by: with the norms of the draft
+    # model scaled by that, both have the same distribution.
     with torch.no_grad():
         for layer in layers_of(target)[1]:
             layer.self_attn.o_proj.weight[:, 16:] = 0  # type: ignore[union-attr,index]
         target.model.lm_head.weight[:, quiet] = 0
     narrow = target_of(
-        make_student(StudentConfig(layers=2, hidden_size=16, intermediate_size=64), target, texts)
+        make_draft_model(
+            DraftModelConfig(layers=2, hidden_size=16, intermediate_size=64), target, texts
+        )
     )
     assert (
         narrow.config.num_attention_heads == 2
@@ -203,16 +206,16 @@ def test_neurons_of_largest_output_are_kept() -> None:
     mlp = layers_of(target)[1][0].mlp
     with torch.no_grad():
         mlp.down_proj.weight[:, ::4] *= 100  # type: ignore[union-attr,index]
-    student = make_student(StudentConfig(layers=1, intermediate_size=16), target, texts)
-    kept = layers_of(target_of(student))[1][0].mlp
+    draft_model = make_draft_model(DraftModelConfig(layers=1, intermediate_size=16), target, texts)
+    kept = layers_of(target_of(draft_model))[1][0].mlp
     assert torch.equal(kept.up_proj.weight, mlp.up_proj.weight[::4])  # type: ignore[union-attr,index]
     assert torch.equal(kept.down_proj.weight, mlp.down_proj.weight[:, ::4])  # type: ignore[union-attr,index]
 
 
 def test_narrowing_an_unknown_architecture_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="gpt_neox"):
-        make_student(
-            StudentConfig(layers=1, hidden_size=16),
+        make_draft_model(
+            DraftModelConfig(layers=1, hidden_size=16),
             architecture("gpt-neox", dtype=torch.float32),
             texts,
         )
@@ -220,15 +223,15 @@ def test_narrowing_an_unknown_architecture_is_refused_by_name() -> None:
 
 def test_tied_and_trimmed_vocabularies() -> None:
     target = tiny_target()
-    tied = make_student(StudentConfig(layers=2, head="tie"), target, texts).model
+    tied = make_draft_model(DraftModelConfig(layers=2, head="tie"), target, texts).model
     assert tied.get_input_embeddings().weight is tied.get_output_embeddings().weight
     assert torch.equal(tied.get_output_embeddings().weight, target.head_weight)
-    trimmed = target_of(make_student(StudentConfig(layers=2, vocab_size=100), target, texts))
+    trimmed = target_of(make_draft_model(DraftModelConfig(layers=2, vocab_size=100), target, texts))
     torch.testing.assert_close(
         trimmed.head(trimmed.forward(IDS).last), target.head(target.forward(IDS).last)[..., :100]
     )
     with pytest.raises(UserError, match="must hold the target's end tokens"):
-        make_student(StudentConfig(layers=2, vocab_size=1), target, texts)
+        make_draft_model(DraftModelConfig(layers=2, vocab_size=1), target, texts)
 
 
 def test_the_plan_counts_what_a_draft_reads() -> None:
@@ -236,18 +239,18 @@ def test_the_plan_counts_what_a_draft_reads() -> None:
     64 = 9,280 weights."""
     target = tiny_target(num_hidden_layers=4)
     vocab = target.vocab_size
-    plan = plan_of(make_student(StudentConfig(layers=1), target, texts).model, target.model)
+    plan = plan_of(make_draft_model(DraftModelConfig(layers=1), target, texts).model, target.model)
     assert plan.parameters == 9280 + 32 + 2 * 32 * vocab
     assert plan.target_parameters == 4 * 9280 + 32 + 2 * 32 * vocab
     assert plan.cost == (9280 + 32 + 32 * vocab) / (4 * 9280 + 32 + 32 * vocab)
     tied = plan_of(
-        make_student(StudentConfig(layers=1, head="tie"), target, texts).model, target.model
+        make_draft_model(DraftModelConfig(layers=1, head="tie"), target, texts).model, target.model
     )
     assert tied.parameters == 9280 + 32 + 32 * vocab and tied.cost == plan.cost
     assert "MB in bfloat16" in tied.lines(torch.bfloat16)[0]
 
 
-def test_students_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
+def test_draft_models_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
     target = tiny_target()
     LlamaConfig(
         hidden_size=16,
@@ -257,10 +260,10 @@ def test_students_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
         vocab_size=77,
         eos_token_id=1,
     ).save_pretrained(tmp_path / "config")
-    fresh = make_student(StudentConfig(config=str(tmp_path / "config")), target, texts)
+    fresh = make_draft_model(DraftModelConfig(config=str(tmp_path / "config")), target, texts)
     assert fresh.model.config.vocab_size == target.vocab_size
     fresh.save(tmp_path / "saved", "tiny", torch.float32)
-    again = make_student(StudentConfig(path=str(tmp_path / "saved")), target, texts)
+    again = make_draft_model(DraftModelConfig(path=str(tmp_path / "saved")), target, texts)
     assert all(
         torch.equal(a, b) for a, b in zip(fresh.parameters(), again.parameters(), strict=True)
     )
@@ -270,13 +273,13 @@ def test_students_from_a_folder_and_from_a_config(tmp_path: Path) -> None:
         {"path": "x", "config": "y"},
     ):
         with pytest.raises(UserError, match="exclude each other"):
-            StudentConfig(**wrong)  # type: ignore[arg-type]
+            DraftModelConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="means nothing"):
-        StudentConfig(layers=[1], choose="ends")
+        DraftModelConfig(layers=[1], choose="ends")
     with pytest.raises(UserError, match="nowhere does not exist"):
-        make_student(StudentConfig(path="./nowhere"), target, texts)
-    with pytest.raises(UserError, match="cannot make a student"):
-        make_student(StudentConfig(config=str(tmp_path / "nowhere")), target, texts)
+        make_draft_model(DraftModelConfig(path="./nowhere"), target, texts)
+    with pytest.raises(UserError, match="cannot make a draft model"):
+        make_draft_model(DraftModelConfig(config=str(tmp_path / "nowhere")), target, texts)
 
 
 def test_tokenizers_are_told_apart_by_vocabulary_and_by_what_they_do() -> None:
@@ -296,16 +299,16 @@ def test_tokenizers_are_told_apart_by_vocabulary_and_by_what_they_do() -> None:
     assert "the same tokens, but 'The quick brown" in (tokenizer_difference(first, lower) or "")
 
 
-def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(
+def test_a_saved_draft_model_is_a_plain_model_folder_that_transformers_decodes_with(
     tmp_path: Path, quickstart: Target
 ) -> None:
     """As `assistant_model` in transformers, and as our drafter: the same text at T = 0."""
-    student = make_student(StudentConfig(layers=2), quickstart, texts)
-    Artifact(student, quickstart.fingerprint(), {"length": 4}).save(
-        tmp_path / "student", torch.float32
+    draft_model = make_draft_model(DraftModelConfig(layers=2), quickstart, texts)
+    Artifact(draft_model, quickstart.fingerprint(), {"length": 4}).save(
+        tmp_path / "draft_model", torch.float32
     )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "student")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "draft_model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft_model")
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "def f(x):"}],
         add_generation_prompt=True,
@@ -315,7 +318,7 @@ def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(
     theirs = quickstart.model.generate(
         ids, assistant_model=model, max_new_tokens=40, do_sample=False
     )[0, ids.shape[1] :]
-    proposer = load_proposer(str(tmp_path / "student"), quickstart, pytest.fail)
+    proposer = load_proposer(str(tmp_path / "draft_model"), quickstart, pytest.fail)
     ours = generate(quickstart, proposer, [ids[0].tolist()], 40)[0]
     assert ours.token_ids == theirs.tolist()
 
@@ -332,7 +335,7 @@ def test_a_saved_student_is_a_plain_model_folder_that_transformers_decodes_with(
     ],
     ids=str,
 )
-def test_decoding_is_lossless_with_every_student_saved_and_loaded(
+def test_decoding_is_lossless_with_every_draft_model_saved_and_loaded(
     tmp_path: Path, quickstart: Target, options: dict[str, Any]
 ) -> None:
     if "config" in options:
@@ -340,27 +343,31 @@ def test_decoding_is_lossless_with_every_student_saved_and_loaded(
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
         ).save_pretrained(tmp_path)
         options = {"config": str(tmp_path)}
-    student = make_student(StudentConfig(**options), quickstart, texts)
-    Artifact(student, quickstart.fingerprint()).save(tmp_path / "student", torch.bfloat16)
+    draft_model = make_draft_model(DraftModelConfig(**options), quickstart, texts)
+    Artifact(draft_model, quickstart.fingerprint()).save(tmp_path / "draft_model", torch.bfloat16)
     prompts = [[5, 90, 40, 11], [7, 8, 9]]
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
         plain = generate(quickstart, PlainDecoding(), prompts, 30, sampling)
         for settings in ("length=3", "length=3,width=2", "length=5,threshold=0.3"):
-            proposer = load_proposer(f"{tmp_path / 'student'}:{settings}", quickstart, pytest.fail)
+            proposer = load_proposer(
+                f"{tmp_path / 'draft_model'}:{settings}", quickstart, pytest.fail
+            )
             found = generate(quickstart, proposer, prompts, 30, sampling)
             assert [g.token_ids for g in found] == [g.token_ids for g in plain]
             assert all(r.drafted for g in found for r in g.rounds)
 
 
-def test_an_incomplete_or_foreign_student_is_refused(tmp_path: Path, quickstart: Target) -> None:
+def test_an_incomplete_or_foreign_draft_model_is_refused(
+    tmp_path: Path, quickstart: Target
+) -> None:
     tiny = tiny_target()
-    student = make_student(StudentConfig(layers=1), tiny, texts)
-    Artifact(student, tiny.fingerprint()).save(tmp_path / "student")
+    draft_model = make_draft_model(DraftModelConfig(layers=1), tiny, texts)
+    Artifact(draft_model, tiny.fingerprint()).save(tmp_path / "draft_model")
     with pytest.raises(UserError, match="has another tokenizer than the target"):
-        load_proposer(str(tmp_path / "student"), quickstart, lambda message: None)
-    (tmp_path / "student" / "model.safetensors").write_bytes(b"")
+        load_proposer(str(tmp_path / "draft_model"), quickstart, lambda message: None)
+    (tmp_path / "draft_model" / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="model.safetensors has 0 bytes instead of"):
-        load_proposer(str(tmp_path / "student"), tiny, pytest.fail)
+        load_proposer(str(tmp_path / "draft_model"), tiny, pytest.fail)
 
 
 def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
@@ -375,34 +382,34 @@ def test_a_layer_that_is_special_by_its_place_is_cut_with_its_place() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     target = Target(AutoModelForCausalLM.from_config(config, dtype=torch.float32), None, "smollm3")
-    student = make_student(StudentConfig(layers=[3]), target, texts)
-    assert student.model.config.no_rope_layers == [0]
+    draft_model = make_draft_model(DraftModelConfig(layers=[3]), target, texts)
+    assert draft_model.model.config.no_rope_layers == [0]
 
 
 def test_a_cut_that_is_not_what_it_was_in_the_target_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from draftsmith.distill import students
+    from draftsmith.distill import draft_models
 
-    whole = students.smaller
+    whole = draft_models.smaller
 
     def forgetful(*arguments: Any) -> Any:
         small = whole(*arguments)
         small.rope_parameters = {"rope_type": "default", "rope_theta": 3.0}
         return small
 
-    monkeypatch.setattr(students, "smaller", forgetful)
+    monkeypatch.setattr(draft_models, "smaller", forgetful)
     with pytest.raises(UserError, match="alone are not what they are in the target"):
-        make_student(StudentConfig(layers=[1]), tiny_target(), texts)
+        make_draft_model(DraftModelConfig(layers=[1]), tiny_target(), texts)
 
 
 def test_rotary_frequencies_stay_exact_in_low_precision(tmp_path: Path) -> None:
     tiny = tiny_target(max_position_embeddings=1024)
-    Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint()).save(
-        tmp_path / "student"
+    Artifact(make_draft_model(DraftModelConfig(layers=1), tiny, texts), tiny.fingerprint()).save(
+        tmp_path / "draft_model"
     )
     low = tiny_target(max_position_embeddings=1024, dtype=torch.bfloat16)
-    proposer: Any = load_proposer(str(tmp_path / "student"), low, lambda message: None)
+    proposer: Any = load_proposer(str(tmp_path / "draft_model"), low, lambda message: None)
     frequencies = [b for name, b in proposer.model.model.named_buffers() if "inv_freq" in name]
     assert (
         proposer.model.dtype == torch.bfloat16
@@ -413,7 +420,9 @@ def test_rotary_frequencies_stay_exact_in_low_precision(tmp_path: Path) -> None:
 
 def test_auto_threshold_needs_a_calibration() -> None:
     tiny = tiny_target()
-    artifact = Artifact(make_student(StudentConfig(layers=1), tiny, texts), tiny.fingerprint())
+    artifact = Artifact(
+        make_draft_model(DraftModelConfig(layers=1), tiny, texts), tiny.fingerprint()
+    )
     with pytest.raises(UserError, match="no calibrated threshold"):
         make_proposer(artifact, TreeSettings(threshold="auto"))
     artifact.calibration = {"adaptive": [[0.5, 3, 2.0, 2.0], [0.0, 12, 3.0, 12.0]]}

@@ -71,12 +71,12 @@ def test_it_teaches_and_is_decoded_with_and_a_store_of_it_teaches_the_same(
     )
 
 
-def test_a_student_is_not_cut_from_it(quantised: Path) -> None:
-    from draftsmith.distill.students import StudentConfig, make_student
+def test_a_draft_model_is_not_cut_from_it(quantised: Path) -> None:
+    from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 
-    with pytest.raises(UserError, match=r"quantised.*student\.path"):
-        make_student(
-            StudentConfig(layers=1),
+    with pytest.raises(UserError, match=r"quantised.*draft_model\.path"):
+        make_draft_model(
+            DraftModelConfig(layers=1),
             load_target(TargetConfig(str(quantised))),
             lambda: [torch.arange(3, 20)],
         )

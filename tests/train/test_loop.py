@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "optim": {"clip_norm": 0.1},
     },
     "distill": {
-        "student": {"layers": 1},
+        "draft_model": {"layers": 1},
         "objective": {"temperatures": [0.0, 1.0]},
         "rollouts": WRITTEN,
         "errors": WRITTEN,
@@ -327,12 +327,12 @@ def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> N
 def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
-    """An EAGLE drafter brings its taps and vocabulary along, a block drafter its shape, a student
-    its size: the second config names none of them."""
+    """An EAGLE drafter brings its taps and vocabulary along, a block drafter its shape, a draft
+    model its size: the second config names none of them."""
     first = train(make_config(tmp_path, saved_tiny, method, max_steps=20), method=method)
     best = (tmp_path / "run" / "best").resolve()
     tau = logged(first.stdout, "tau_measured")[int(best.parent.name.removeprefix("step-"))]
-    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"student": {}}}.get(
+    kept = {"eagle": {"heads": {}}, "dspark": {"heads": {}}, "distill": {"draft_model": {}}}.get(
         method, {}
     )
     config = make_config(

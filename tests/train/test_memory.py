@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.distill.students import StudentConfig, make_student
+from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.errors import UserError
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.memory import recomputed, recomputing
@@ -40,13 +40,13 @@ def bytes_kept(forward: Callable[[], Tensor], owners: nn.Module) -> int:
 
 
 def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
-    student = make_student(
-        StudentConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]
+    draft_model = make_draft_model(
+        DraftModelConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]
     ).requires_grad_(True)
-    aim = DistillObjective(DistillLoss(**options), runner_of(student), TARGET)  # type: ignore[arg-type]
+    aim = DistillObjective(DistillLoss(**options), runner_of(draft_model), TARGET)  # type: ignore[arg-type]
     batch = batch_of((120, [(4, 120)]))
-    return student, lambda: aim.forward(
-        student, LiveTarget(TARGET).features(batch), aim.weights(batch)
+    return draft_model, lambda: aim.forward(
+        draft_model, LiveTarget(TARGET).features(batch), aim.weights(batch)
     )[0]
 
 

@@ -212,9 +212,9 @@ def prompts_of(table: TokenTable, longest: int) -> np.ndarray:
     return np.stack([fit, starts[fit]], axis=1)
 
 
-def student_texts(
+def draft_model_texts(
     config: Rollouts,
-    student: CausalModel,
+    draft_model: CausalModel,
     eos_ids: frozenset[int],
     prompts: Sequence[Request],
     seed: int,
@@ -227,9 +227,9 @@ def student_texts(
     """
     readable = []
     for request in prompts:
-        known_ids = [min(token, student.vocab_size - 1) for token in request.prompt_ids]
+        known_ids = [min(token, draft_model.vocab_size - 1) for token in request.prompt_ids]
         readable.append(Request(known_ids, request.id))
-    texts = _in_batches(config, student, PlainDecoding(), readable, seed, eos_ids)
+    texts = _in_batches(config, draft_model, PlainDecoding(), readable, seed, eos_ids)
     documents = []
     for text, request in zip(texts, prompts, strict=True):
         # As it was before ids were replaced: the target, which judges the text, has all tokens.

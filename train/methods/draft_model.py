@@ -31,7 +31,13 @@ from ...distill.divergences import (
     overlap,
     sum_in_chunks,
 )
-from ...distill.students import StudentConfig, chosen_layers, make_student, plan_of, smaller
+from ...distill.draft_models import (
+    DraftModelConfig,
+    chosen_layers,
+    make_draft_model,
+    plan_of,
+    smaller,
+)
 from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
@@ -42,7 +48,7 @@ from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
 from ..config import RunConfig
 from ..data.batches import Batch, Batches
-from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, student_texts
+from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, draft_model_texts
 from ..features import Features, check_packing
 from ..memory import Memory, recomputed
 from ..method import FeaturesRead, Method
@@ -98,7 +104,7 @@ class DistillRun(RunConfig):
         "--optim.lr 3e-4"
     )
 
-    student: StudentConfig = field(default_factory=StudentConfig)
+    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     objective: DistillLoss = field(default_factory=DistillLoss)
     rollouts: Rollouts = field(default_factory=Rollouts)
     errors: Errors = field(default_factory=Errors)
@@ -108,8 +114,8 @@ class DistillRun(RunConfig):
         # Labels of rollouts are tokens that the draft model wrote, not the target.
         if self.objective.loss in NEEDS_LABELS and self.rollouts.share:
             raise UserError(
-                f"objective.loss {self.objective.loss} would teach the student its own words; use "
-                "kl with rollouts.share"
+                f"objective.loss {self.objective.loss} would teach the draft model its own words; "
+                "use kl with rollouts.share"
             )
 
 
@@ -123,7 +129,7 @@ class DistillObjective(nn.Module):
     def __init__(
         self,
         config: DistillLoss,
-        student: CausalModel,
+        draft_model: CausalModel,
         target: TargetSource,
         seed: int = 0,
         accepted_weight: float = 1.0,
@@ -133,11 +139,11 @@ class DistillObjective(nn.Module):
         self.config, self._target_head, self._seed = config, target.head, seed
         self._accepted_weight = accepted_weight
         # In a list, so that it never becomes a submodule: its parameters are the drafter's.
-        self._student = [student]
+        self._draft_model = [draft_model]
         self.projection = None
         if config.hidden_weight:
             # begins as the identity, cut or padded with zeros where the widths differ
-            self.projection = nn.Linear(student.hidden_size, target.hidden_size, bias=False)
+            self.projection = nn.Linear(draft_model.hidden_size, target.hidden_size, bias=False)
             nn.init.eye_(self.projection.weight)
             self.projection.to(target.device)
 
@@ -156,16 +162,16 @@ class DistillObjective(nn.Module):
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device = features.batch, features.last.device
-        student = self._student[0]
+        draft_model = self._draft_model[0]
         send = partial(torch.Tensor.to, device=device, non_blocking=True)
         ids = send(batch.ids)
         # Tokens that a trimmed draft model does not have are read as its last one, as in decoding.
-        known_ids = ids.clamp(max=student.vocab_size - 1)
+        known_ids = ids.clamp(max=draft_model.vocab_size - 1)
         layers = []
         if self.config.recompute:
-            layers = decoder_layers(student.decoder, student.num_layers)[1]
+            layers = decoder_layers(draft_model.decoder, draft_model.num_layers)[1]
         with recomputed(layers, self.config.offload):
-            hidden = student.forward(known_ids, send(batch.positions)).last.flatten(0, 1)
+            hidden = draft_model.forward(known_ids, send(batch.positions)).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.
         rows = weights.nonzero()[:, 0]
@@ -180,10 +186,10 @@ class DistillObjective(nn.Module):
         hidden = hidden[device_rows]
         temperatures = send(self._temperatures(batch).flatten()[rows])
         loss, losses, right, alpha = sum_in_chunks(
-            partial(self._table, student, last),
+            partial(self._table, draft_model, last),
             hidden,
             (device_rows, labels, temperatures, factors),
-            student.head_parameters,
+            draft_model.head_parameters,
             self.config.rows_per_chunk,
         )
         if self.projection is not None:
@@ -211,7 +217,7 @@ class DistillObjective(nn.Module):
 
     def _table(
         self,
-        student: CausalModel,
+        draft_model: CausalModel,
         last: Tensor,
         hidden: Tensor,
         rows: Tensor,
@@ -233,7 +239,7 @@ class DistillObjective(nn.Module):
             best = teacher.argmax(-1)
         # A draft model may have padding rows past the target's vocabulary, which are never drafted,
         # or fewer tokens than the target: `size` is the number of tokens that both have.
-        logits = student.head(hidden)[:, : teacher.shape[-1]]
+        logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
         scaled = self.config.temperatures != [1.0]
         # Rows at temperature 0 are divided by 1 here; they get the cross-entropy below.
@@ -263,13 +269,13 @@ class DistillObjective(nn.Module):
         return (losses * factors).sum(), losses, right, alpha
 
 
-def _student_config(config: StudentConfig, target: ConfigOnly) -> Any:
-    """Return the transformers config of the draft model that `make_student` would make."""
+def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
+    """Return the transformers config of the draft model that `make_draft_model` would make."""
     if (path := config.path or config.config) is not None:
-        student_config = config_at(path)
+        draft_model_config = config_at(path)
         if config.config is not None:
-            student_config.vocab_size = target.vocab_size
-        return student_config
+            draft_model_config.vocab_size = target.vocab_size
+        return draft_model_config
     # Layers cannot be judged without weights, but any choice of them has the same size.
     layers = chosen_layers(config, target.num_layers, lambda: [0.0] * target.num_layers)
     return smaller(config, cast(Any, target), layers)
@@ -279,37 +285,38 @@ def _check_whole(target: TargetSource) -> None:
     """Raise `UserError` for a target from which no draft model can be cut."""
     if target.together:
         raise UserError(
-            "a student is cut from a whole target; give student.path, or leave out target.spread"
+            "a draft model is cut from a whole target; give draft_model.path, or leave out "
+            "target.spread"
         )
     if not isinstance(target, Target):
         raise UserError(
-            "a student is cut from the whole target; give student.path, or leave out the features "
-            "section"
+            "a draft model is cut from the whole target; give draft_model.path, or leave out the "
+            "features section"
         )
 
 
-def check_student(student: CausalModel, longest: int) -> None:
+def check_draft_model(draft_model: CausalModel, longest: int) -> None:
     """Demand what training and decoding rely on, before either begins.
 
     These are positions for texts of `longest` tokens, a head that can be called on its own, packed
     documents that do not see each other, and trees. Raises `UserError`.
     """
-    if student.max_positions < longest:
+    if draft_model.max_positions < longest:
         raise UserError(
-            f"the student has {student.max_positions} positions, data.max_length is {longest}; "
-            "lower it"
+            f"the draft model has {draft_model.max_positions} positions, data.max_length is "
+            f"{longest}; lower it"
         )
     try:
-        student.check_head()
-        check_packing(student, student.name)
-        student.check_tree()
+        draft_model.check_head()
+        check_packing(draft_model, draft_model.name)
+        draft_model.check_tree()
     except UserError as error:
-        raise UserError(f"this student cannot be used as a draft model: {error}") from error
+        raise UserError(f"this model cannot be used as a draft model: {error}") from error
 
 
 def runner_of(drafter: DraftModel) -> CausalModel:
     """Return the draft model behind the interface of a target: prefill, trees, head."""
-    return CausalModel(drafter.model, drafter.tokenizer, "student", frozen=False)
+    return CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
 
 
 class DistillMethod(Method[DistillRun, DraftModel]):
@@ -323,7 +330,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         return (), False
 
     def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
-        model = empty(_student_config(run.student, target))
+        model = empty(_draft_model_config(run.draft_model, target))
         return Outline(model, logit_rows=run.objective.rows_per_chunk)
 
     def make_drafter(
@@ -334,18 +341,22 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         Raises `UserError` where it cannot be made, or cannot be trained and decoded with.
         """
         if before is not None:
-            if run.student != StudentConfig():
-                raise UserError("init_from and student exclude each other; leave out student")
-            student = before.drafter.requires_grad_(True)
-            place(student, target.device, torch.float32)
+            if run.draft_model != DraftModelConfig():
+                raise UserError(
+                    "init_from and draft_model exclude each other; leave out draft_model"
+                )
+            draft_model = before.drafter.requires_grad_(True)
+            place(draft_model, target.device, torch.float32)
         else:
-            if run.student.path is None and run.student.config is None:
+            if run.draft_model.path is None and run.draft_model.config is None:
                 _check_whole(target)
-            student = make_student(run.student, target, lambda: batches.sample(STUDIED_TEXTS))
-        for line in plan_of(student.model, target.model).lines(torch.float32):
+            draft_model = make_draft_model(
+                run.draft_model, target, lambda: batches.sample(STUDIED_TEXTS)
+            )
+        for line in plan_of(draft_model.model, target.model).lines(torch.float32):
             log.info(line)
-        check_student(runner_of(student), run.data.max_length)
-        return student
+        check_draft_model(runner_of(draft_model), run.data.max_length)
+        return draft_model
 
     def make_objective(
         self, run: DistillRun, target: TargetSource, drafter: DraftModel
@@ -357,8 +368,8 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         self, run: DistillRun, target: Target, drafter: DraftModel
     ) -> list[tuple[str, Rollouts, Writer]]:
         """Return what writes rollouts of the draft model, and decodes texts with its drafts."""
-        student = runner_of(drafter)
-        write = partial(student_texts, run.rollouts, student, target.eos_ids)
+        draft_model = runner_of(drafter)
+        write = partial(draft_model_texts, run.rollouts, draft_model, target.eos_ids)
         return [
             ("rollouts", run.rollouts, write),
             ("errors", run.errors, partial(decoded_rounds, run.errors, target, drafter)),
@@ -372,14 +383,16 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         probability of that best token. Rows past the model's last position are 0. `hidden` is not
         read.
         """
-        student = runner_of(drafter)
-        seen = ids[: student.max_positions].clamp(max=student.vocab_size - 1)
+        draft_model = runner_of(drafter)
+        seen = ids[: draft_model.max_positions].clamp(max=draft_model.vocab_size - 1)
         # the last row has no token after it: -1 equals no best token
         following = functional.pad(ids, (0, 1), value=-1)[1:]
         outcomes = torch.zeros(len(ids), 2, device=ids.device)
-        for number, states in enumerate(student.forward(seen[None]).last[0].split(ROWS_AT_ONCE)):
+        for number, states in enumerate(
+            draft_model.forward(seen[None]).last[0].split(ROWS_AT_ONCE)
+        ):
             rows = slice(number * ROWS_AT_ONCE, number * ROWS_AT_ONCE + len(states))
-            probs = student.head(states).float()[:, : drafter.vocab_size].softmax(-1)
+            probs = draft_model.head(states).float()[:, : drafter.vocab_size].softmax(-1)
             outcomes[rows, 1], best = probs.max(-1)
             outcomes[rows, 0] = best == following[rows]
         return outcomes

@@ -156,7 +156,7 @@ def test_the_drafter_is_as_large_as_the_trained_one(
 
 
 @pytest.mark.parametrize(
-    "student",
+    "draft_model",
     [
         {},
         {"layers": [1]},
@@ -165,14 +165,16 @@ def test_the_drafter_is_as_large_as_the_trained_one(
         {"head": "tie", "vocab_size": 280},
     ],
 )
-def test_a_student_is_as_large_as_the_one_that_is_cut(
-    tmp_path: Path, saved_tiny: Path, student: dict
+def test_a_draft_model_is_as_large_as_the_one_that_is_cut(
+    tmp_path: Path, saved_tiny: Path, draft_model: dict
 ) -> None:
-    from draftsmith.distill.students import StudentConfig, make_student
+    from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 
-    config = make_config(tmp_path, saved_tiny, "distill", student=student)
+    config = make_config(tmp_path, saved_tiny, "distill", draft_model=draft_model)
     _, shape, _ = plan.planned(Options(str(config), "distill"))
-    cut = make_student(StudentConfig(**student), tiny_target(), lambda: [torch.arange(3, 40)])
+    cut = make_draft_model(
+        DraftModelConfig(**draft_model), tiny_target(), lambda: [torch.arange(3, 40)]
+    )
     assert shape.drafter_params == sum(p.numel() for p in cut.model.parameters())
 
 

@@ -279,24 +279,28 @@ def test_medusa_heads_by_hand(recipe: Path, plans: Any) -> None:
 @pytest.mark.parametrize(
     "recipe", [path for path in RECIPES if path.parent.name == "distill"], ids=name_of
 )
-def test_a_student_by_hand(recipe: Path, plans: Any) -> None:
+def test_a_draft_model_by_hand(recipe: Path, plans: Any) -> None:
     run, shape, _ = plans[recipe]
     drafter, target = built(run, recipe)
-    student = target | {"num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4}
-    student |= {"hidden_size": 512, "intermediate_size": 1536}
-    if run.student.path:
-        student = raw(ROOT / "tests" / "targets" / f"{Path(run.student.path).name}.json")
-    hidden, per_head = student["hidden_size"], student["head_dim"]
-    turned = student["num_attention_heads"] + student["num_key_value_heads"]
-    norms = 2 * hidden + (0 if student["model_type"] == "llama" else 2 * per_head)
-    norms += 2 * hidden if student["model_type"] == "gemma3_text" else 0
-    layer = 2 * hidden * turned * per_head + 3 * hidden * student["intermediate_size"] + norms
+    draft_model = target | {
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    draft_model |= {"hidden_size": 512, "intermediate_size": 1536}
+    if run.draft_model.path:
+        draft_model = raw(ROOT / "tests" / "targets" / f"{Path(run.draft_model.path).name}.json")
+    hidden, per_head = draft_model["hidden_size"], draft_model["head_dim"]
+    turned = draft_model["num_attention_heads"] + draft_model["num_key_value_heads"]
+    norms = 2 * hidden + (0 if draft_model["model_type"] == "llama" else 2 * per_head)
+    norms += 2 * hidden if draft_model["model_type"] == "gemma3_text" else 0
+    layer = 2 * hidden * turned * per_head + 3 * hidden * draft_model["intermediate_size"] + norms
     # each is tied
-    size = student["vocab_size"] * hidden + student["num_hidden_layers"] * layer + hidden
+    size = draft_model["vocab_size"] * hidden + draft_model["num_hidden_layers"] * layer + hidden
     assert drafter.get_output_embeddings().weight is drafter.get_input_embeddings().weight
     assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
     assert drafter.config.max_position_embeddings >= run.data.max_length
-    missing = target["vocab_size"] - student["vocab_size"]
+    missing = target["vocab_size"] - draft_model["vocab_size"]
     assert missing == (64 if recipe.stem == "gemma-3-12b" else 0)
     assert bool(missing) == ("262,144 tokens to the target's 262,208" in header(recipe))
 

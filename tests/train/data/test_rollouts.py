@@ -19,9 +19,9 @@ from draftsmith.train.data.rollouts import (
     Rollouts,
     Written,
     decoded_rounds,
+    draft_model_texts,
     prompts_of,
     rounds_of,
-    student_texts,
 )
 from draftsmith.train.data.tables import TokenTable
 from draftsmith.train.data.templates import Encoded
@@ -29,7 +29,7 @@ from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, 
 from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
 
 from tests.conftest import tiny_target
-from tests.train.methods.test_draft_model import student_of
+from tests.train.methods.test_draft_model import draft_model_of
 
 TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 
@@ -193,8 +193,8 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     # A language model's row t drafts x[t+1]: rows 3 and 4 were right, 5 wrong, 6 wrong, 7 right;
     # ordinary text counts in full.
     assert batch.row_weights(0.5)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 1]
-    student = student_of()
-    aim = DistillObjective(DistillLoss(), runner_of(student), TARGET, accepted_weight=0.5)
+    draft_model = draft_model_of()
+    aim = DistillObjective(DistillLoss(), runner_of(draft_model), TARGET, accepted_weight=0.5)
     assert aim.row_weights(batch)[0].tolist() == [0, 0, 0, 0.5, 0.5, 1, 1, 0.5, 0, 1, 1, 1, 0]
     # EAGLE's row t drafts from the root at t + 1, at step k the token x[t+2+k].
     eagle = EagleObjective(EagleLoss(steps=3).resolved(3), (0, 1), TARGET.head, accepted_weight=0.5)
@@ -212,13 +212,13 @@ def test_weights_of_drafts_of_a_decoded_text() -> None:
     assert eagle.weights(batch) == {"step0": 4.0, "step1": 1.5, "step2": 1.0}
 
 
-def test_what_the_student_and_the_decoder_write() -> None:
-    student = student_of()
+def test_what_the_draft_model_and_the_decoder_write() -> None:
+    draft_model = draft_model_of()
     prompts = [Request([5, 6, 7], 0), Request([8, 9], 1)]
     config = Rollouts(share=1, max_new_tokens=12, batch_size=1)
-    texts = student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 3)
-    together = student_texts(
-        Rollouts(share=1, max_new_tokens=12), runner_of(student), TARGET.eos_ids, prompts, 3
+    texts = draft_model_texts(config, runner_of(draft_model), TARGET.eos_ids, prompts, 3)
+    together = draft_model_texts(
+        Rollouts(share=1, max_new_tokens=12), runner_of(draft_model), TARGET.eos_ids, prompts, 3
     )
     for (ids, mask, rounds), (same, *_), request in zip(texts, together, prompts, strict=True):
         assert ids.tolist() == same.tolist(), "the noise belongs to the prompt, not to the batch"
@@ -230,16 +230,16 @@ def test_what_the_student_and_the_decoder_write() -> None:
             len(ids) - len(request.prompt_ids)
         )
     assert (
-        student_texts(config, runner_of(student), TARGET.eos_ids, prompts, 4)[0][0].tolist()
+        draft_model_texts(config, runner_of(draft_model), TARGET.eos_ids, prompts, 4)[0][0].tolist()
         != texts[0][0].tolist()
     )
-    assert all(p.requires_grad for p in student.parameters()), (
-        "writing leaves the student as it was"
+    assert all(p.requires_grad for p in draft_model.parameters()), (
+        "writing leaves the draft model as it was"
     )
     greedy = Errors(share=1, max_new_tokens=24, length=2, temperature=0.0)
     rejected = 0
-    for ids, mask, rounds in decoded_rounds(greedy, TARGET, student, prompts, 3):
-        best = student.model(torch.tensor(ids)[None]).logits[0].argmax(-1).tolist()
+    for ids, mask, rounds in decoded_rounds(greedy, TARGET, draft_model, prompts, 3):
+        best = draft_model.model(torch.tensor(ids)[None]).logits[0].argmax(-1).tolist()
         assert not mask[0] and abs(rounds).max() <= 2
         for root in rounds.nonzero()[0].tolist():
             count = int(rounds[root])
@@ -247,6 +247,8 @@ def test_what_the_student_and_the_decoder_write() -> None:
             assert right == [True] * (count - 1) + [False] if count > 0 else all(right)
             rejected += count > 0
     assert rejected > 4
-    trimmed = student_of(vocab_size=20)
-    (text,) = student_texts(config, runner_of(trimmed), TARGET.eos_ids, [Request([5, 200], 0)], 3)
+    trimmed = draft_model_of(vocab_size=20)
+    (text,) = draft_model_texts(
+        config, runner_of(trimmed), TARGET.eos_ids, [Request([5, 200], 0)], 3
+    )
     assert text[0][:2].tolist() == [5, 200]

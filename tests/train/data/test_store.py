@@ -43,17 +43,17 @@ PLAIN = {"distill": {"rollouts": {}, "errors": {}}, "eagle": {"errors": {}}}
 
 
 def config_for(folder: Path, target: Path, method: str, **changes: Any) -> Path:
-    """As in test_loop, without texts written on the way, and with a student that needs no target to
-    be made."""
+    """As in test_loop, without texts written on the way, and with a draft model that needs no
+    target to be made."""
     folder.mkdir(exist_ok=True)
     more = dict(PLAIN.get(method, {}))
     if method == "distill":
-        student = folder.parent / "student"
-        if not student.is_dir():
+        draft_model = folder.parent / "draft_model"
+        if not draft_model.is_dir():
             small = tiny_target(seed=5, num_hidden_layers=1)
-            small.model.save_pretrained(student)
-            small.tokenizer.save_pretrained(student)
-        more["student"] = {"path": str(student)}
+            small.model.save_pretrained(draft_model)
+            small.tokenizer.save_pretrained(draft_model)
+        more["draft_model"] = {"path": str(draft_model)}
     return make_config(folder, target, method, **(more | changes))
 
 

@@ -3,12 +3,13 @@ what decoding logs of it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from draftsmith.distill.divergences import divergence, log_probs
-from draftsmith.distill.students import StudentConfig, make_student
+from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.errors import UserError
@@ -20,17 +21,19 @@ from draftsmith.inference.proposers.draft_model import best_adaptive, make_propo
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
+from draftsmith.train.arguments import parse
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.rollouts import Errors, Rollouts
 from draftsmith.train.features import LiveTarget
+from draftsmith.train.method import own_keys
 from draftsmith.train.methods.adaptive import accepted_runs, chain_lengths
 from draftsmith.train.methods.draft_model import (
     METHOD,
     DistillLoss,
     DistillObjective,
     DistillRun,
-    check_student,
+    check_draft_model,
     runner_of,
 )
 
@@ -42,30 +45,32 @@ TARGET = tiny_target(seed=4, dtype=torch.float64, num_hidden_layers=3)
 DISTILLED = ROOT / "scripts" / "quickstart" / "drafters" / "distill"
 
 
-def student_of(target: Target = TARGET, **config: object) -> DraftModel:
-    student = make_student(StudentConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)])  # type: ignore[arg-type]
-    return student.to(target.dtype)
+def draft_model_of(target: Target = TARGET, **config: Any) -> DraftModel:
+    draft_model = make_draft_model(
+        DraftModelConfig(layers=1, **config), target, lambda: [torch.arange(3, 20)]
+    )
+    return draft_model.to(target.dtype)
 
 
 def objective(
-    student: DraftModel, accepted_weight: float = 1.0, **options: Any
+    draft_model: DraftModel, accepted_weight: float = 1.0, **options: Any
 ) -> DistillObjective:
     options = {"rows_per_chunk": 2, **options}
     aim = DistillObjective(
-        DistillLoss(**options), runner_of(student), TARGET, accepted_weight=accepted_weight
+        DistillLoss(**options), runner_of(draft_model), TARGET, accepted_weight=accepted_weight
     )
     return aim.to(TARGET.dtype)
 
 
-def loss_of(student: DraftModel, batch: Batch, **options: object) -> torch.Tensor:
-    aim = objective(student, **options)  # type: ignore[arg-type]
-    return aim.forward(student, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
+def loss_of(draft_model: DraftModel, batch: Batch, **options: object) -> torch.Tensor:
+    aim = objective(draft_model, **options)  # type: ignore[arg-type]
+    return aim.forward(draft_model, LiveTarget(TARGET).features(batch), aim.weights(batch))[0]
 
 
 def test_rows_of_the_worked_example() -> None:
     """Prompt 0..3, reply 4..8: rows 3..7 predict the reply; a second document's rows do not predict
     the first's."""
-    aim = objective(student_of())
+    aim = objective(draft_model_of())
     assert aim.row_weights(batch_of((9, [(4, 9)])))[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7]
     assert aim.row_weights(batch_of((4, [(2, 4)]), (4, [(0, 4)])))[0].nonzero()[:, 0].tolist() == [
         1,
@@ -77,14 +82,14 @@ def test_rows_of_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce", "lk-hybrid"])
-def test_loss_is_the_mean_over_reply_rows_of_student_against_target(loss: str) -> None:
-    student, batch = student_of(), batch_of((9, [(4, 9)]), (6, [(2, 6)]), pad=2)
-    found = loss_of(student, batch, loss=loss)
+def test_loss_is_the_mean_over_reply_rows_of_draft_model_against_target(loss: str) -> None:
+    draft_model, batch = draft_model_of(), batch_of((9, [(4, 9)]), (6, [(2, 6)]), pad=2)
+    found = loss_of(draft_model, batch, loss=loss)
     terms = []
     for start, end, first in ((0, 9, 4), (9, 15, 2)):
         ids = batch.ids[:, start:end]
         log_p = log_probs(TARGET.model(ids).logits[0])
-        log_q = log_probs(student.model(ids).logits[0])
+        log_q = log_probs(draft_model.model(ids).logits[0])
         for row in range(first - 1, end - start - 1):
             one = slice(row, row + 1)
             terms.append(divergence(loss, log_q[one], log_p[one], ids[0, row + 1 : row + 2]))  # type: ignore[arg-type]
@@ -92,14 +97,14 @@ def test_loss_is_the_mean_over_reply_rows_of_student_against_target(loss: str) -
 
 
 def test_temperatures_warp_both_distributions_and_zero_teaches_the_best_token() -> None:
-    student, batch = student_of(), batch_of((9, [(4, 9)]))
-    p, q = TARGET.model(batch.ids).logits[0, 3:8], student.model(batch.ids).logits[0, 3:8]
+    draft_model, batch = draft_model_of(), batch_of((9, [(4, 9)]))
+    p, q = TARGET.model(batch.ids).logits[0, 3:8], draft_model.model(batch.ids).logits[0, 3:8]
     warm = 0.5 * divergence("kl", log_probs(q / 0.5), log_probs(p / 0.5), batch.ids[0, 4:9]).mean()
-    torch.testing.assert_close(loss_of(student, batch, temperatures=[0.5]), warm)
+    torch.testing.assert_close(loss_of(draft_model, batch, temperatures=[0.5]), warm)
     cold = torch.nn.functional.cross_entropy(q, p.argmax(-1))
-    torch.testing.assert_close(loss_of(student, batch, temperatures=[0.0]), cold)
+    torch.testing.assert_close(loss_of(draft_model, batch, temperatures=[0.0]), cold)
     # Drawn by document, and not by anything that ranks or batches change.
-    aim = objective(student, temperatures=[0.0, 0.5, 1.0])
+    aim = objective(draft_model, temperatures=[0.0, 0.5, 1.0])
     many = batch_of(*[(5, [(2, 5)])] * 40)
     drawn = aim._temperatures(many)
     assert sorted(set(drawn.flatten().tolist())) == [0.0, 0.5, 1.0]
@@ -113,12 +118,12 @@ def test_temperatures_warp_both_distributions_and_zero_teaches_the_best_token() 
 def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_kept(
     tmp_path,
 ) -> None:
-    student, batch = student_of(hidden_size=16), batch_of((9, [(4, 9)]))
-    aim = objective(student, hidden_weight=2.0)
+    draft_model, batch = draft_model_of(hidden_size=16), batch_of((9, [(4, 9)]))
+    aim = objective(draft_model, hidden_weight=2.0)
     features = LiveTarget(TARGET).features(batch)
-    loss, _ = aim.forward(student, features, aim.weights(batch))
-    plain, _ = objective(student).forward(student, features, aim.weights(batch))
-    states = student.model.get_decoder()(batch.ids).last_hidden_state[0, 3:8]
+    loss, _ = aim.forward(draft_model, features, aim.weights(batch))
+    plain, _ = objective(draft_model).forward(draft_model, features, aim.weights(batch))
+    states = draft_model.model.get_decoder()(batch.ids).last_hidden_state[0, 3:8]
     assert aim.projection is not None
     apart = torch.nn.functional.smooth_l1_loss(aim.projection(states), features.last[0, 3:8])
     torch.testing.assert_close(loss, plain + 2 * apart)
@@ -126,50 +131,54 @@ def test_hidden_states_are_matched_through_a_projection_that_is_trained_and_not_
     assert (
         aim.projection.weight.grad is not None and float(aim.projection.weight.grad.abs().sum()) > 0
     )
-    Artifact(student, TARGET.fingerprint()).save(tmp_path / "student")
+    Artifact(draft_model, TARGET.fingerprint()).save(tmp_path / "draft_model")
     assert not any(
         "projection" in name
         for name in Artifact.load(
-            tmp_path / "student", TARGET.fingerprint(), TARGET.embedding_and_head
+            tmp_path / "draft_model", TARGET.fingerprint(), TARGET.embedding_and_head
         ).drafter.state_dict()
     )
 
 
 def test_every_weight_learns_and_a_batch_without_replies_still_takes_part() -> None:
-    student = student_of()
-    loss_of(student, batch_of((9, [(4, 9)]))).backward()
-    assert all(p.grad is not None and float(p.grad.abs().sum()) > 0 for p in student.parameters())
-    student.zero_grad(set_to_none=True)
-    aim = objective(student)
-    loss, _ = aim.forward(student, LiveTarget(TARGET).features(batch_of((6, []))), {"rows": 3.0})
+    draft_model = draft_model_of()
+    loss_of(draft_model, batch_of((9, [(4, 9)]))).backward()
+    assert all(
+        p.grad is not None and float(p.grad.abs().sum()) > 0 for p in draft_model.parameters()
+    )
+    draft_model.zero_grad(set_to_none=True)
+    aim = objective(draft_model)
+    loss, _ = aim.forward(
+        draft_model, LiveTarget(TARGET).features(batch_of((6, []))), {"rows": 3.0}
+    )
     loss.backward()
-    assert float(loss.detach()) == 0 and all(p.grad is not None for p in student.parameters())
+    assert float(loss.detach()) == 0 and all(p.grad is not None for p in draft_model.parameters())
 
 
-def test_a_trimmed_student_counts_what_it_cannot_say_as_missed() -> None:
-    student = student_of(vocab_size=20)
+def test_a_trimmed_draft_model_counts_what_it_cannot_say_as_missed() -> None:
+    draft_model = draft_model_of(vocab_size=20)
     batch = batch_of((9, [(4, 9)]))
     features = LiveTarget(TARGET).features(batch)
-    aim = objective(student)
-    _, sums = aim.forward(student, features, aim.weights(batch))
+    aim = objective(draft_model)
+    _, sums = aim.forward(draft_model, features, aim.weights(batch))
     p = TARGET.head(features.last[0, 3:8]).softmax(-1)
-    q = student.model(batch.ids.clamp(max=19)).logits[0, 3:8].softmax(-1)
+    q = draft_model.model(batch.ids.clamp(max=19)).logits[0, 3:8].softmax(-1)
     torch.testing.assert_close(sums["alpha@1"][0], torch.minimum(p[:, :20], q).sum().double())
 
 
-def test_a_students_padding_rows_are_not_part_of_its_distribution() -> None:
-    student = student_of()
+def test_a_draft_models_padding_rows_are_not_part_of_its_distribution() -> None:
+    draft_model = draft_model_of()
     batch = batch_of((9, [(4, 9)]))
-    plain = loss_of(student, batch)
-    student.model.resize_token_embeddings(TARGET.vocab_size + 8, mean_resizing=False)
-    torch.testing.assert_close(loss_of(student, batch), plain)
+    plain = loss_of(draft_model, batch)
+    draft_model.model.resize_token_embeddings(TARGET.vocab_size + 8, mean_resizing=False)
+    torch.testing.assert_close(loss_of(draft_model, batch), plain)
 
 
 def test_what_cannot_work_is_refused_before_training() -> None:
     with pytest.raises(UserError, match="lower it"):
-        check_student(runner_of(student_of()), 257)
+        check_draft_model(runner_of(draft_model_of()), 257)
     config = {"output": "x", "target": TargetConfig("x"), "data": Data([Source("x")])}
-    with pytest.raises(UserError, match="would teach the student its own words"):
+    with pytest.raises(UserError, match="would teach the draft model its own words"):
         DistillRun(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="errors.begin in"):
         Errors(begin=1.0)
@@ -236,8 +245,8 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
     for text in generate(quickstart, proposer, [[5, 90, 40, 11], [7, 8, 9]], 60, sampling):
         ids = torch.tensor([text.prompt_ids + text.token_ids])
         p = (quickstart.head(quickstart.forward(ids).last[0]) / 0.8).softmax(-1)
-        student = runner_of(artifact.drafter)
-        q = (student.head(student.forward(ids).last[0]) / 0.8).softmax(-1)
+        draft_model = runner_of(artifact.drafter)
+        q = (draft_model.head(draft_model.forward(ids).last[0]) / 0.8).softmax(-1)
         alpha = torch.minimum(p, q).sum(-1)
         root = len(text.prompt_ids)
         for step in text.rounds:
@@ -247,3 +256,19 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
                 checked += 1
             root += len(step.tokens)
     assert checked > 40
+
+
+def test_the_former_name_of_the_section_is_read_with_a_notice(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "old.yaml"
+    data = "data: {sources: [{path: rows.jsonl}]}"
+    config.write_text(f"output: out\ntarget: {{path: t}}\n{data}\nstudent: {{layers: 3}}\n")
+    run, written = parse(DistillRun, ["--config", str(config), "--student.choose", "ends"], "x")
+    assert (run.draft_model.layers, run.draft_model.choose) == (3, "ends")
+    assert "draft_model:" in written and "student" not in written
+    notices = capsys.readouterr().err.splitlines()
+    assert notices == [
+        f"warning: {config} has a section by its former name (student -> draft_model); it is still "
+        "read",
+        "warning: the options --student. are called --draft-model. now; the old names work",
+    ]
+    assert own_keys(str(config)) == {"draft_model": ["layers"]}

@@ -68,7 +68,7 @@ class DraftModelConfig:
         if len(given) > 1 or (given and cuts):
             first, second = (given + cuts)[:2]
             raise UserError(
-                f"draft_model.{first} and draft model.{second} exclude each other; give one"
+                f"draft_model.{first} and draft_model.{second} exclude each other; give one"
             )
         if isinstance(self.layers, list) and self.choose != "even":
             raise UserError(

@@ -73,8 +73,8 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     choices = draws.choices(scores, tables.depths, tree.levels)
     node = match(tree, choices)
     # The expectation is defined for T > 0 and drafts that do not know the target's noise.
-    known = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
-    expected = None if known else expected_tokens(tree, scores)
+    undefined = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
+    expected = None if undefined else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
     last = choices.gather(1, node[:, None])[:, 0]
     return Verdict(node=node, last=last, rule=rule, choices=choices, expected=expected)

@@ -223,8 +223,8 @@ class TreeCache(Cache):
                     # The mark belongs to a tensor, and these are new ones.
                     torch._dynamo.mark_static_address(buffer)
 
-    # The interface of transformers' caches. A model calls these methods only if it is given neither
-    # positions nor a mask, which happens in the prefill of a prompt alone.
+    # The interface of transformers' caches. A model calls these methods wherever it is given no
+    # mask: in a prefill, and for a single node, which sees everything before it.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest + self.staged

@@ -28,7 +28,7 @@ class Decision:
     tokens: list[list[int]]
     """Tokens that each row emits: its accepted drafts, then the bonus token."""
     drafted: list[int]
-    """Nodes offered to each row, without the root and without missing nodes."""
+    """Nodes drafted for each row, without the root and without missing nodes."""
     refused: list[bool]
     """True for rows in which a draft stood after the last accepted node."""
     rule: str
@@ -51,7 +51,7 @@ class HostTransfer:
     """Packer of named tensors `[B, n]` that travel to the host in one copy.
 
     Integers travel as they are, floats as float32 bit patterns beside them, so that a single
-    integer tensor holds both and no float is rounded.
+    integer tensor holds both.
     """
 
     def __init__(self) -> None:
@@ -101,10 +101,10 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
     path = tables.paths.expand(batch, -1, -1)[rows, verdict.node]
     # Paths are padded with NO_NODE, so their entries of 0 and above are the accepted nodes.
     counts = (path >= 0).sum(-1)
-    # A node that a row does not have holds NO_NODE, which is negative: it was not offered.
-    offered = tree.tokens[:, 1:] >= 0
+    # A node that a row does not have holds NO_NODE, which is negative: it was not drafted.
+    exists = tree.tokens[:, 1:] >= 0
     # Parents of static shapes are `[1, N]`: they broadcast against the rows.
-    after_last = offered & (tables.parents[:, 1:] == verdict.node[:, None])
+    after_last = exists & (tables.parents[:, 1:] == verdict.node[:, None])
 
     transfer = HostTransfer()
     transfer.add("path", path)
@@ -112,7 +112,7 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
     transfer.add("path_tokens", tree.tokens.gather(1, path.clamp(min=0)))
     transfer.add("count", counts)
     transfer.add("last", verdict.last)
-    transfer.add("drafted", offered.sum(-1))
+    transfer.add("drafted", exists.sum(-1))
     # Integers, since all columns travel in one tensor.
     transfer.add("refused", after_last.any(-1).long())
     if verdict.choices is not None:

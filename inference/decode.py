@@ -49,9 +49,9 @@ class Request:
 
 @dataclass(kw_only=True)
 class Round:
-    """Record of one step of the loop for one request.
+    """Record of one round for one request, or of the prefill, whose `drafted` is None.
 
-    The step that follows the prefill is not a round: its `drafted` is None. Times are those of the
+    Times are those of the
     whole batch's round, in seconds.
     """
 
@@ -78,6 +78,7 @@ class Round:
     t_verify_s: float = 0.0
     t_accept_s: float = 0.0
     t_kv_s: float = 0.0
+    """Parts of the round, as docs/metrics.md#speed divides it."""
     t_round_s: float = 0.0
     """Wall time; what the four parts leave of it was spent on the host."""
 
@@ -309,13 +310,13 @@ class _Batch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
-        # The last prompt token is the root of the first choice.
-        root = ids[rows, row_lengths - 1][:, None]
+        # It stands where a round has its root: the first choice follows it.
+        last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
-        scores = self.draws.scores(logits, root[:, None])
+        scores = self.draws.scores(logits, last_prompt_token[:, None])
         self.root = self.draws.choices(scores, 0)[:, 0]
         # The root of the next choice is the token just chosen, one position further.
-        self.draws.extend(root, torch.ones_like(row_lengths))
+        self.draws.extend(last_prompt_token, torch.ones_like(row_lengths))
         first = self.root.tolist()
         with_roots = []
         for prompt, token in zip(prompts, first, strict=True):

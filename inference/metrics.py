@@ -19,14 +19,14 @@ RESAMPLES = 1000
 LOOP_NGRAM = 8
 
 
-def tau(kept: Sequence[Sequence[int]]) -> float:
+def tau(emitted: Sequence[Sequence[int]]) -> float:
     """Return tokens emitted per round, bonus token included; NaN without a round.
 
-    `kept[i]` are the tokens emitted in each round of request i. Rounds are pooled over requests, so
-    that long replies weigh more (micro average).
+    `emitted[i]` are the tokens emitted in each round of request i. Rounds are pooled over requests,
+    so that long replies weigh more (micro average).
     """
-    rounds = sum(len(request) for request in kept)
-    return sum(map(sum, kept)) / rounds if rounds else float("nan")
+    rounds = sum(len(request) for request in emitted)
+    return sum(map(sum, emitted)) / rounds if rounds else float("nan")
 
 
 BUCKETS = (256, 1024, 4096, 16384, 65536)
@@ -98,14 +98,14 @@ def offered_conditional(
     return shares
 
 
-def pooled(kept: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[int]]:
+def pooled(emitted: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[list[int]]:
     """Return the rounds of each prompt, those of all its requests together.
 
-    The requests of one prompt, such as the turns of a conversation, are correlated. `kept[i]` are
-    the tokens emitted in each round of request i, `prompts[i]` is the number of its prompt.
+    The requests of one prompt, such as the turns of a conversation, are correlated. `emitted[i]`
+    are the tokens emitted in each round of request i, `prompts[i]` is the number of its prompt.
     """
     by_prompt: dict[int, list[int]] = {}
-    for rounds, prompt in zip(kept, prompts, strict=True):
+    for rounds, prompt in zip(emitted, prompts, strict=True):
         by_prompt.setdefault(prompt, []).extend(rounds)
     return list(by_prompt.values())
 

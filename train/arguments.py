@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
-import yaml
 
 from ..heads.errors import UserError
-from ..heads.files import read_yaml, rename_keys
 from ..inference.console import warn
 from ..inference.settings import TargetConfig
 from .endings import fail
@@ -84,21 +82,24 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
 
 
 def present_names(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a run with its sections under their names of now; say so once
-    each.
+    """Return the command line of a run with its sections under their names of now.
 
-    Options are renamed. The path of a config file that has a section under its former name becomes
-    the file's content, renamed, which jsonargparse takes in place of a path.
+    Options are renamed, with a notice for each section. The path of a config file that has a
+    section under its former name becomes the file's text with the name of now, which jsonargparse
+    takes in place of a path.
     """
     words, notices = [], {}
     for i, word in enumerate(argv):
         for old, new in FORMER_SECTIONS.items():
-            if word.startswith(f"--{old}."):
-                option = f"--{new.replace('_', '-')}."
-                notices[old] = f"the options --{old}. are called {option} now; the old names work"
-                word = option + word.removeprefix(f"--{old}.")
+            # --student.layers 1, or the whole section: --student FILE
+            if re.match(rf"--{old}(?![\w-])", word):
+                option = f"--{new.replace('_', '-')}"
+                notices[old] = f"the options --{old} are called {option} now; the old names work"
+                word = option + word.removeprefix(f"--{old}")
         if i > 0 and argv[i - 1] == "--config":
             word = _with_present_sections(word)
+        elif word.startswith("--config="):
+            word = "--config=" + _with_present_sections(word.removeprefix("--config="))
         words.append(word)
     for notice in notices.values():
         warn(notice)
@@ -106,17 +107,21 @@ def present_names(argv: Sequence[str]) -> list[str]:
 
 
 def _with_present_sections(path: str) -> str:
-    """Return `path`, or the content of a config file that has a section under its former name."""
+    """Return `path`, or the text of a config file that has a section under its former name."""
     try:
-        run = read_yaml(Path(path))
-    except UserError:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError):
         # The parser says what is wrong with the file.
         return path
-    renamed = rename_keys(run, FORMER_SECTIONS)
-    if not renamed:
+    renamed = text
+    for old, new in FORMER_SECTIONS.items():
+        # The text is changed and not the values: YAML written anew would lose the quotes of "1e5".
+        renamed = re.sub(rf"(?m)^{old}(?=\s*:)", new, renamed)
+    if renamed == text:
         return path
-    warn(f"{path} has a section by its former name ({', '.join(renamed)}); it is still read")
-    return yaml.safe_dump(run, sort_keys=False)
+    names = ", ".join(f"{old} -> {new}" for old, new in FORMER_SECTIONS.items())
+    warn(f"{path} has a section by its former name ({names}); it is still read")
+    return renamed
 
 
 def build_parser(config_class: Any, prog: str) -> Parser:

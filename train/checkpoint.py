@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,12 @@ from ..heads.files import (
     damage,
     read_yaml,
     remove_partials,
-    rename_keys,
     whole_directory,
     write_checksums,
     write_json,
 )
 from .documents import TrainerState
-from .method import FORMER_SECTIONS
+from .method import rename_sections
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class RunFolder:
         self,
         accelerator: Accelerator,
         state: TrainerState,
-        save_parts: Any,
+        save_parts: Callable[[Path], None],
         config_yaml: str,
-        facts: Any,
+        facts: JsonObject,
     ) -> Path:
         """Write the checkpoint of `state.step` and return its folder; all ranks call this.
 
@@ -189,7 +189,7 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
         steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
     stored = read_yaml(folder.at(steps[-1]) / "config.yaml")
-    rename_keys(stored, FORMER_SECTIONS)
+    rename_sections(stored)
     before = _flat(stored)
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):

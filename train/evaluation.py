@@ -17,12 +17,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
@@ -79,7 +78,7 @@ class Estimate:
 class Measurement:
     """Result of decoding the held-out prompts with a saved drafter."""
 
-    kept: list[list[int]]
+    emitted: list[list[int]]
     """Tokens emitted in each round of each reply."""
     tau: float
     interval: tuple[float, float]
@@ -150,7 +149,7 @@ class HeldOutEvaluation:
             text.hidden.last.to(weight), taps
         )
 
-    def calibrate(self, drafter: Any) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
+    def calibrate(self, drafter: nn.Module) -> tuple[JsonObject, list[tuple[Tensor, int]]]:
         """Return the drafter's calibration on the texts of all ranks, and what it was made from.
 
         The latter is, for each text, the outcome of the method's `teacher_forced` with the position
@@ -255,7 +254,7 @@ def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[i
 
 def evaluate(
     held_out: HeldOutEvaluation,
-    drafter: Any,
+    drafter: nn.Module,
     make_artifact: Callable[[JsonObject], Artifact],
     save: Callable[[Artifact], Path],
 ) -> tuple[Estimate, Measurement | None, JsonObject]:
@@ -293,6 +292,6 @@ def evaluate(
             "%d of %d held-out replies differ from the target's own greedy text: near-ties in low "
             "precision, a bug in float32",
             measured.different,
-            len(measured.kept),
+            len(measured.emitted),
         )
     return estimate, measured, calibration

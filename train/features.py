@@ -21,7 +21,10 @@ from .data.batches import Batch
 
 @dataclass
 class Features:
-    """A packed batch with the target's hidden states on the training device."""
+    """A packed batch with the target's hidden states on the training device.
+
+    The states have the target's dtype, which need not be the drafter's: a drafter casts them.
+    """
 
     batch: Batch
     last: Tensor

@@ -246,16 +246,16 @@ def run_loop(
     )
     sums: Sums = {}
 
-    def due():
+    def evaluation_due():
         return state.step == total or (state.step and state.step % run.evaluation.every == 0)
 
     # A run that was asked to stop left this step's evaluation to the one that goes on.
-    if due() and state.evaluated != state.step:
+    if evaluation_due() and state.evaluated != state.step:
         evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
-    stop = state.step >= total or out_of_patience(run, state)
+    finished = state.step >= total or out_of_patience(run, state)
     trainer.pace.restart()
     with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
-        while not stop:
+        while not finished:
             more, norm, positions = trainer.step(state.step)
             profiled()
             state.step += 1
@@ -268,7 +268,7 @@ def run_loop(
                 state.skipped_in_a_row = 0
             else:
                 skip(trainer, folder, state)
-            evaluating = due()
+            evaluating = evaluation_due()
             saving = trainer.stopping or (good and state.step % run.checkpoints.every == 0)
             if sums and (evaluating or saving or state.step % run.log_every == 0):
                 log_training(trainer, folder, state, sums, norm, progress)
@@ -276,7 +276,7 @@ def run_loop(
             # A scheduler that asks a run to stop gives it little time, so it saves without an
             # evaluation.
             if evaluating and not trainer.stopping:
-                stop = (
+                finished = (
                     evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
                     or state.step == total
                 )
@@ -286,8 +286,8 @@ def run_loop(
             # Neither is a part of the steps whose speed is reported.
             if evaluating or saving:
                 trainer.pace.restart()
-            if trainer.stopping and not stop:
-                stop = True
+            if trainer.stopping and not finished:
+                finished = True
                 log.warning(
                     "asked to stop: saved step %d of %d; the same command goes on from there",
                     state.step,

@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, get_type_hints
 
 from ..heads.errors import UserError
-from ..heads.files import JsonObject, read_yaml, rename_keys
+from ..heads.files import JsonObject, read_yaml
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,7 +50,7 @@ OWN_PARTS = (
 
 
 class Method(ABC, Generic[RunT, DrafterT]):
-    """What commands and the training loop know of a method. An instance has no state.
+    """Contract of a method with the commands and the training loop; an instance has no state.
 
     Shapes: S positions of a text, D drafts of a round.
     """
@@ -60,21 +60,30 @@ class Method(ABC, Generic[RunT, DrafterT]):
     drafter_class: type[DrafterT]
     replays_chain = True
     """True if `accepted_by_root` estimates a chain; false if it estimates what the proposer drafts
-    by default."""
+    by default. True needs `length` and `width` among the settings of the drafter's line in
+    `drafters.TRAINED`, and `width=1` has to make a chain."""
 
     @abstractmethod
     def features_of(self, run: RunT, target: TargetSource | ConfigOnly) -> FeaturesRead:
-        """Return the taps that the run reads, and whether it reads every last state."""
+        """Return the taps that the run reads, and whether it reads every last state.
+
+        They are those of the drafter and of the objective; this is asked before either exists.
+        """
 
     @abstractmethod
     def outline(self, run: RunT, target: ConfigOnly) -> Outline:
-        """Return the run's `Outline`, from the target's config alone."""
+        """Return the run's `Outline`, from the target's config alone.
+
+        It is called with the meta device as torch's default: a module made here has no weights.
+        """
 
     @abstractmethod
     def make_drafter(
         self, run: RunT, target: TargetSource, batches: Batches, before: Artifact | None
     ) -> DrafterT:
-        """Return an untrained drafter, or one of the shape of `before`.
+        """Return an untrained drafter, or one of the shape of `before`, on the CPU in float32.
+
+        Random weights come from torch's global generator, which the run has seeded.
 
         The latter is to be filled with the weights of `before`, whose shape it keeps. Raises
         `UserError` if the run asks for another shape, or for a drafter that does not fit the
@@ -83,7 +92,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
 
     @abstractmethod
     def make_objective(self, run: RunT, target: TargetSource, drafter: DrafterT) -> Objective:
-        """Return the run's objective for a drafter, which is made fit to learn.
+        """Return the run's objective for a drafter, of which it may freeze parameters.
 
         Raises `UserError` where gradients or sizes do not fit.
         """
@@ -112,7 +121,7 @@ class Method(ABC, Generic[RunT, DrafterT]):
 
         `outcomes` has, for each held-out text, the table of `teacher_forced` and the start of the
         reply. `tree_nodes` is the number of nodes of the tree that the drafter is evaluated with,
-        which is stored too.
+        which is stored too. The keys are those of `heads.documents.Calibration`.
         """
 
     @abstractmethod
@@ -130,8 +139,9 @@ AnyMethod = Method[Any, Any]
 
 def method_named(name: str) -> AnyMethod:
     """Return the method of a training command, and import its module."""
-    module: Any = importlib.import_module(f".methods.{METHODS[name]}", __package__)  # type: ignore[index]
-    return module.METHOD
+    # A name that is none of the methods is refused by the command, which knows the user's words.
+    module_name = METHODS[cast(MethodName, name)]
+    return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 
 
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
@@ -164,12 +174,18 @@ def own_keys(path: str) -> dict[str, list[str]]:
     Raises `UserError` for a file that is not YAML.
     """
     run = read_yaml(Path(path))
-    rename_keys(run, FORMER_SECTIONS)
+    rename_sections(run)
     keys = {}
     for section in OWN_PARTS:
         if isinstance(run.get(section), Mapping):
             keys[section] = list(run[section])
     return keys
+
+
+def rename_sections(run: JsonObject) -> None:
+    """Give the sections of a run's config their names of now, in place."""
+    for old in FORMER_SECTIONS.keys() & run.keys():
+        run.setdefault(FORMER_SECTIONS[old], run.pop(old))
 
 
 def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:

@@ -46,7 +46,10 @@ class Objective(Protocol):
         ...
 
     def weights(self, batch: Batch) -> dict[str, float]:
-        """Return the sum of weights in this batch for each term of the loss, from masks alone."""
+        """Return the sum of weights in this batch for each term of the loss, from masks alone.
+
+        Every batch has the same names, with 0 for a term of which it has nothing.
+        """
         ...
 
     def forward(
@@ -54,9 +57,11 @@ class Objective(Protocol):
     ) -> tuple[Tensor, Sums]:
         """Return the loss and metric sums of a batch.
 
-        The loss is a sum over the batch, with each term divided by its global denominator. Every
-        trainable parameter takes part even if the batch has nothing to learn from; otherwise ranks
-        would wait for each other's gradients forever.
+        The loss is a sum over the batch, with each term divided by its global denominator:
+        `denominators` are the sums of `weights` over all ranks and micro-batches of a step. The
+        metric named `loss` is added by the trainer. Every trainable parameter takes part even if
+        the batch has nothing to learn from; otherwise ranks would wait for each other's gradients
+        forever.
         """
         ...
 

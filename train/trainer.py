@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
@@ -272,7 +272,7 @@ def drafter_before(run: RunConfig, target: TargetSource, method: AnyMethod) -> A
     return loaded
 
 
-def warm_start(drafter: Any, before: Artifact, folder: str) -> None:
+def warm_start(drafter: nn.Module, before: Artifact, folder: str) -> None:
     """Fill `drafter` with the weights of the artifact `before`, loaded from `folder`.
 
     Raises `UserError` if the shapes differ.

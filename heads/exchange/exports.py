@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from ..artifact import Artifact
+from ..dflash import DFlashDrafter
+from ..eagle import EagleShape
 from ..errors import UserError
 from .engine_names import ENGINES, EngineName
 from .layouts import (
@@ -40,14 +42,17 @@ SCALED_EMBEDDINGS = ("gemma", "granite", "minicpm")
 CHANGED_LOGITS = ("gemma2", "gemma3n", "gemma4", "cohere", "granite", "minicpm")
 
 
+Serve = Callable[[ExportRequest, Any], str]
+"""Function of a request and the drafter, of whichever kind, that returns the serve command."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Layout, serve command and remarks for one kind of drafter in one engine."""
 
     layout: str
     """native, speculators, sglang-eagle1 or vllm-medusa."""
-    serve: Callable[[ExportRequest, Any], str]
-    """Function of request and drafter that returns the serve command."""
+    serve: Serve
     notes: tuple[str, ...] = ()
     also: tuple[EngineName, ...] = ()
     """Other engines that read the very same directory."""
@@ -121,7 +126,7 @@ def obstacle(engine: str, artifact: Artifact) -> str | None:
     return None
 
 
-def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
+def eagle_obstacle(engine: str, shape: EagleShape, family: str) -> str | None:
     """Return the reason why `engine` cannot serve an EAGLE drafter of this shape; None if it can.
 
     A drafter that the engine would load, and silently compute otherwise, counts as one that it
@@ -154,7 +159,7 @@ def eagle_obstacle(engine: str, shape: Any, family: str) -> str | None:
     return _eagle3_obstacle(engine, shape, family, others_than_vllm)
 
 
-def _eagle1_obstacle(shape: Any, family: str, others_than_vllm: bool) -> str | None:
+def _eagle1_obstacle(shape: EagleShape, family: str, others_than_vllm: bool) -> str | None:
     """Return the reason among those that concern EAGLE-1 alone; None if there is none."""
     if shape.qk_norm:
         return "EAGLE-1 with norms on queries and keys has no class there"
@@ -168,7 +173,9 @@ def _eagle1_obstacle(shape: Any, family: str, others_than_vllm: bool) -> str | N
     return None
 
 
-def _eagle3_obstacle(engine: str, shape: Any, family: str, others_than_vllm: bool) -> str | None:
+def _eagle3_obstacle(
+    engine: str, shape: EagleShape, family: str, others_than_vllm: bool
+) -> str | None:
     """Return the reason among those that concern EAGLE-3 alone; None if there is none."""
     if shape.qk_norm and others_than_vllm:
         return "norms on queries and keys (heads.qk_norm) are known to vLLM only"
@@ -194,7 +201,7 @@ def _eagle3_obstacle(engine: str, shape: Any, family: str, others_than_vllm: boo
     return None
 
 
-def block_obstacle(engine: str, drafter: Any, family: str) -> str | None:
+def block_obstacle(engine: str, drafter: DFlashDrafter, family: str) -> str | None:
     """Return the reason why `engine` cannot serve this DFlash or DSpark drafter; None if it can.
 
     `family` is the target's model type.
@@ -227,7 +234,7 @@ def block_obstacle(engine: str, drafter: Any, family: str) -> str | None:
     return None
 
 
-def _eagle_notes(shape: Any) -> tuple[str, ...]:
+def _eagle_notes(shape: EagleShape) -> tuple[str, ...]:
     """Return the remarks, for any engine, that follow from an `EagleShape`."""
     notes = []
     if shape.draft_vocab_size < shape.vocab_size:
@@ -251,7 +258,7 @@ def _eagle_notes(shape: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _vllm(method: str) -> Callable[[ExportRequest, Any], str]:
+def _vllm(method: str) -> Serve:
     """Return the function that writes vLLM's serve command with this speculative method."""
 
     def serve(order: ExportRequest, drafter: Any) -> str:
@@ -262,7 +269,7 @@ def _vllm(method: str) -> Callable[[ExportRequest, Any], str]:
     return serve
 
 
-def _sglang(algorithm: str) -> Callable[[ExportRequest, Any], str]:
+def _sglang(algorithm: str) -> Serve:
     """Return the function that writes SGLang's serve command: a chain of `order.drafts` steps.
 
     SGLang counts the root among the draft tokens, so there is one more of these than drafts.
@@ -296,7 +303,7 @@ def _sglang_block(order: ExportRequest, drafter: Any) -> str:
     )
 
 
-def _trtllm(kind: str) -> Callable[[ExportRequest, Any], str]:
+def _trtllm(kind: str) -> Serve:
     """Return the function that writes TensorRT-LLM's serve command with this decoding type."""
 
     def serve(order: ExportRequest, drafter: Any) -> str:
@@ -319,7 +326,7 @@ def _trtllm(kind: str) -> Callable[[ExportRequest, Any], str]:
     return serve
 
 
-def _llamacpp(kind: str) -> Callable[[ExportRequest, Any], str]:
+def _llamacpp(kind: str) -> Serve:
     """Return the function that writes llama.cpp's commands: two conversions, then the server."""
 
     def serve(order: ExportRequest, drafter: Any) -> str:

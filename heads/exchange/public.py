@@ -9,7 +9,7 @@ docs/checkpoint-formats.md#public-checkpoints.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
 
 
 def recognise(
-    config: Mapping[str, Any], names: Sequence[str], folder: Path
+    config: JsonObject, names: Sequence[str], folder: Path
 ) -> Callable[[Checkpoint], Public]:
     """Return the reader of a checkpoint, recognised by keys and names that only its layout has.
 
@@ -127,7 +127,7 @@ def recognise(
     )
 
 
-def plain_name(name: str, stored: Mapping[str, Any]) -> str:
+def plain_name(name: str, stored: Container[str]) -> str:
     """Return a tensor's present name, without the module in which a trainer kept the drafter."""
     for wrapper in WRAPPERS:
         if f"{wrapper}fc.weight" in stored:
@@ -380,7 +380,7 @@ def _eagle3(
     )
 
 
-def _plain_taps(found: Checkpoint, inner: Mapping[str, Any]) -> list[int]:
+def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
     """Return a plain EAGLE-3 checkpoint's taps, as indices of hidden states.
 
     The key at the top holds such indices. The one inside `eagle_config` holds layers counted from 0

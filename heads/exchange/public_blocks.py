@@ -7,7 +7,7 @@ drafters do not compute is refused by name: ignoring it would cost acceptance si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ..dflash import DFlashDrafter
@@ -27,7 +27,7 @@ NEEDED = (
 )  # fmt: skip
 
 
-def is_block(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+def is_block(config: JsonObject, names: Iterable[str]) -> bool:
     """Return true for DFlash and DSpark, by config keys or the names of the tensors.
 
     Only they have one norm of the fused taps that all layers share.
@@ -277,7 +277,7 @@ def _whole_vocabulary(found: Checkpoint) -> None:
         )
 
 
-def _plain_taps(found: Checkpoint, keys: Mapping[str, Any]) -> list[int]:
+def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:
     """Return the taps, as indices of hidden states.
 
     `target_layer_ids` holds layers counted from 0, and vLLM's own key indices of hidden states.
@@ -299,7 +299,7 @@ def _plain_taps(found: Checkpoint, keys: Mapping[str, Any]) -> list[int]:
     return [*(taps if taps is not None else states or [])]
 
 
-def _one(found: Checkpoint, inner: Mapping[str, Any], name: str) -> Any:
+def _one(found: Checkpoint, inner: JsonObject, name: str) -> Any:
     """Return the value of a key that may stand in two places. Raises `UserError` if they differ."""
     within, above = inner.get(name), found.config.get(name)
     if within is not None and above is not None and within != above:
@@ -309,5 +309,5 @@ def _one(found: Checkpoint, inner: Mapping[str, Any], name: str) -> Any:
     return above if within is None else within
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _architecture(config: JsonObject) -> str:
     return str((config.get("architectures") or [""])[0])

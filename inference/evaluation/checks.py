@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_output
@@ -15,6 +16,8 @@ from ..settings import check_url
 from .engines import Engine
 from .measure import Setting
 from .options import EvaluateOptions as Options
+
+N = TypeVar("N", int, float)
 
 
 def check(options: Options) -> list[Setting]:
@@ -86,7 +89,9 @@ def check_server(options: Options) -> None:
         raise UserError("--concurrency must be at least 1")
 
 
-def numbers(text: str | None, option: str, kind: type, least: float | None = None) -> list[Any]:
+def numbers(
+    text: str | None, option: str, kind: Callable[[str], N], least: float | None = None
+) -> list[N]:
     """Return the numbers of a text such as 1,4,16, each made by `kind`; none where `text` is None.
 
     Raises `UserError`, which names `option`, for anything else and for numbers below `least`.

@@ -338,13 +338,13 @@ def _cost(generations: Sequence[Generation]) -> tuple[float, int]:
 
 def _by_prompt(
     costs: Sequence[Costs], batches: Sequence[Sequence[int]], turns: Sequence[Turn]
-) -> list[Any]:
+) -> list[Costs]:
     """Return the costs to resample for an interval, one for each prompt or batch.
 
     The turns of a conversation are correlated and are added up where each ran alone; the prompts of
     a larger batch share its time, so that the batch cannot be divided.
     """
-    groups: dict[Any, list[Costs]] = {}
+    groups: dict[tuple[int, ...], list[Costs]] = {}
     for cost, batch in zip(costs, batches, strict=True):
         # a key of one number is a prompt's place, a longer one is a batch of its own
         key = (turns[batch[0]].prompt.place,) if len(batch) == 1 else tuple(batch)

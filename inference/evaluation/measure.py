@@ -54,7 +54,7 @@ WARM_UP = 8  # tokens of a first run that is not counted
 
 @runtime_checkable
 class Loop(Protocol):
-    """Way to decode that is not just a proposer in draftsmith's loop."""
+    """Way to decode with its own `generate`: another library's loop, or settings of its own."""
 
     name: str
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import transformers
@@ -23,10 +22,11 @@ from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
+from .options import EvaluateOptions
 from .results import SHOWN, by_depth
 
 
-def run(options: Any) -> None:
+def run(options: EvaluateOptions) -> None:
     """Replay the drafters of `evaluate`'s `options`, print a table and write the JSON file.
 
     Raises `UserError`, for options that only decoding can serve among others.
@@ -37,6 +37,7 @@ def run(options: Any) -> None:
         )
     if not options.drafter:
         raise UserError("--features needs a --drafter to replay")
+    assert options.features is not None
     target = load_stored(options.features, options.target.device)
     texts = load_texts(options.features)[: options.limit]
 

@@ -26,7 +26,6 @@ Interval = tuple[Number, Number]
 ByName = Mapping[str, Number]
 ByDepth = Sequence[Number]
 Temperature = Annotated[float, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
 NAN = float("nan")
 SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
 MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
@@ -128,17 +127,19 @@ class DrafterFigures(Struct, kw_only=True):
     zero_accept_rate: Number = None
     accepted_hist: list[Count] = []
     rb_tau: Number = None
+    """Rao-Blackwell tau: an expectation in place of a count."""
     alpha: float | ByDepth | None = None
     verify_mode: list[str] = []
     loop_share: Number = None
     equal_to_ar: Count | None = None
-    """Replies equal to plain decoding's; None unless the rule promises equality of every reply."""
+    """Replies equal to plain (autoregressive) decoding's; None unless the rule promises equality of
+    every reply."""
     tokens_s: Number
     ttft_s: Number = None
     ttft_quantiles_s: ByName | None = None
     tpot_quantiles_s: ByName | None = None
     chunk_gap_quantiles_s: ByName | None = None
-    split_s: dict[str, Seconds] | None = None
+    split_s: dict[str, float] | None = None
     decode_s: Number = None
     speedup: Number = None
     speedup_ci95: Interval | None = None
@@ -231,12 +232,13 @@ class ServerFigures(Struct, kw_only=True):
     tpot_quantiles_s: ByName | None = None
     chunk_gap_quantiles_s: ByName | None = None
     requests: Count = 0
-    tokens: Count = 0
+    tokens: int = 0
     chunks: Count = 0
-    drafts: Count | None = None
-    drafted: Count | None = None
-    accepted: Count | None = None
-    rounds: Count | None = None
+    # A server may count anything: a restart between two readings makes differences negative.
+    drafts: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
+    rounds: int | None = None
     speculates: bool | None = None
     client_busy: Number = None
     warnings: list[str] = []
@@ -327,7 +329,7 @@ class Report(Document, kw_only=True):
         return (self.target and self.target.name) or "target"
 
     def to_json(self) -> JsonObject:
-        """Return the report as JSON can hold it, without keys that do not apply to it."""
+        """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
         value = msgspec.to_builtins(self)
         for key in ("server", "partial"):
             if not value[key]:

@@ -27,7 +27,10 @@ PREFILL_CHUNK = 2048
 
 @dataclass
 class Hidden:
-    """Hidden states of one forward pass: after the final norm, and of each tap; `[B, N, H]`."""
+    """Hidden states of one forward pass: after the final norm, and of each tap.
+
+    They are `[B, N, H]`, or `[S, H]` of one text, in the dtype of the model that made them.
+    """
 
     last: Tensor
     taps: tuple[Tensor, ...] = ()
@@ -39,6 +42,8 @@ class CausalModel(ModelHead):
     def __init__(self, model: nn.Module, tokenizer: Any, name: str, frozen: bool = True) -> None:
         """Split `model`, as `ModelHead` does. Raises `UserError`."""
         super().__init__(model, tokenizer, name, frozen)
+        # Draft models are named by their role, and targets by their path.
+        self._called = f"target {name}" if frozen else name
         kinds = self.kinds_of_layers
         # A config that does not name the kind of each layer gives its window to all of them.
         has_window = getattr(self.config, "sliding_window", None) is not None and getattr(
@@ -244,7 +249,7 @@ class CausalModel(ModelHead):
 
     def _cannot(self) -> str:
         return (
-            f"target {self.name} ({self.config.model_type}) cannot verify draft trees and roll "
+            f"{self._called} ({self.config.model_type}) cannot verify draft trees and roll "
             "back; try --target.attention sdpa or eager, or another target"
         )
 
@@ -257,7 +262,7 @@ class CausalModel(ModelHead):
         logits = self.head(self.forward(ids).last).float()
         if not bool(expected.isfinite().all()):
             raise UserError(
-                f"target {self.name} gives logits that are not finite: its weights are damaged "
+                f"{self._called} gives logits that are not finite: its weights are damaged "
                 f"(download them again), or they overflow in {dtype_name(self.dtype)} (give "
                 "--target.dtype float32 or bfloat16)"
             )
@@ -265,7 +270,7 @@ class CausalModel(ModelHead):
         error = (expected - logits).abs().max().item() / max(expected.abs().max().item(), 1e-6)
         if not error <= tolerance:
             raise UserError(
-                f"target {self.name} ({self.config.model_type}) changes its logits after the head "
+                f"{self._called} ({self.config.model_type}) changes its logits after the head "
                 f"in an unknown way (relative difference {error:.1e}); please report this "
                 "model type"
             )

@@ -60,6 +60,6 @@ from draftsmith.inference.targets.target import TargetConfig, load_target
 
 target = load_target(TargetConfig("$target"))
 for name in ("medusa", "eagle1", "eagle3", "distill", "dflash", "dspark"):
-    artifact = Artifact.load(f"$run/{name}/best", target.fingerprint(), target.ends)
+    artifact = Artifact.load(f"$run/{name}/best", target.fingerprint(), target.embedding_and_head)
     artifact.save(f"scripts/quickstart/drafters/{name}", torch.bfloat16)
 END

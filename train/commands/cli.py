@@ -15,6 +15,8 @@ from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_c
 # Nothing that imports torch may stand here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
 
+# A command's module has `run(options)`, and may have `if_interrupted(options)`, which returns the
+# line for a user who stopped it.
 VERBS = {  # the module of each command, the class of its options, and what it is for
     "data plan": (
         "train.commands.plan",

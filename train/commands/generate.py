@@ -38,7 +38,7 @@ def run(options: Options) -> None:
     tuned = None
     if options.profile is not None:
         tuned = TuningProfile(options.profile, target).setting(
-            options.drafter, options.sampling.temperature, 1
+            options.drafter, options.sampling.temperature, batch=1
         )
     proposer = load_proposer(options.drafter, target, warn, tuned)
     decoder = Decoder(target, proposer)

@@ -232,7 +232,7 @@ class StoredFeatures:
         self._told = -1
         """Shard from which on the extractor knows that shards are needed."""
         # A step may begin at the last row of a shard, and all its rows have to exist at once.
-        # With 8 rows a step and 4 rows a shard, a step of the rows 3 .. 10 reads the shards 0 .. 2.
+        # With 7 rows a step and 4 rows a shard, the step of the rows 7 .. 13 reads shards 1 .. 3.
         if (ring := self._layout.ring) is not None and ring * self._layout.rows_per_shard < (
             needed := batches.rows_per_step + self._layout.rows_per_shard - 1
         ):

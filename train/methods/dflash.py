@@ -165,7 +165,7 @@ class BlockObjective:
         }
 
     def forward(
-        self, drafter: Any, features: Features, denominators: dict[str, float]
+        self, drafter: DFlashDrafter, features: Features, denominators: dict[str, float]
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device, config = features.batch, features.last.device, self.config
@@ -204,7 +204,7 @@ class BlockObjective:
 
     def _table(
         self,
-        drafter: Any,
+        drafter: DFlashDrafter,
         last: Tensor,
         state: Tensor,
         teachers: Tensor,
@@ -248,14 +248,14 @@ class BlockObjective:
         return ((losses + more) * scale).sum(), losses, right, alpha, *tables
 
     def further_loss(
-        self, drafter: Any, state: Tensor, alpha: Tensor
+        self, drafter: DFlashDrafter, state: Tensor, alpha: Tensor
     ) -> tuple[Tensor | float, tuple[Tensor, ...]]:
         """Return what a method adds to the losses `[R, D]`, and its tables `[R, D]` for metrics."""
         return 0.0, ()
 
 
 def forced_blocks(
-    drafter: Any, hidden: Hidden, ids: Tensor
+    drafter: DFlashDrafter, hidden: Hidden, ids: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Run a block at every position of a text, and yield n roots at a time.
 

@@ -311,7 +311,7 @@ def check_draft_model(draft_model: CausalModel, longest: int) -> None:
         check_packing(draft_model, draft_model.name)
         draft_model.check_tree()
     except UserError as error:
-        raise UserError(f"this model cannot be used as a draft model: {error}") from error
+        raise UserError(f"no draft model can be made of it: {error}") from error
 
 
 def runner_of(drafter: DraftModel) -> CausalModel:

@@ -65,6 +65,7 @@ from .ranks import (
     rank_calibration,
     ranks_in,
 )
+from .teachers import TeacherPlaces, VocabularyMap
 from .unroll import Backend, check_backend, unroll
 
 log = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class EagleObjective:
         batch, last = features.batch, features.last
         taps, noisy_last = self._disturbed(batch, features)
         outputs = unroll(
-            drafter, batch, taps, noisy_last, self.steps, self.config.attention, self.config
+            drafter, batch, taps, noisy_last, self.steps, self.config.attention, memory=self.config
         )
         places = TeacherPlaces(self.row_weights(batch), last.device)
         hidden = places.by_teacher(outputs)
@@ -339,117 +340,6 @@ class EagleObjective:
             label_probs = log_q.gather(-1, label_columns[..., None])[..., 0].exp()
             label_probs = label_probs * (labels >= 0)[:, None]
         return (losses * factors).sum(), losses, right.float(), alpha, label_probs
-
-
-class VocabularyMap:
-    """Map from target ids to columns of the drafter's head.
-
-    Example: with the draft vocabulary 2, 5, 6 of 8 tokens, the ids 0 .. 7 have the columns
-    -1 -1 0 -1 -1 1 2 -1. Without a draft vocabulary, columns are ids.
-    """
-
-    def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        if self._draft_vocab_ids is not None:
-            self._columns = torch.full(
-                (drafter.shape.vocab_size,), -1, dtype=torch.long, device=device
-            )
-            self._columns[self._draft_vocab_ids] = torch.arange(
-                len(self._draft_vocab_ids), device=device
-            )
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """Return the columns of target `ids`, -1 for tokens that cannot be drafted."""
-        return ids if self._draft_vocab_ids is None else self._columns[ids]
-
-    def restrict(self, probs: Tensor) -> Tensor:
-        """Return the draft vocabulary's part `[J, Vd]` of `[J, V]`.
-
-        What is left out is put nowhere else, so probabilities may sum to less than one.
-        """
-        return probs if self._draft_vocab_ids is None else probs[:, self._draft_vocab_ids]
-
-
-class TeacherPlaces:
-    """Tables of the drafts with weight, by teacher and by root.
-
-    Step k of row t is taught by position t + 1 + k, so up to D drafts share one distribution of the
-    target. Losses are computed by teacher, `[J, D]`, where that distribution is made once; weights
-    and metrics couple the steps of a root, so they need the same numbers by root, `[R, D]`.
-
-    Example: prompt 0 .. 3, reply 4 .. 8, three steps. Roots' rows are t = 3 .. 6, teachers are
-    4 .. 7. Teacher 6 teaches row 5 at step 0, row 4 at step 1 and row 3 at step 2.
-
-        by teacher: row of each step        by root: teacher of each step
-        teacher 4     3   -   -             row 3     4   5   6
-        teacher 5     4   3   -             row 4     5   6   7
-        teacher 6     5   4   3             row 5     6   7   -
-        teacher 7     6   5   4             row 6     7   -   -
-
-    Entry (teacher 7, step 1) of the one table is entry (row 5, step 1) of the other: rows of a
-    table change, columns do not.
-    """
-
-    def __init__(self, weights: Tensor, device: torch.device) -> None:
-        """Find the rows of both tables.
-
-        `weights` `[B, S, D]` are those of each row at each step, 0 where it has none; they are on
-        the CPU, so that nothing here waits for a device.
-        """
-        batch, length, steps = weights.shape
-        valid = weights > 0
-        k = torch.arange(steps)
-        # The row that position j teaches at step k is j - 1 - k; before the text there is none.
-        # In the example position 6 has the rows 5 4 3.
-        back = torch.arange(length)[:, None] - 1 - k
-        by_teacher = (weights[:, back.clamp(min=0), k] * (back >= 0)).flatten(0, 1)
-        has_draft = by_teacher > 0
-        # From here on positions count through all packed rows: position t of row r is r * S + t. A
-        # draft with weight never crosses into the next packed row, so t + 1 + k stays what it is.
-        teachers = has_draft.any(-1).nonzero()[:, 0]
-        valid = valid.flatten(0, 1)
-        roots = valid.any(-1).nonzero()[:, 0]
-        # Index of each position in the list of teachers, and in that of roots. A position that is
-        # in neither gets the length of the list, where `by_root` and `to_teacher` add a row of
-        # zeros. In the example J = R = 4: among_teachers is 4 4 4 4 0 1 2 3 4 .., among_roots
-        # 4 4 4 0 1 2 3 4 4.
-        among_teachers = torch.full((batch * length + steps + 1,), len(teachers))
-        among_teachers[teachers] = torch.arange(len(teachers))
-        among_roots = torch.full((batch * length,), len(roots))
-        among_roots[roots] = torch.arange(len(roots))
-        # Both tables above as indices. In the example root_of has the rows 0 4 4 / 1 0 4 / 2 1 0 /
-        # 3 2 1, and teacher_of 0 1 2 / 1 2 3 / 2 3 4 / 3 4 4.
-        row_of = (teachers[:, None] - 1 - k).clamp(min=0)
-        # A row may have weight at some steps only (row 6 of the example at step 0): the table of
-        # the steps decides, not whether the row is in the list.
-        root_of = torch.where(has_draft[teachers], among_roots[row_of], len(roots))
-        # Without weight, t + 1 + k may lie past the last position: hence the longer table.
-        teacher_of = torch.where(
-            valid[roots], among_teachers[roots[:, None] + 1 + k], len(teachers)
-        )
-
-        def send(x):
-            return x.to(device, non_blocking=True)
-
-        self.teachers, self.weights = send(teachers), send(by_teacher[teachers].float())
-        self._row_of, self._root_of = send(row_of), send(root_of)
-        self._teacher_of, self._k = send(teacher_of), send(k)
-
-    def by_teacher(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs of the steps, D tensors `[B, S, H]`, as `[J, D, H]`.
-
-        Where a step has no weight, some other row stands; its factor is 0.
-        """
-        columns = [x.flatten(0, 1)[self._row_of[:, k]] for k, x in enumerate(outputs)]
-        return torch.stack(columns, dim=1)
-
-    def by_root(self, table: Tensor) -> Tensor:
-        """Return `[J, D]` by teacher as `[R, D]` by root, 0 where there is no weight."""
-        return functional.pad(table, (0, 0, 0, 1))[self._teacher_of, self._k]
-
-    def to_teacher(self, table: Tensor) -> Tensor:
-        """Return `[R, D]` by root as `[J, D]` by teacher, 0 where there is no weight."""
-        return functional.pad(table, (0, 0, 0, 1))[self._root_of, self._k]
 
 
 def special_ids(target: TargetSource) -> set[int]:

@@ -9,8 +9,8 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from math import log2
-from typing import Any
 
+from ....heads.files import JsonObject
 from ..results import PromptSet, Report, Sample, SettingFigures
 from .charts import LOOKS, Axis, Bar, Series, Shares, bar_chart, line_chart, nudged, share_chart
 from .page import figure, folded, side_by_side
@@ -99,7 +99,7 @@ def _prompt_set(prompts: PromptSet) -> str:
     return text
 
 
-def _reply_limits(options: Mapping[str, Any]) -> str | None:
+def _reply_limits(options: JsonObject) -> str | None:
     """Return the limit of a reply's tokens and the runs of each request; `None` if not known."""
     if "max_new_tokens" not in options:
         return None

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TypeGuard
 
+from ....heads.files import JsonObject
 from ..results import Report, SettingFigures
 
 # Typographic signs, written as codes because they look like others.
@@ -21,7 +22,7 @@ class Training:
     """Name of a training run, and the rows of its log."""
 
     name: str
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[JsonObject]
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of every row with a finite value of `key`, by step.
@@ -76,12 +77,12 @@ class Table:
         )
 
 
-def is_finite(value: Any) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """True for numbers that a float can hold; JSON knows larger integers."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def number(value: Any, form: str = ".2f", scale: float = 1.0) -> str:
+def number(value: object, form: str = ".2f", scale: float = 1.0) -> str:
     """Return `value * scale` in the format `form`; a dash for all but finite numbers."""
     if not is_finite(value):
         return NOTHING
@@ -94,7 +95,7 @@ def interval(pair: Sequence[float | None] | None) -> str:
     return NOTHING if known is None else f"{known[0]:.2f}{TO}{known[1]:.2f}"
 
 
-def factor(value: Any) -> str:
+def factor(value: object) -> str:
     """Return a ratio with a multiplication sign behind it; a dash where there is none."""
     text = number(value)
     return text if text == NOTHING else text + TIMES

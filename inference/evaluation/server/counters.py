@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+
+from ....heads.files import JsonObject
 
 # A line of Prometheus text: name{labels} value, and perhaps a time. Labels may contain braces (a
 # model's name, say), so they reach to the last closing one.
@@ -204,9 +205,7 @@ DRAFTED_NAMES = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft
 HISTOGRAM_NAMES = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 
 
-def of_sglang(
-    metas: Iterable[Mapping[str, Any]], tokens: int, speculates: bool | None
-) -> Speculation:
+def of_sglang(metas: Iterable[JsonObject], tokens: int, speculates: bool | None) -> Speculation:
     """Return the figures that the `meta_info` of SGLang's replies give.
 
     `tokens` are those of all replies; `speculates` is the server's own answer, `None` if it gave
@@ -241,7 +240,7 @@ def of_sglang(
     )
 
 
-def _survival(metas: list[Mapping[str, Any]], rounds: int) -> list[float]:
+def _survival(metas: list[JsonObject], rounds: int) -> list[float]:
     """Return the share of `rounds` that accepted at least d drafts, d = 1, 2, ..
 
     Element i of a reply's histogram counts its rounds that accepted i drafts. The result is empty
@@ -261,7 +260,7 @@ def _survival(metas: list[Mapping[str, Any]], rounds: int) -> list[float]:
     return shares
 
 
-def _sum(metas: list[Mapping[str, Any]], names: tuple[str, ...]) -> int | None:
+def _sum(metas: list[JsonObject], names: tuple[str, ...]) -> int | None:
     """Return the sum over replies of the first of `names` that each has.
 
     `None` is returned where a reply has none of them: a sum over the others would be too small.

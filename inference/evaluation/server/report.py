@@ -28,6 +28,7 @@ from ...settings import Sampling, TargetConfig
 from ...targets.target import Target
 from ...targets.target_files import base_and_adapter
 from ..measure import Results, divergence
+from ..options import EvaluateOptions
 from ..results import (
     SHOWN,
     Divergence,
@@ -118,13 +119,14 @@ def load_reader(config: TargetConfig) -> Reader:
 
 
 def measure(
-    options: Any, samplings: Sequence[Sampling], concurrency: Sequence[int]
+    options: EvaluateOptions, samplings: Sequence[Sampling], concurrency: Sequence[int]
 ) -> ServerMeasurement:
     """Measure the server at `options.server` for each sampling and concurrency.
 
     `options` are those of `draftsmith evaluate`. Raises `UserError` for prompts that cannot be read
     or do not fit the server, and for a server that is not there or fails.
     """
+    assert options.prompts is not None
     reader = load_reader(options.target)
     prompts = read_prompts(
         options.prompts,
@@ -139,13 +141,14 @@ def measure(
 
 
 async def _measure(
-    options: Any,
+    options: EvaluateOptions,
     reader: Reader,
     prompts: list[Prompt],
     samplings: Sequence[Sampling],
     concurrency: Sequence[int],
 ) -> ServerMeasurement:
     """Check the server, then measure every setting one after the other; see `measure`."""
+    assert options.server is not None
     async with client_of(options.server) as client:
         server = await connect(client, reader.name, options.server_model)
         await check_tokenizer(client, server, reader.tokenizer)
@@ -187,7 +190,7 @@ async def _one(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     at_once: int,
-    options: Any,
+    options: EvaluateOptions,
 ) -> tuple[Load, Speculation]:
     """Measure one setting, and return its run and the engine's figures of its speculation.
 

@@ -11,10 +11,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from typing import Any
 
 from msgspec import to_builtins
 from rich.table import Table
@@ -144,7 +143,7 @@ def _prompts(options: Options, target: Target, batches: Sequence[int]) -> list[P
     return prompts
 
 
-def announce(options: Options, parts: Sequence[Any], batches: Sequence[int]) -> None:
+def announce(options: Options, parts: Sequence[object], batches: Sequence[int]) -> None:
     """Log what will be tuned, and for how long; `parts` are the pairs of sampling and drafter."""
     scope = f"{len(parts)} of drafter and temperature, batch {', '.join(map(str, batches))}"
     if options.budget:
@@ -242,7 +241,7 @@ class Bench:
         options: Options,
         batches: Sequence[int],
         contexts: Sequence[int],
-        tick: Any,
+        tick: Callable[[str], None],
         journal: Journal,
         seconds: float,
     ) -> None:
@@ -432,7 +431,11 @@ class Bench:
             f = figures_of(turns, plain, setting.batch)
             assert f.tau_incl_bonus is not None and f.tokens_s is not None
             measurements.append(
-                {"tau": f.tau_incl_bonus, "tokens_s": f.tokens_s, "speedup": f.speedup or NAN}
+                {
+                    "tau": f.tau_incl_bonus,
+                    "tokens_s": f.tokens_s,
+                    "speedup": NAN if f.speedup is None else f.speedup,
+                }
             )
         return measurements
 

@@ -260,15 +260,17 @@ def test_overlap_by_teacher_forcing_is_what_decoding_logged(quickstart: Target) 
 
 def test_the_former_name_of_the_section_is_read_with_a_notice(tmp_path: Path, capsys) -> None:
     config = tmp_path / "old.yaml"
-    data = "data: {sources: [{path: rows.jsonl}]}"
+    # quotes of names stay, and keys of that name elsewhere are left alone
+    data = "data: {sources: [{path: a, name: '1e5'}], chat_template_kwargs: {student: true}}"
     config.write_text(f"output: out\ntarget: {{path: t}}\n{data}\nstudent: {{layers: 3}}\n")
-    run, written = parse(DistillRun, ["--config", str(config), "--student.choose", "ends"], "x")
-    assert (run.draft_model.layers, run.draft_model.choose) == (3, "ends")
-    assert "draft_model:" in written and "student" not in written
-    notices = capsys.readouterr().err.splitlines()
-    assert notices == [
-        f"warning: {config} has a section by its former name (student -> draft_model); it is still "
-        "read",
-        "warning: the options --student. are called --draft-model. now; the old names work",
-    ]
+    for words in (["--config", str(config)], [f"--config={config}"]):
+        run, written = parse(DistillRun, [*words, "--student.choose", "ends"], "x")
+        assert (run.draft_model.layers, run.draft_model.choose) == (3, "ends")
+        assert run.data.sources[0].name == "1e5"
+        assert run.data.chat_template_kwargs == {"student": True} and "draft_model:" in written
+        assert capsys.readouterr().err.splitlines() == [
+            f"warning: {config} has a section by its former name (student -> draft_model); it is "
+            "still read",
+            "warning: the options --student are called --draft-model now; the old names work",
+        ]
     assert own_keys(str(config)) == {"draft_model": ["layers"]}

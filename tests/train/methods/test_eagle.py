@@ -20,8 +20,8 @@ from draftsmith.train.methods.eagle import (
     METHOD,
     EagleLoss,
     EagleObjective,
-    TeacherPlaces,
 )
+from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.objectives import (
     acceptance_lengths,

@@ -26,7 +26,7 @@ class Verdict:
 
     node: Tensor
     """[B]: deepest accepted node; 0 if no draft was accepted."""
-    last: Tensor
+    bonus: Tensor
     """[B]: bonus token, which follows that node."""
     rule: str
     """Rule that decided: greedy, gumbel, match, block, traversal, rrs (recursive rejection), or
@@ -76,8 +76,8 @@ def judge(tree: DraftTree, logits: Tensor, draws: Draws) -> Verdict:
     undefined = sampling.greedy or (sampling.coupled if tree.informed is None else tree.informed)
     expected = None if undefined else expected_tokens(tree, scores)
     rule = "greedy" if sampling.greedy else "gumbel" if sampling.coupled else "match"
-    last = choices.gather(1, node[:, None])[:, 0]
-    return Verdict(node=node, last=last, rule=rule, choices=choices, expected=expected)
+    bonus = choices.gather(1, node[:, None])[:, 0]
+    return Verdict(node=node, bonus=bonus, rule=rule, choices=choices, expected=expected)
 
 
 def match(tree: DraftTree, choices: Tensor) -> Tensor:
@@ -141,9 +141,9 @@ def _by_rejection(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     node = plan.select(draws.coins(tree.nodes) < plan.chances)
     # The bonus token comes from the residual distribution at the node where the path ended.
     at_node = node[:, None, None].expand(-1, 1, probs.shape[-1])
-    last = draws.last(plan.probs.gather(1, at_node)[:, 0])
+    bonus = draws.last(plan.probs.gather(1, at_node)[:, 0])
     overlap = torch.minimum(probs, tree.probs).sum(-1)
-    return Verdict(node=node, last=last, rule=rule, overlap=overlap)
+    return Verdict(node=node, bonus=bonus, rule=rule, overlap=overlap)
 
 
 def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
@@ -162,5 +162,5 @@ def _typical(tree: DraftTree, scores: Tensor, draws: Draws) -> Verdict:
     right[:, 0] = True
     node = deepest(right, tree.tables)
     choices = draws.choices(scores, tree.tables.depths, tree.levels)
-    last = choices.gather(1, node[:, None])[:, 0]
-    return Verdict(node=node, last=last, rule="typical", choices=choices)
+    bonus = choices.gather(1, node[:, None])[:, 0]
+    return Verdict(node=node, bonus=bonus, rule="typical", choices=choices)

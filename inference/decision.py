@@ -43,7 +43,7 @@ class Decision:
     """[B, D + 1], device: `nodes`, padded with NO_NODE."""
     counts: Tensor
     """[B], device: lengths of `nodes`."""
-    last: Tensor
+    bonus: Tensor
     """[B], device: bonus token of each row, which is the next root."""
 
 
@@ -111,7 +111,7 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
     # NO_NODE cannot be an index. What the padding reads is cut off on the host by the count.
     transfer.add("path_tokens", tree.tokens.gather(1, path.clamp(min=0)))
     transfer.add("count", counts)
-    transfer.add("last", verdict.last)
+    transfer.add("bonus", verdict.bonus)
     transfer.add("drafted", exists.sum(-1))
     # Integers, since all columns travel in one tensor.
     transfer.add("refused", after_last.any(-1).long())
@@ -128,7 +128,7 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
         (count,) = host["count"][row]
         nodes.append(host["path"][row][:count])
         # The root's own token was emitted in the round before.
-        tokens.append([*host["path_tokens"][row][1:count], *host["last"][row]])
+        tokens.append([*host["path_tokens"][row][1:count], *host["bonus"][row]])
     expected = [value for (value,) in host["expected"]] if "expected" in host else None
     return Decision(
         nodes=nodes,
@@ -141,7 +141,7 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
         overlap=_overlap_on_path(tree, nodes, host["overlap"]) if "overlap" in host else None,
         path=path,
         counts=counts,
-        last=verdict.last,
+        bonus=verdict.bonus,
     )
 
 

@@ -394,7 +394,7 @@ class _Batch:
         self.draws.reserve(self.cache.longest + width)
         self.draws.extend(accepted.ids, accepted.counts)
         # The bonus token. The target has not been run on it, so it is in no cache yet.
-        self.root = decision.last
+        self.root = decision.bonus
         self.proposer.commit(accepted)
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:

@@ -48,7 +48,7 @@ def decided(tree: DraftTree, choices: list[list[int]]):
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    return decide(tree, Verdict(node=node, last=last, rule="greedy", choices=given_))
+    return decide(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_))
 
 
 @settings(max_examples=200, deadline=None)
@@ -68,7 +68,7 @@ def test_acceptance_goes_from_the_root_to_the_first_mistake(
     found = decided(tree, [choices])
     assert found.nodes == [reference(parents, tokens, choices)]
     assert found.tokens == [[choices[node] for node in found.nodes[0]]]
-    assert found.last.tolist() == [found.tokens[0][-1]]
+    assert found.bonus.tolist() == [found.tokens[0][-1]]
     assert found.drafted == [sum(token != NO_NODE for token in tokens[1:])]
     assert found.counts.tolist() == [len(found.nodes[0])] and found.choices == [choices]
 
@@ -95,7 +95,7 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
     expected, overlap = torch.tensor([1.25, 1e-7]), torch.tensor([[0.1, 0.2], [0.3, -0.0]])
     verdict = Verdict(
         node=torch.tensor([1, 0]),
-        last=torch.tensor([7, 8]),
+        bonus=torch.tensor([7, 8]),
         rule="block",
         expected=expected,
         overlap=overlap,
@@ -117,4 +117,4 @@ def test_a_penalised_choice_counts_the_text_and_the_nodes_own_path() -> None:
     verdict = judge(tree, logits, draws)
     assert verdict.choices is not None
     assert verdict.choices.tolist() == [[0, 1, 0, 2]]
-    assert verdict.node.tolist() == [3] and verdict.last.tolist() == [2]
+    assert verdict.node.tolist() == [3] and verdict.bonus.tolist() == [2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -60,7 +60,7 @@ class Document(Struct):
     """Keys of older versions with their names of now; they are read at any depth."""
 
 
-def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
+def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, JsonObject]:
     """Return the JSON file at `path` as an object of type `kind`, and as plain JSON.
 
     Raises `UserError`, which names the file, the key and `remedy`.
@@ -79,7 +79,7 @@ def read_document(path: Path, kind: type[D], remedy: str) -> tuple[D, Any]:
         raise UserError(f"{path} is not {kind.what}: {error}; {remedy}") from error
 
 
-def convert(value: Any, kind: type[T]) -> T:
+def convert(value: object, kind: type[T]) -> T:
     """Return `value`, as `json.loads` gives it, as an object of type `kind`.
 
     Raises `DocumentError`.

@@ -322,7 +322,7 @@ def inside(folder: Path, name: Any, named_by: str) -> Path:
     return path
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -353,7 +353,7 @@ def read_json(path: Path, finite: bool = True, remedy: str = "copy or download i
         ) from error
 
 
-def rename_keys(value: Any, names: Mapping[str, str]) -> list[str]:
+def rename_keys(value: object, names: Mapping[str, str]) -> list[str]:
     """Give the keys of a JSON value their names of now, in place; return `old -> new` of each.
 
     `names` has the new name by the old one.

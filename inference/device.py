@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def send(values: Sequence[Any], device: torch.device) -> Tensor:
+def send(values: Sequence[object], device: torch.device) -> Tensor:
     """Return `values` as a tensor on `device`, without waiting for the device.
 
     A CUDA copy from pageable memory waits for all queued work; one from pinned memory does not.

@@ -10,11 +10,12 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 from .clock import PARTS
 from .decode import Generation, Round
 
+T = TypeVar("T")
 RESAMPLES = 1000
 LOOP_NGRAM = 8
 
@@ -111,7 +112,7 @@ def pooled(emitted: Sequence[Sequence[int]], prompts: Sequence[int]) -> list[lis
 
 
 def bootstrap(
-    requests: Sequence[Any], statistic: Callable[[Sequence[Any]], float], seed: int = 0
+    requests: Sequence[T], statistic: Callable[[Sequence[T]], float], seed: int = 0
 ) -> tuple[float, float]:
     """Return the 95% bootstrap interval of a statistic (docs/metrics.md#intervals).
 

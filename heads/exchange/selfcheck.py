@@ -68,7 +68,7 @@ def check_export(
     _check_equal(loaded, artifact.drafter, order.dtype)
 
 
-def nulls(config: Any, path: str = "") -> Iterator[str]:
+def nulls(config: object, path: str = "") -> Iterator[str]:
     """Yield the names of keys without a value, at any depth, with `path` before them.
 
     Some engines fail on `target_hidden_size: null`.

@@ -96,7 +96,7 @@ class Journal:
         """Return the value of `key`, as JSON reads it back; None for work still to be done."""
         return self._done.get(key)
 
-    def put(self, key: str, value: Any) -> None:
+    def put(self, key: str, value: object) -> None:
         """Note a finished piece of work; `value` is anything that JSON can hold."""
         if self._file is not None:
             self._done[key] = value
@@ -114,7 +114,7 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
-def _entry(key: Any, value: Any) -> JsonObject:
+def _entry(key: object, value: object) -> JsonObject:
     """Return a line's content: key, value, and a checksum of both as JSON writes them.
 
     JSON reads numbers and texts back to what it wrote, so the checksum can be made again from what

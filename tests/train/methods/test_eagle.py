@@ -138,8 +138,8 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
     seen: list[list[int]] = []
     kept: list[torch.Tensor] = []
 
-    def probed(*arguments: Any) -> list[torch.Tensor]:
-        kept.extend(output.clone() for output in unroll(*arguments))
+    def probed(*arguments: Any, **options: Any) -> list[torch.Tensor]:
+        kept.extend(output.clone() for output in unroll(*arguments, **options))
         for probe in kept:
             probe.retain_grad()
         return kept

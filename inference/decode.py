@@ -51,8 +51,7 @@ class Request:
 class Round:
     """Record of one round for one request, or of the prefill, whose `drafted` is None.
 
-    Times are those of the
-    whole batch's round, in seconds.
+    Times are those of the whole batch's round, in seconds.
     """
 
     tokens: list[int] = field(default_factory=list)

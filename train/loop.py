@@ -57,8 +57,8 @@ UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     """Train one drafter to its end and return the folder of the best one.
 
-    `config_yaml` is the resolved config. Raises `Stopped`
-    after a last checkpoint if the run was asked to end, and `UserError` for what the user can mend.
+    `config_yaml` is the resolved config. Raises `Stopped` after a last checkpoint if the run was
+    asked to end, and `UserError` for what the user can mend.
     """
     folder = RunFolder(run.output)
     check_before_loading(run)

@@ -322,7 +322,7 @@ class Report(Document, kw_only=True):
     settings: list[SettingFigures]
     server: ServerReport | None = None
     partial: str = ""
-    """How much is measured, in words; empty for a whole report."""
+    """Part that is measured so far, in words; empty for a whole report."""
 
     @property
     def target_name(self) -> str:

@@ -177,7 +177,7 @@ def number_of(commands: str) -> int:
 
 
 def expected(rounds: list[list[int]], most: int) -> Counts:
-    """What llama.cpp counts of a reply of which our loop says (drafted, accepted, emitted) of each
+    """Counts by llama.cpp of a reply of which our loop says (drafted, accepted, emitted) of each
     round.
 
     It drafts no more than can be emitted before the limit, one token being the target's own; ours

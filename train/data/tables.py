@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,18 +100,15 @@ class TokenTable:
     @classmethod
     def of(cls, documents: list[Encoded], copies: list[int]) -> TokenTable:
         """Return the table of `documents`, of which an epoch takes document i `copies[i]` times."""
-        ids: list[int] = []
-        mask: list[bool] = []
-        starts = [0]
-        for document in documents:
-            ids += document.token_ids
-            mask += document.mask
-            starts.append(len(ids))
+        lengths = [len(document.token_ids) for document in documents]
+        # Read one by one: a list of all tokens would take many times the memory of the table.
+        ids = chain.from_iterable(document.token_ids for document in documents)
+        mask = chain.from_iterable(document.mask for document in documents)
         return cls(
-            # holds every token id, in half of the memory of int64
-            np.array(ids, dtype=np.int32),
-            np.array(mask, dtype=np.bool_),
-            np.array(starts, dtype=np.int64),
+            # int32 holds every token id, in half of the memory of int64
+            np.fromiter(ids, dtype=np.int32, count=sum(lengths)),
+            np.fromiter(mask, dtype=np.bool_, count=sum(lengths)),
+            np.cumsum([0, *lengths], dtype=np.int64),
             np.array(copies, dtype=np.int32),
         )
 

@@ -46,7 +46,7 @@ def main() -> None:
     if arguments.compare:
         compare(*arguments.compare)
     elif arguments.child:
-        print(json.dumps(decoded(arguments.root)))
+        print(json.dumps(record_decoding(arguments.root)))
     else:
         record = {"decoding": _child(arguments.root), "training": trained(arguments.root)}
         arguments.out.write_text(json.dumps(record, indent=1))
@@ -54,13 +54,13 @@ def main() -> None:
 
 
 def _child(root: Path) -> Any:
-    """Return `decoded(root)`, from a process whose current folder is the checkout."""
+    """Return `record_decoding(root)`, from a process whose current folder is the checkout."""
     command = [sys.executable, __file__, "--child", "--root", str(root)]
     done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def decoded(root: Path) -> dict[str, Any]:
+def record_decoding(root: Path) -> dict[str, Any]:
     """Return token ids and rounds [drafted, accepted, emitted] of each drafter and sampling."""
     from draftsmith.inference import load
 

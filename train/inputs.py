@@ -25,7 +25,7 @@ from ..inference.targets.stored import (
 )
 from ..inference.targets.target import TargetSource, load_target, resolve_device, resolve_dtype
 from ..inference.targets.target_files import check_there
-from .config import RunConfig, TargetConfig
+from .config import Data, RunConfig, TargetConfig
 from .data import tables as data_module
 from .data.batches import Batches
 from .data.served import Client, ServedFeatures, ServedTarget, served_texts
@@ -86,18 +86,33 @@ def live_inputs(
     }
     # Before the tables are written: a resume with other data must leave the folder as it is.
     check(identity)
-    # `and None`: what the function returns is sent to every rank, and each reads the tables from
-    # the files itself.
-    on_main(
-        accelerator,
-        lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None,
-    )
+    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed)
     return Inputs(
         target,
-        data_module.load(folder / "data"),
+        tables,
         identity,
         lambda objective, batches, asked: LiveTarget(target, objective.taps),
     )
+
+
+def prepared_tables(
+    accelerator: Accelerator,
+    data: Data,
+    target: TargetSource,
+    folder: Path,
+    seed: int,
+) -> data_module.Tables:
+    """Return the tables in `folder`, which the main process builds if they are not there.
+
+    Raises `UserError` on every rank if the data cannot be used; see `tables.prepare`.
+    """
+
+    def prepare() -> None:
+        # returns nothing: what it returned would be sent to every rank, and each reads the files
+        data_module.prepare(data, target, folder, seed)
+
+    on_main(accelerator, prepare)
+    return data_module.load(folder)
 
 
 def served_inputs(
@@ -110,11 +125,7 @@ def served_inputs(
         "data": data_module.tables_key(run.data, target, run.seed),
     }
     check(identity)
-    on_main(
-        accelerator,
-        lambda: data_module.prepare(run.data, target, folder / "data", run.seed) and None,
-    )
-    tables = data_module.load(folder / "data")
+    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed)
     prompts = held_out_prompts(tables.held_out, run.evaluation.prompts, target.max_positions - 2)
     longest = run.evaluation.max_new_tokens
 

@@ -162,7 +162,7 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
     Newer checkpoints, which are damaged, are renamed.
     """
     state = folder.load(trainer.accelerator, step)
-    for written in trainer.batches.rollouts:
+    for written in trainer.batches.written_parts:
         written.load(folder.at(step))
     # The checkpoint has the number of ranks of the launch that wrote it.
     state.ranks = trainer.accelerator.num_processes
@@ -424,7 +424,7 @@ def save(
 
     def save_parts(aside: Path) -> None:
         artifact.save(aside / "drafter")
-        for written in trainer.batches.rollouts:
+        for written in trainer.batches.written_parts:
             written.save(aside)
 
     folder.save(trainer.accelerator, state, save_parts, config_yaml, artifact.provenance)

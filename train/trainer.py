@@ -71,7 +71,7 @@ class Trainer:
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
         )
-        batches.rollouts = self._written_parts(method)
+        batches.written_parts = self._written_parts(method)
 
         def size(module):
             return sum(p.numel() for p in module.parameters())

@@ -40,9 +40,9 @@ from .batch_model import model_batches
 from .checks import check, numbers
 from .console_tables import show
 from .engines import AsIn, Engine
-from .figures import SAMPLES, measured
+from .figures import SAMPLES, figures_of_setting
 from .journal import Journal
-from .measure import Results, Setting, Way, compare, distinct_names
+from .measure import Results, Setting, Way, decode_in_turns, distinct_names
 from .options import EvaluateOptions as Options
 from .results import (
     DEFINITIONS,
@@ -89,11 +89,11 @@ def run(options: Options) -> None:
         report.server = served.report
         write_report(report, options.json)
     else:
-        report = decoded(options, settings, started, served)
+        report = evaluate_drafters(options, settings, started, served)
     show(report)
 
 
-def decoded(
+def evaluate_drafters(
     options: Options,
     settings: list[Setting],
     started: str,
@@ -140,8 +140,10 @@ def decoded(
         partial = Partial(
             report, options, setting, number, len(settings), len(prompts), target, ways
         )
-        results.append(compare(target, ways, prompts, setting, journal=journal, each=partial))
-        report.settings.append(figures(target, results[-1], setting, ways))
+        results.append(
+            decode_in_turns(target, ways, prompts, setting, journal=journal, each=partial)
+        )
+        report.settings.append(configured_figures(target, results[-1], setting, ways))
         if number + 1 < len(settings):
             done = f"{number + 1} of {len(settings)} settings"
             write_report(replace(report, partial=done), options.json)
@@ -158,7 +160,7 @@ def decoded(
     return report
 
 
-def figures(
+def configured_figures(
     target: Target, results: Results, setting: Setting, ways: Sequence[Way], samples: int = SAMPLES
 ) -> SettingFigures:
     """Return the part of the report about one setting: the figures of every way to decode.
@@ -171,7 +173,7 @@ def figures(
         if isinstance(way, Tuned | AsIn):
             configured[name] = way
     settings_of = {name: way.setting for name, way in configured.items()}
-    entry = measured(target, results, setting, settings_of, samples)
+    entry = figures_of_setting(target, results, setting, settings_of, samples)
     for name, way in configured.items():
         entry.drafters[name].spec = way.spec
     return entry
@@ -204,7 +206,7 @@ class Partial:
         plain_turns = next(iter(results.values()))
         done = len({turn.prompt.place for turn in plain_turns})
         # replies token by token need a forward pass each, and only the whole report shows them
-        so_far = figures(self.target, results, self.setting, self.ways, samples=0)
+        so_far = configured_figures(self.target, results, self.setting, self.ways, samples=0)
         settings = [*self.report.settings, so_far]
         where = f"{done} of {self.prompts} prompts in setting {self.number + 1} of {self.settings}"
         write_report(replace(self.report, settings=settings, partial=where), self.options.json)

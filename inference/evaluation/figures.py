@@ -1,7 +1,7 @@
 """Figures of drafters from their replies: docs/metrics.md defines each of them.
 
-The functions here turn the replies of every way to decode in one setting (`measure.compare`) into
-the types of `results.py`.
+The functions here turn the replies of every way to decode in one setting, which
+`measure.decode_in_turns` returns, into the types of `results.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from ..metrics import (
 )
 from ..settings import Sampling
 from ..targets.target import Target
-from .measure import Results, Setting, Turn, comparable, divergence
+from .measure import Results, Setting, Turn, comparable, first_difference
 from .results import NAN, CategoryFigures, DrafterFigures, RequestRecord, Sample, SettingFigures
 
 FEWEST = 5  # prompts, or batches, for which an interval of the speed-up is given
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 
 
-def measured(
+def figures_of_setting(
     target: Target,
     results: Results,
     setting: Setting,
@@ -57,7 +57,7 @@ def measured(
     sampling = setting.sampling.resolved(target.repetition_penalty)
     drafters = {}
     for name, turns in results.items():
-        figures = figures_of(turns, plain, setting.batch)
+        figures = figures_of_drafter(turns, plain, setting.batch)
         figures.per_request = []
         for turn, expected in zip(turns, plain, strict=True):
             figures.per_request.append(request_record(target, turn, expected, sampling))
@@ -75,14 +75,16 @@ def measured(
     )
 
 
-def figures_of(turns: Sequence[Turn], plain: Sequence[Generation], size: int) -> DrafterFigures:
+def figures_of_drafter(
+    turns: Sequence[Turn], plain: Sequence[Generation], size: int
+) -> DrafterFigures:
     """Return the figures of one way to decode, from its replies beside those of plain decoding.
 
     `size` is the number of requests that were decoded together.
     """
     generations = [turn.generation for turn in turns]
     batches = batches_of(turns, size)
-    figures = summarise(generations, batches, [turn.prompt.place for turn in turns])
+    figures = figures_of_replies(generations, batches, [turn.prompt.place for turn in turns])
     costs: list[Costs] = []
     for batch in batches:
         plain_cost = _cost([plain[i] for i in batch])
@@ -107,7 +109,7 @@ def figures_of(turns: Sequence[Turn], plain: Sequence[Generation], size: int) ->
     return figures
 
 
-def summarise(
+def figures_of_replies(
     generations: Sequence[Generation],
     batches: Sequence[Sequence[int]] | None = None,
     prompts: Sequence[int] | None = None,
@@ -184,7 +186,9 @@ def request_record(
     reply, prompt = turn.generation, turn.prompt
     rounds = reply.rounds
     equal = plain.token_ids == reply.token_ids if comparable(reply) else None
-    index, gap = divergence(target, plain, reply, sampling) if equal is False else (None, None)
+    index, gap = None, None
+    if equal is False:
+        index, gap = first_difference(target, plain, reply, sampling)
     seconds = split(rounds)
     return RequestRecord(
         id=prompt.id,

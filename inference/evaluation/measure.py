@@ -68,7 +68,7 @@ class Loop(Protocol):
 Way = Proposer | Loop
 
 
-def compare(
+def decode_in_turns(
     target: Target,
     ways: Sequence[Way],
     prompts: Sequence[Prompt],
@@ -182,7 +182,7 @@ def distinct_names(ways: Sequence[Way]) -> list[str]:
 
 
 @torch.inference_mode()
-def divergence(
+def first_difference(
     target: Target, plain: Generation, other: Generation, sampling: Sampling
 ) -> tuple[int, float | None]:
     """Return the index of the first token in which two replies differ, and the top-2 gap there.

@@ -295,7 +295,7 @@ def grow_dynamic(
     paths = root[:, None, None]  # [B, M, depth + 1]
     tokens, scores = draws.rank(first[:, None], 0, width, paths, score_temperature)
     tokens, scores = tokens[:, 0], scores[:, 0]
-    index = pool.add(tokens, scores, torch.zeros_like(tokens))
+    pool_ids = pool.add(tokens, scores, torch.zeros_like(tokens))
     # For each level of the pool, the index of its nodes among those that were run. Both tensors
     # begin with "not run": the root never is, and the nodes of depth 1 are marked in the loop.
     run_index = [torch.full_like(root, NO_NODE)[:, None], torch.full_like(tokens, NO_NODE)]
@@ -314,7 +314,7 @@ def grow_dynamic(
         count = tokens.shape[1]
         itself = torch.eye(count, dtype=torch.bool, device=tokens.device)
         visible = torch.cat([visible, itself.expand(len(tokens), -1, -1)], dim=-1)
-        _mark(run_index, index, torch.arange(run_count, run_count + count, device=tokens.device))
+        _mark(run_index, pool_ids, torch.arange(run_count, run_count + count, device=tokens.device))
         run_count += count
         logits = go_on(Level(tokens, above, visible, depth))
         children, gains = draws.rank(logits, depth, width, paths, score_temperature)
@@ -322,14 +322,14 @@ def grow_dynamic(
         child_count = children.shape[-1]
         # Entry m * child_count + k is child k of node m, so each parent is repeated in one run.
         sums = (scores[..., None] + gains).flatten(1)
-        parents = index.repeat_interleave(child_count, dim=1)
-        all_index = pool.add(children.flatten(1), sums, parents)
-        run_index.append(torch.full_like(all_index, NO_NODE))
-        # `all_index` has the pool indices of all children; those of the next level are gathered of
+        parents = pool_ids.repeat_interleave(child_count, dim=1)
+        child_ids = pool.add(children.flatten(1), sums, parents)
+        run_index.append(torch.full_like(child_ids, NO_NODE))
+        # `child_ids` has the pool indices of all children; those of the next level are gathered of
         # it, because most children are candidates only.
         scores, picked = stable_top(sums, width)
         above = picked // child_count
-        tokens, index = children.flatten(1).gather(1, picked), all_index.gather(1, picked)
+        tokens, pool_ids = children.flatten(1).gather(1, picked), child_ids.gather(1, picked)
         # Paths and visible nodes of the children are those of their parents; the cache keeps the
         # columns of nodes that were run and not continued.
         parent_paths = paths.gather(1, above[..., None].expand(-1, -1, paths.shape[-1]))
@@ -339,18 +339,18 @@ def grow_dynamic(
     return tree, torch.cat(run_index, dim=1).gather(1, chosen)
 
 
-def _mark(seen: list[Tensor], index: Tensor, places: Tensor) -> None:
-    """Note in `seen` that nodes of the last level are run as the nodes `places` `[M]`.
+def _mark(run_index: list[Tensor], pool_ids: Tensor, places: Tensor) -> None:
+    """Note in `run_index` that nodes of the last level are run as the nodes `places` `[M]`.
 
-    `index` `[B, M]` are the pool indices of these nodes; `seen` holds a tensor for each level of
-    the pool.
+    `pool_ids` `[B, M]` are the pool indices of these nodes; `run_index` holds a tensor for each
+    level of the pool.
     """
-    # `index` counts over all levels. Example: behind a root and a level of 8 nodes the last level
+    # `pool_ids` count over all levels. Example: behind a root and a level of 8 nodes the last level
     # starts at 9, so its pool index 11 is column 2.
     start = 0
-    for level in seen[:-1]:
+    for level in run_index[:-1]:
         start += level.shape[1]
-    seen[-1].scatter_(1, index - start, places.expand_as(index))
+    run_index[-1].scatter_(1, pool_ids - start, places.expand_as(pool_ids))
 
 
 def grow_chain(

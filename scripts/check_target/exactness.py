@@ -15,7 +15,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.prompts import Prompt, read_prompts
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
-from draftsmith.inference.evaluation.measure import divergence
+from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
 
@@ -49,14 +49,14 @@ def check(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompts, target.tokenizer, target.name)
     wrong = 0
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
-        plain = decoded(target, "none", prompts, 1, sampling, options.max_new_tokens)
+        plain = decode(target, "none", prompts, 1, sampling, options.max_new_tokens)
         if sampling.greedy:
             oracle = [by_transformers(target, prompt, options.max_new_tokens) for prompt in prompts]
             wrong += count_wrong("target.generate", target, plain, oracle, sampling)
         for spec in [*BASELINES, *options.drafter]:
             for batch in map(int, options.batch_sizes.split(",")):
                 try:
-                    found = decoded(target, spec, prompts, batch, sampling, options.max_new_tokens)
+                    found = decode(target, spec, prompts, batch, sampling, options.max_new_tokens)
                 except UserError as error:
                     if spec not in BASELINES:
                         raise
@@ -67,7 +67,7 @@ def check(options: argparse.Namespace) -> int:
     return wrong
 
 
-def decoded(
+def decode(
     target: Target,
     spec: str,
     prompts: Sequence[Prompt],
@@ -110,7 +110,7 @@ def count_wrong(
         if reply.token_ids == other:
             continue
         different += 1
-        place, gap = divergence(target, reply, Generation(reply.prompt_ids, other), sampling)
+        place, gap = first_difference(target, reply, Generation(reply.prompt_ids, other), sampling)
         exact = target.dtype in (torch.float32, torch.float64)
         tie = gap < NEAR_TIE.get(target.dtype, 0.0) if gap is not None else not exact
         wrong += not tie

@@ -6,7 +6,7 @@ import math
 
 import pytest
 from draftsmith.inference.decode import Generation, Round
-from draftsmith.inference.evaluation.figures import summarise
+from draftsmith.inference.evaluation.figures import figures_of_replies
 from draftsmith.inference.metrics import (
     bootstrap,
     conditional,
@@ -23,7 +23,7 @@ from draftsmith.inference.replay import replay
 def test_the_worked_example_of_the_definitions() -> None:
     """A chain of 3 that accepted 0, 2 and 3 drafts in three rounds, nothing cut."""
     rounds = [Round(tokens=[1] * (a + 1), drafted=3, accepted=a) for a in (0, 2, 3)]
-    summary = summarise([Generation([7], [1] * 9, rounds, decode_s=1.0)])
+    summary = figures_of_replies([Generation([7], [1] * 9, rounds, decode_s=1.0)])
     assert summary.tau_incl_bonus == pytest.approx(8 / 3)
     assert summary.accept_rate == pytest.approx(5 / 9)
     assert summary.survival == pytest.approx([2 / 3, 2 / 3, 1 / 3])
@@ -61,7 +61,7 @@ def test_turns_of_a_prompt_are_drawn_together() -> None:
     assert pooled(emitted, [0, 0, 1, 1]) == [[1, 1, 3, 3]] * 2
     assert bootstrap(pooled(emitted, [0, 0, 1, 1]), tau) == (2.0, 2.0)
     assert bootstrap(pooled(emitted, range(4)), tau) == (1.0, 3.0)
-    summary = summarise(
+    summary = figures_of_replies(
         [
             Generation([7], [], [Round(tokens=[1] * n, drafted=3, accepted=n - 1) for n in k])
             for k in emitted

@@ -60,7 +60,7 @@ def run(options: Options) -> None:
         )
     card_figures = []
     for path in options.report:
-        card_figures += figures(path, options.drafter, artifact.method)
+        card_figures += read_card_figures(path, options.drafter, artifact.method)
     replaces_export = Path(options.out, OWN_FILE).is_file()
     recipe = export(artifact, request, options.license, card_figures, head)
     done = "replaced the earlier export in" if replaces_export else "wrote"
@@ -176,7 +176,7 @@ def token_counts(target: TargetSource, sources: list[str], bad_rows: BadRows) ->
     return torch.zeros(target.vocab_size, dtype=torch.long).scatter(0, ids, values)
 
 
-def figures(path: str, drafter: str, method: str) -> list[CardFigures]:
+def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]:
     """Return the figures that the report at `path` has of this very drafter.
 
     There are figures for each setting of the report and each tree of the drafter. Raises

@@ -121,7 +121,7 @@ class Batch:
         return run
 
 
-def pack(lengths: list[int], capacity: int) -> list[list[int]]:
+def pack_rows(lengths: list[int], capacity: int) -> list[list[int]]:
     """Group items into rows whose lengths sum to at most `capacity`; return the items of each row.
 
     Best fit, longest item first. Deterministic: equal lengths are taken in order.
@@ -212,10 +212,10 @@ class Batches:
         self._documents: list[int] = []  # of an epoch: a document may be in it several times
         for document, copies in enumerate(table.copies.tolist()):
             self._documents += [document] * copies
-        self._packs = pack([table.length(d) for d in self._documents], max_length)
+        self._packs = pack_rows([table.length(d) for d in self._documents], max_length)
         self._rows, self._accumulation, self._ranks, self.seed = rows, accumulation, ranks, seed
         self.max_length = max_length
-        self.rollouts: list[Any] = []
+        self.written_parts: list[Any] = []
         """Parts of the stream that are written during training, see `rollouts.Written`."""
         self._turns: Turns | None = None
         self._epoch, self._order = -1, np.arange(0)
@@ -253,7 +253,7 @@ class Batches:
 
     def before_step(self, step: int) -> None:
         """Write the texts that are due before `step`; all ranks call this."""
-        for written in self.rollouts:
+        for written in self.written_parts:
             written.before_step(step)
 
     def sample(self, count: int) -> list[Tensor]:
@@ -301,14 +301,14 @@ class Batches:
 
         Each is (ids, mask), or (ids, mask, rounds) if it was written during training.
         """
-        if not self.rollouts:
+        if not self.written_parts:
             return self._pack_at(number)
         if self._turns is None:
-            shares = [(written.config.share, written.first_row) for written in self.rollouts]
+            shares = [(written.config.share, written.first_row) for written in self.written_parts]
             self._turns = Turns(shares)
         owner, index = self._turns.of(number)
-        if owner < len(self.rollouts):
-            return self.rollouts[owner].row(index)
+        if owner < len(self.written_parts):
+            return self.written_parts[owner].row(index)
         # Counted among the data's own rows only, so that an epoch of them still has every pack
         # once.
         return self._pack_at(index)
@@ -323,12 +323,12 @@ class Batches:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.packs)
         return int(self._order[index])
 
-    def pack(self, index: int) -> list[tuple[np.ndarray, ...]]:
+    def documents_of_pack(self, index: int) -> list[tuple[np.ndarray, ...]]:
         """Return the documents of a pack, (ids, mask) each."""
         return [self.table.document(self._documents[i]) for i in self._packs[index]]
 
     def _pack_at(self, number: int) -> list[tuple[np.ndarray, ...]]:
-        return self.pack(self.pack_of(number))
+        return self.documents_of_pack(self.pack_of(number))
 
 
 def collate(

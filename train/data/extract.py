@@ -50,7 +50,7 @@ from ..arguments import parse
 from ..config import RunConfig
 from ..evaluation import held_out_prompts, write_text
 from ..features import FeatureSource, LiveTarget
-from ..inputs import on_rank, served_target
+from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
 from ..method import method_for, method_named
 from ..options import ExtractOptions as Options
@@ -87,12 +87,7 @@ def run(options: Options) -> None:
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
-    # `and None`: every rank reads the tables from the files, so they need not be sent.
-    on_main(
-        accelerator,
-        lambda: data_module.prepare(config.data, target, store / "data", config.seed) and None,
-    )
-    tables = data_module.load(store / "data")
+    tables = prepared_tables(accelerator, config.data, target, store / "data", config.seed)
     # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does for
     # both, whatever the training run will have.
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
@@ -316,7 +311,8 @@ def write_shards(
         for start in range(first, end if together else last, rows):
             numbers = tuple(range(start, min(start + rows, last))) or (last - 1,)
             packs = numbers if whole else [batches.pack_of(number) for number in numbers]
-            features = source.features(collate([batches.pack(pack) for pack in packs], numbers))
+            rows_of_documents = [batches.documents_of_pack(pack) for pack in packs]
+            features = source.features(collate(rows_of_documents, numbers))
             if start < last:
                 writer.add(features)
         if to_write:

@@ -29,7 +29,7 @@ from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import Sampling
 from ...inference.targets.causal_model import CausalModel
 from ...inference.targets.target import Target
-from .batches import ANY, Batches, pack
+from .batches import ANY, Batches, pack_rows
 from .tables import TokenTable
 
 Document = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -168,7 +168,7 @@ class Written:
 
     def _take(self, documents: list[Document]) -> None:
         self._documents = documents
-        self._packs = pack([len(ids) for ids, *_ in documents], self._batches.max_length)
+        self._packs = pack_rows([len(ids) for ids, *_ in documents], self._batches.max_length)
 
     def row(self, place: int) -> list[Document]:
         """Return the documents of row `place` of this kind, counted from its first row.
@@ -193,7 +193,7 @@ class Written:
             # `np.split` wants the inner borders only: the lengths 3 2 4 have the borders 3 and 5.
             borders = np.cumsum(stored["lengths"])[:-1]
             arrays = [np.split(stored[name], borders) for name in PARTS]
-            # The packs are not stored: `pack` makes the same ones of the same lengths.
+            # The packs are not stored: `pack_rows` makes the same ones of the same lengths.
             self._take(list(zip(*arrays, strict=True)))
 
 

@@ -27,7 +27,7 @@ from ...metrics import quantiles
 from ...settings import Sampling, TargetConfig
 from ...targets.target import Target
 from ...targets.target_files import base_and_adapter
-from ..measure import Results, divergence
+from ..measure import Results, first_difference
 from ..options import EvaluateOptions
 from ..results import (
     SHOWN,
@@ -160,7 +160,7 @@ async def _measure(
                     client, server, reader, prompts, sampling, at_once, options
                 )
                 runs.append(run)
-                settings.append(figures(sampling, at_once, run, speculation))
+                settings.append(figures_of_load(sampling, at_once, run, speculation))
     report = ServerReport(
         url=server.url,
         engine=server.engine,
@@ -226,7 +226,9 @@ async def _one(
     return run, of_vllm(delta, tokens, len(run.replies), chunks, before.running)
 
 
-def figures(sampling: Sampling, at_once: int, run: Load, speculation: Speculation) -> ServerFigures:
+def figures_of_load(
+    sampling: Sampling, at_once: int, run: Load, speculation: Speculation
+) -> ServerFigures:
     """Return the figures of one setting, with the engine's own counts during the run."""
     replies = run.replies
     tokens = sum(reply.tokens for reply in replies)
@@ -332,7 +334,7 @@ def _compare_load(
         key = (reply.prompt.place, reply.turn, tuple(reply.ids))
         if reply.ids != expected.token_ids and key not in differing:
             generation = Generation(reply.prompt.token_ids, reply.ids)
-            index, gap = divergence(target, expected, generation, sampling)
+            index, gap = first_difference(target, expected, generation, sampling)
             differing[key] = Divergence(
                 id=reply.prompt.id, turn=reply.turn, index=index, top2_gap=gap
             )

@@ -30,9 +30,9 @@ from ...settings import Sampling
 from ...targets.target import Target, load_target
 from ..checks import numbers
 from ..evaluate import origin
-from ..figures import figures_of
+from ..figures import figures_of_drafter
 from ..journal import Journal
-from ..measure import Setting, compare
+from ..measure import Setting, decode_in_turns
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
 from ..results import NAN
@@ -424,11 +424,11 @@ class Bench:
     ) -> list[dict[str, float]]:
         """Decode `prompts` with each of `chosen` in turns, and return the figures of each."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
-        results = compare(self.target, ways, prompts, setting, progress_bar=False)
+        results = decode_in_turns(self.target, ways, prompts, setting, progress_bar=False)
         plain = [turn.generation for turn in next(iter(results.values()))]
         measurements = []
         for turns in results.values():
-            f = figures_of(turns, plain, setting.batch)
+            f = figures_of_drafter(turns, plain, setting.batch)
             assert f.tau_incl_bonus is not None and f.tokens_s is not None
             measurements.append(
                 {

@@ -30,7 +30,7 @@ from draftsmith.inference.evaluation.server.counters import (
     of_vllm,
     read_counters,
 )
-from draftsmith.inference.evaluation.server.report import figures
+from draftsmith.inference.evaluation.server.report import figures_of_load
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.target import load_target
 from transformers import AutoTokenizer
@@ -548,8 +548,8 @@ def test_replies_are_held_against_plain_decoding(
 def test_a_client_that_is_too_slow_says_so() -> None:
     reply = ServerReply(Prompt("p", [5]), 0, 0.0, [6, 7], 2, [0.5, 1.5], "length")
     nothing = Speculation("none", 1.0)
-    assert figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing).warnings == []
-    s = figures(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
+    assert figures_of_load(Sampling(), 1, Load([reply], 2.0, 1, busy=0.3), nothing).warnings == []
+    s = figures_of_load(Sampling(), 1, Load([reply], 2.0, 1, busy=0.9), nothing)
     assert "this client was busy 90% of the time" in s.warnings[0] and s.client_busy == 0.9
     assert (s.tokens_s, s.ttft_quantiles_s, s.tpot_quantiles_s) == (
         1,

@@ -53,7 +53,7 @@ def write(prompts: Sequence[Request], seed: int) -> list[Document]:
 def stream(ranks: int = 1, share: float = 0.25, begin: float = 0.0) -> Batches:
     batches = Batches(table(30), 8, rows=2, accumulation=2 // ranks, ranks=ranks, seed=3)
     config = Rollouts(share=share, begin=begin, every=5, prompts=6)
-    batches.rollouts = [
+    batches.written_parts = [
         Written("rollouts", config, write, batches, Accelerator(cpu=True), total=20)
     ]
     return batches
@@ -129,10 +129,10 @@ def test_texts_are_written_anew_from_other_prompts_and_a_resume_has_them(tmp_pat
         batches.before_step(step)
         seen.append(rows_of(batches, step))
         if step == 6:
-            batches.rollouts[0].save(tmp_path)
+            batches.written_parts[0].save(tmp_path)
     assert {t for row in seen[:5] for t in row} != {t for row in seen[5:] for t in row}
     resumed = stream(share=1.0)
-    resumed.rollouts[0].load(tmp_path)
+    resumed.written_parts[0].load(tmp_path)
     assert [rows_of(resumed, step) for step in range(7, 10)] == seen[7:]
 
 

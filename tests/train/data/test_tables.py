@@ -13,7 +13,7 @@ from draftsmith.inference.conversations.prompts import read_prompts
 from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOutConfig, Source
-from draftsmith.train.data.batches import PADDING, Batches, collate, pack
+from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
 from draftsmith.train.data.tables import TokenTable, build, load, prepare
 from draftsmith.train.data.templates import Encoded
 from hypothesis import given, settings
@@ -233,7 +233,7 @@ def test_tables_are_reused_until_something_changes(tmp_path: Path) -> None:
 def test_packs_hold_every_document_once_and_never_overflow(
     lengths: list[int], capacity: int
 ) -> None:
-    packs = pack(lengths, capacity)
+    packs = pack_rows(lengths, capacity)
     assert sorted(i for p in packs for i in p) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in p) <= capacity for p in packs)
     assert len(packs) < 2 * sum(lengths) / capacity + 1

@@ -52,6 +52,10 @@ class TargetConfig:
     """Folder of a LoRA adapter, which is merged into the weights on loading (needs peft)."""
     attention: str | None = None
     """Attention implementation of transformers; transformers' own choice if not given."""
+    fused: bool = True
+    """Decode by a forward pass with fewer operators if the model has Llama's form and both agree
+    within rounding; false: by transformers' own, which is the reference. A given `attention` is
+    always transformers'."""
     spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
     """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
     sharded over all ranks; tensor: every layer split between them (tensor parallelism, for models

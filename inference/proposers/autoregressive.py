@@ -1,12 +1,10 @@
 """Tools of autoregressive drafters: models that continue tree nodes, over caches of their own.
 
-Shapes: B rows of a batch, N rows of one pass or tree nodes with the root, G attention heads, Gkv
-key-value heads, E size of an attention head, V vocabulary.
+Shapes: B rows of a batch, N rows of one pass or tree nodes with the root, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -24,37 +22,6 @@ from .tree_plan import Planner
 def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return `depths` as a tensor `[1, N]`, cached, as every round needs the same few."""
     return torch.tensor([depths], device=device)
-
-
-def attention_over(
-    cache: TreeCache, mask: Tensor | None
-) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Return the attention of a drafter's layers over its cache.
-
-    The function takes a layer's index, queries `[B, N, G, E]`, keys and values `[B, N, Gkv, E]`;
-    it writes keys and values into `cache`, which must be open for N positions, and returns
-    `[B, N, G * E]`. `mask` `[1 | B, 1, N, slots]` is true where a query sees a slot; None: every
-    query sees every slot.
-    """
-
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        # Caches and torch's attention want the axis of the heads before that of the positions.
-        queries, keys, values = (x.transpose(1, 2) for x in (queries, keys, values))
-        keys, values = cache.update(keys, values, layer)
-        # Attention head g reads key-value head g // shared.
-        shared = queries.shape[1] // keys.shape[1]
-        if shared > 1 and mask is not None and keys.device.type == "cuda":
-            # On CUDA, grouped heads with a mask would fall back to a kernel that holds all scores.
-            # Two key-value heads for four attention heads become 0, 0, 1, 1.
-            keys = keys.repeat_interleave(shared, 1)
-            values = values.repeat_interleave(shared, 1)
-            shared = 1
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, enable_gqa=shared > 1
-        )
-        return attended.transpose(1, 2).flatten(2)
-
-    return attend
 
 
 class TreeRunner:

@@ -23,6 +23,7 @@ from torch.nn import functional
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
+from ..attention import attention_over
 from ..cache import TreeCache, visible_slots
 from ..device import send
 from ..proposer import Accepted, Prompts
@@ -30,7 +31,7 @@ from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import TreeSettings, positive
-from .autoregressive import attention_over, depth_row
+from .autoregressive import depth_row
 from .growth import Continue, Slots, grow_chain
 from .tree_plan import Planned, TreePlan
 

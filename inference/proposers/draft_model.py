@@ -169,6 +169,8 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     """Return the proposer of a loaded draft model. Raises `UserError` if it cannot run trees."""
     runner = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
+    # Its rounding is the draft model's own affair: drafts decide about speed, not about the text.
+    runner.fuse(move=True)
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 

@@ -131,6 +131,7 @@ def first_layers(target: Target, layers: int) -> Target:
     shallow.config = _shortened(target.config, layers)
     shallow.decoder = copy.copy(target.decoder)
     shallow.decoder.config = shallow.config
+    shallow.keep_layers(layers)
     # Found by trying: every layer that runs writes its keys and values.
     cache = TreeCache(1, 4, target.device)
     try:

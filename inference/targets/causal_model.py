@@ -8,6 +8,7 @@ final norm.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,15 @@ from ...heads.layout import dtype_name
 from ..cache import TreeCache
 from ..masks import packed_mask, tree_mask
 from ..tree import TreeShape
+from .fused import FusedDecoder, of_llama_form
 from .model_head import ModelHead
 
+log = logging.getLogger(__name__)
+
 PREFILL_CHUNK = 2048
+PROMPT = 3  # tokens before the tree of a trial
+TRIAL = TreeShape((-1, 0, 0, 2, 1))
+"""Tree of a trial; its last node's parent is not the node before it."""
 
 
 @dataclass
@@ -51,6 +58,7 @@ class CausalModel(ModelHead):
         )
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
+        self._fused: FusedDecoder | None = None
         self._compiled: Any = None
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
@@ -78,21 +86,57 @@ class CausalModel(ModelHead):
             cache.open(ids.shape[1], masked=mask is not None)
         elif mask is None and positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
-        # Only these passes have shapes that recur, so that a compiled decoder is used again.
-        run = (
-            self._compiled
-            if self._compiled is not None
+        decoder: Any = self.decoder
+        # Without a mask it knows whole texts; transformers makes the masks of sliding windows.
+        if (
+            self._fused is not None
             and cache is not None
-            and cache.static
-            and mask is not None
-            else run_decoder
-        )
-        # All states are kept only if some are tapped, because they hold the memory of every layer.
-        last, states = run(self.decoder, ids, positions, mask, cache, bool(taps))
-        tapped = tuple(states[tap] for tap in taps)
+            and (mask is not None or not self._sliding)
+        ):
+            decoder = self._fused
+            if positions is None:
+                start = cache.get_seq_length()
+                positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
+        # Only these passes have shapes that recur, so that a compiled decoder is used again.
+        recurs = cache is not None and cache.static and mask is not None
+        run = self._compiled if self._compiled is not None and recurs else run_decoder
+        last, tapped = run(decoder, ids, positions, mask, cache, taps)
         if self.spread == "devices":  # each layer's states lie where the layer does
             last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
         return Hidden(last, tapped)
+
+    def fuse(self, move: bool) -> None:
+        """Run decoding by a `FusedDecoder` if the model is of Llama's form and both agree.
+
+        Passes without a cache stay transformers' own. With `move` matrices of one input are moved
+        into a joint one, of which the model's parameters become views: for a model that nobody else
+        changes. No copy of a matrix is kept in any case.
+        """
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"] * self.num_layers
+        if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
+            return
+        taps = tuple(range(self.num_layers))
+        expected = self._trial_states(taps)
+        self._fused = FusedDecoder(self.decoder, kinds, move)
+        # Each state by itself, since their sizes differ by factors of hundreds.
+        error = max(map(relative_error, self._trial_states(taps), expected))
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
+        if not error <= tolerance:
+            log.info(
+                "%s (%s): the fused forward pass differs from transformers' by %.1e; transformers' "
+                "is used", self._called, self.config.model_type, error,
+            )  # fmt: skip
+            self._fused = None
+
+    def keep_layers(self, count: int) -> None:
+        """Decode with the first `count` layers only; the config says so already."""
+        if self._fused is not None:
+            self._fused = self._fused.first(count)
+
+    @property
+    def fused(self) -> FusedDecoder | None:
+        """Forward pass of decoding with fewer operators; None: transformers' own."""
+        return self._fused
 
     def prefill(
         self,
@@ -208,19 +252,8 @@ class CausalModel(ModelHead):
         The trial finds whatever cannot be verified as a tree: recurrent state (Mamba and hybrids),
         attention that ignores a 4D mask, position biases that are derived from the mask.
         """
-        shape = TreeShape((-1, 0, 0, 2, 1))  # the last node's parent is not the node before it
-        # Three tokens of a prompt, then the nodes. Different tokens, so that a node that sees a
-        # wrong one differs.
-        ids = (torch.arange(3 + shape.nodes, device=self.device) * 7 + 3) % self.vocab_size
-        tables = shape.tables(self.device)
         try:
-            cache = TreeCache(1, 8, self.device)
-            self.forward(ids[None, :3], cache=cache)
-            assert len(cache) == self.num_layers, "some layers keep no keys and values"
-            cache.commit([3])
-            in_tree = self.forward_tree(
-                ids[None, 3:], tables.ancestors, tables.depths, tables.depths, cache
-            ).last[0]
+            in_tree = self._trial_states(())[0][PROMPT:]
         except (
             AssertionError,
             AttributeError,
@@ -233,19 +266,47 @@ class CausalModel(ModelHead):
             reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
         # Each node once more, at the end of the prompt and its own path, without cache and mask.
+        ids = self._trial_ids()
         last_states = []
-        for node in range(shape.nodes):
-            path = torch.tensor(shape.path_to(node))
-            text = torch.cat([ids[:3], ids[3:][path]])
+        for node in range(TRIAL.nodes):
+            path = torch.tensor(TRIAL.path_to(node))
+            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])
             last_states.append(self.forward(text[None]).last[0, -1])
-        alone = torch.stack(last_states)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        error = ((in_tree - alone).float().norm() / alone.float().norm().clamp(min=1e-6)).item()
+        error = relative_error(in_tree, torch.stack(last_states))
         if not error <= tolerance:  # `error > tolerance` would let NaN pass
             raise UserError(
                 f"{self._cannot()}: nodes differ from their own paths (relative difference "
                 f"{error:.1e})"
             )
+
+    def _trial_ids(self) -> Tensor:
+        """Return the tokens of a trial: a prompt and the nodes of a tree.
+
+        They are all different, so that a node that sees a wrong one differs.
+        """
+        return (torch.arange(PROMPT + TRIAL.nodes, device=self.device) * 7 + 3) % self.vocab_size
+
+    @torch.no_grad()
+    def _trial_states(self, taps: tuple[int, ...]) -> list[Tensor]:
+        """Return the last states, and the `taps`, of a short prompt and a tree behind it.
+
+        Each is `[PROMPT + nodes, H]`. Whatever the model raises passes.
+        """
+        ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
+        cache = TreeCache(1, 8, self.device)
+        prompt = self.forward(ids[:, :PROMPT], cache=cache, taps=taps)
+        assert len(cache) == self.num_layers, "some layers keep no keys and values"
+        cache.commit([PROMPT])
+        tree = self.forward_tree(
+            ids[:, PROMPT:], tables.ancestors, tables.depths, tables.depths, cache, taps
+        )
+        states = []
+        for of_prompt, of_tree in zip(
+            (prompt.last, *prompt.taps), (tree.last, *tree.taps), strict=True
+        ):
+            states.append(torch.cat([of_prompt[0], of_tree[0]]))
+        return states
 
     def _cannot(self) -> str:
         return (
@@ -282,16 +343,26 @@ def run_decoder(
     positions: Tensor | None,
     mask: Any,
     cache: TreeCache | None,
-    all_states: bool,
+    taps: tuple[int, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the last hidden state, and with `all_states` those of all layers, else ()."""
+    """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
     # A function of its own, without any state of the model's wrapper, so that it compiles.
+    if isinstance(decoder, FusedDecoder):
+        assert positions is not None and cache is not None
+        return decoder(ids, positions, mask, cache, taps)
+    # All states are kept only if some are tapped, because they hold the memory of every layer.
     output = decoder(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
         past_key_values=cache,
         use_cache=cache is not None,
-        output_hidden_states=all_states,
+        output_hidden_states=bool(taps),
     )
-    return output.last_hidden_state, output.hidden_states if all_states else ()
+    return output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors as a share of that of `expected`."""
+    difference = (found - expected).float().norm()
+    return (difference / expected.float().norm().clamp(min=1e-6)).item()

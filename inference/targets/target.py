@@ -118,7 +118,7 @@ def load_target(config: TargetConfig) -> Target:
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
     target.spread, target.digest = config.spread, digest
-    return checked(target)
+    return checked(target, fused=config.fused and config.attention is None, move=True)
 
 
 def target_of(model: Any, tokenizer: Any = None) -> Target:
@@ -132,13 +132,19 @@ def target_of(model: Any, tokenizer: Any = None) -> Target:
             )
         tokenizer = read_tokenizer(source, False)
     target = Target(model, tokenizer, source or type(model).__name__, frozen=False)
-    return checked(target)
+    return checked(target, fused=True, move=False)
 
 
-def checked(target: Target) -> Target:
-    """Try the target's head and trees, warn of what is odd, and return it. Raises `UserError`."""
+def checked(target: Target, fused: bool, move: bool) -> Target:
+    """Try the target's head and trees, warn of what is odd, and return it. Raises `UserError`.
+
+    `fused`: decode by a forward pass with fewer operators, where there is one. `move`: its matrices
+    may be moved, see `CausalModel.fuse`.
+    """
     target.check_head()
     target.check_tree()
+    if fused:
+        target.fuse(move)
     for message in vocabulary_warnings(target):
         log.warning("target %s: %s", target.name, message)
     if target.processors:

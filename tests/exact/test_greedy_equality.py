@@ -110,6 +110,7 @@ def test_every_architecture(kind: str, count: int) -> None:
     target = architecture(kind)
     target.check_head()
     target.check_tree()
+    target.fuse(move=True)  # as loading does; the reference is transformers' own loop
     drafters = proposers(target, near_copy(target), early_exit=kind not in NO_EARLY_EXIT)
     found = check(
         target,

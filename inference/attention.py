@@ -1,0 +1,67 @@
+"""Attention of tree nodes, or of a prompt, over a `TreeCache`.
+
+Shapes: B rows of a batch, N positions of one forward pass, G attention heads, Gkv key-value heads,
+E size of an attention head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..heads.layers import Attend
+from .cache import TreeCache
+
+FEW = 256  # positions of one forward pass for which heads of the same keys are folded
+
+
+def attention_over(cache: TreeCache, mask: Tensor | None, causal: bool = False) -> Attend:
+    """Return the attention of decoder layers over `cache`, which must be open for N positions.
+
+    The function takes a layer's index, queries `[B, N, G, E]`, keys and values `[B, N, Gkv, E]`;
+    it writes keys and values into the cache, and returns `[B, N, G * E]`. `mask`
+    `[1 | B, 1, N, slots]` is true where a query sees a slot, or is added to the scores; None: every
+    query sees every slot, or with `causal` those up to its own, where the N positions are the last.
+    """
+    folded_masks: dict[int, Tensor | None] = {}
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        count, shared = queries.shape[1], queries.shape[2] // keys.shape[2]
+        # Caches and torch's attention want the axis of the heads before that of the positions.
+        keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
+        if count > FEW or (causal and count > 1):
+            return _of_a_prompt(queries.transpose(1, 2), keys, values, mask, causal)
+        # Attention head g reads key-value head g // shared. Heads of the same keys become rows of
+        # one head, so that no kernel copies keys: queries [B, Gkv, shared * N, E]. The mask grows
+        # with them, which is why prompts are not folded.
+        folded = queries.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        if shared not in folded_masks:
+            folded_masks[shared] = None if mask is None else mask.repeat(1, 1, shared, 1)
+        attended = scaled_dot_product_attention(
+            folded, keys, values, attn_mask=folded_masks[shared]
+        )
+        return attended.unflatten(2, (shared, count)).permute(0, 3, 1, 2, 4).flatten(2)
+
+    return attend
+
+
+def _of_a_prompt(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """Return attention `[B, N, G * E]` of queries `[B, G, N, E]` to keys `[B, Gkv, slots, E]`."""
+    shared, count, slots = queries.shape[1] // keys.shape[1], queries.shape[2], keys.shape[2]
+    if causal and slots > count:
+        # torch's own causal mask aligns the first query with the first key. Here the last ones
+        # belong together: of 5 slots the first of 2 queries sees 4.
+        mask = torch.ones(count, slots, dtype=torch.bool, device=keys.device).tril(slots - count)
+        causal = False
+    if shared > 1 and mask is not None and keys.device.type == "cuda":
+        # On CUDA, grouped heads with a mask would fall back to a kernel that holds all scores.
+        # Two key-value heads for four attention heads become 0, 0, 1, 1.
+        keys, values = keys.repeat_interleave(shared, 1), values.repeat_interleave(shared, 1)
+        shared = 1
+    attended = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=shared > 1
+    )
+    return attended.transpose(1, 2).flatten(2)

@@ -1,0 +1,221 @@
+"""Forward pass of a model of Llama's form with fewer operators, over the model's own weights.
+
+Decoding a round is hundreds of small operators, and each of them costs time of its own: a kernel
+launch on a GPU, a call on a CPU. transformers' forward pass of a layer has about 42 of them. The
+drafters' `DecoderLayer` computes the same with about 19: matrices that share an input are one
+matrix, a norm is one operator, and attention heads that share keys read them without copies.
+
+transformers' forward pass is the reference. `CausalModel.fuse` compares both on a trial and keeps
+the reference where they differ by more than rounding.
+
+Shapes: B rows of a batch, N positions of one forward pass, H hidden size, E size of an attention
+head.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...heads.layers import DecoderLayer, RMSNorm
+from ..attention import attention_over
+from ..cache import TreeCache
+
+# Names of all modules with weights. A model with any other is not of Llama's form.
+DECODER = {"embed_tokens", "layers", "norm"}
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+NORMS = {"q_norm", "k_norm"}
+"""Of queries and keys: a layer has both or none."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a transformers layer, as `DecoderLayer` asks for them."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qk_norm: bool
+    activation: str = "silu"  # replaced by the layer's own module
+    attention_bias: bool = False  # replaced with the projection
+
+
+class FusedDecoder:
+    """Decoder of Llama's form: embedding, layers with one matrix for each input, final norm."""
+
+    def __init__(self, decoder: Any, kinds: Sequence[str], move: bool) -> None:
+        """Share the weights of the first layers of a transformers decoder, whose kinds are `kinds`.
+
+        With `move` matrices of one input are moved into a joint one, of which the decoder's own
+        parameters become views; otherwise they stay as they are.
+        """
+        self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
+        self._norm = _norm_of(decoder.norm)
+        self._layers: list[tuple[RMSNorm, DecoderLayer]] = []
+        self._kinds = list(kinds)
+        for layer in decoder.layers[: len(kinds)]:
+            self._layers.append((_norm_of(layer.input_layernorm), _shared(layer, move)))
+
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Any,
+        cache: TreeCache,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the last hidden state `[B, N, H]` and the `taps` of the positions `ids` `[B, N]`.
+
+        `mask` is that of `CausalModel.forward`; None: each position sees all before it. `cache` is
+        open for N positions.
+        """
+        states = self._embed(ids)
+        cosines, sines = self._rotary(states, positions)
+        rotary = cosines[:, :, None], sines[:, :, None]
+        attends = {}
+        for kind in set(self._kinds):
+            of_kind = mask[kind] if isinstance(mask, dict) else mask
+            attends[kind] = attention_over(cache, of_kind, causal=mask is None)
+        tapped: dict[int, Tensor] = {}
+        for index, (norm, layer) in enumerate(self._layers):
+            if index in taps:
+                tapped[index] = states
+            attend = attends[self._kinds[index]]
+            states = layer(index, states, layer.qkv(norm(states)), rotary, attend)
+        last = self._norm(states)
+        tapped[len(self._layers)] = last
+        return last, tuple(tapped[tap] for tap in taps)
+
+    def first(self, count: int) -> FusedDecoder:
+        """Return the decoder of the first `count` layers, with the same weights."""
+        shallow = copy.copy(self)
+        shallow._layers = self._layers[:count]
+        shallow._kinds = self._kinds[:count]
+        return shallow
+
+
+class Joined(nn.Module):
+    """Linear layers of one input that keep their own matrices: their outputs, end to end."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._parts = list(parts)  # a list, so that they stay modules of their model alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+
+def of_llama_form(decoder: Any, count: int) -> bool:
+    """Return True if the first `count` layers of a decoder have the modules of Llama's form.
+
+    That says nothing of what the modules compute: some models multiply states by constants.
+    """
+    if not _only(decoder, DECODER) or getattr(decoder, "rotary_emb", None) is None:
+        return False
+    layers = list(decoder.layers)
+    if not 0 < count <= len(layers):
+        return False
+    return all(_layer_of_form(layer) for layer in layers[:count])
+
+
+def _layer_of_form(layer: Any) -> bool:
+    if not _only(layer, LAYER) or not _only(layer.mlp, MLP):
+        return False
+    attention = layer.self_attn
+    if not _only(attention, ATTENTION) and not _only(attention, ATTENTION | NORMS):
+        return False
+    size = getattr(attention, "head_dim", None)
+    if size is None or not hasattr(layer.mlp, "act_fn"):
+        return False
+    # OLMo's norms of queries and keys go over all heads together.
+    if hasattr(attention, "q_norm") and attention.q_norm.weight.shape != (size,):
+        return False
+    # A quantised layer is a class of its own, and has no matrix that could be joined.
+    projections = [getattr(attention, name) for name in ATTENTION]
+    projections += [getattr(layer.mlp, name) for name in MLP]
+    if any(type(projection) is not nn.Linear for projection in projections):
+        return False
+    # torch's attention divides by the root of a head's size if not told otherwise.
+    return abs(attention.scaling * size**0.5 - 1) < 1e-6
+
+
+def _only(module: Any, names: set[str]) -> bool:
+    """Return True if `names` are the parts of a module that have parameters, and it has no other.
+
+    A parameter of its own, such as GPT-OSS's attention sinks, counts as a part.
+    """
+    parts = {name.split(".")[0] for name, _ in module.named_parameters()}
+    return parts == names
+
+
+def _norm_of(norm: Any) -> RMSNorm:
+    """Return a transformers norm as one operator, with the same weight."""
+    with torch.device("meta"):
+        fused = RMSNorm(norm.weight.shape[0], float(getattr(norm, "variance_epsilon", 1e-6)))
+    fused.weight = norm.weight
+    return fused
+
+
+def _shared(layer: Any, move: bool) -> DecoderLayer:
+    """Return a transformers layer as a `DecoderLayer` with the same weights."""
+    attention, mlp = layer.self_attn, layer.mlp
+    hidden, size = attention.q_proj.in_features, attention.head_dim
+    sizes = _Sizes(
+        hidden_size=hidden,
+        intermediate_size=mlp.gate_proj.out_features,
+        num_heads=attention.q_proj.out_features // size,
+        num_kv_heads=attention.k_proj.out_features // size,
+        head_dim=size,
+        norm_eps=1e-6,
+        qk_norm=hasattr(attention, "q_norm"),
+    )
+    # Without storage: every module of it is replaced.
+    with torch.device("meta"):
+        shared: Any = DecoderLayer(sizes, hidden)
+    shared.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj], move)
+    shared.output, shared.down = attention.o_proj, mlp.down_proj
+    shared.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
+    shared.act = mlp.act_fn
+    shared.post_attention_norm = _norm_of(layer.post_attention_layernorm)
+    if sizes.qk_norm:
+        shared.q_norm, shared.k_norm = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+    return shared.eval()
+
+
+def join(parts: list[nn.Linear], move: bool) -> nn.Module:
+    """Return linear layers of one input as one whose output is theirs, end to end.
+
+    With `move` their matrices become views of the joint one, so that no second copy is kept.
+    """
+    biases = [part.bias is not None for part in parts]
+    if not move or any(biases) != all(biases):
+        return Joined(parts)
+    with torch.device("meta"):
+        rows = sum(part.out_features for part in parts)
+        joint = nn.Linear(parts[0].in_features, rows, bias=all(biases))
+    joint.weight = _joint([part.weight for part in parts])
+    if all(biases):
+        joint.bias = _joint([part.bias for part in parts])
+    return joint
+
+
+@torch.no_grad()
+def _joint(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """Return parameters end to end, of which they become views."""
+    joint = nn.Parameter(torch.cat(list(parameters)), requires_grad=False)
+    start = 0
+    for parameter in parameters:
+        end = start + parameter.shape[0]
+        parameter.data = joint.data[start:end]
+        start = end
+    return joint

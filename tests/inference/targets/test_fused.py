@@ -1,0 +1,97 @@
+"""The fused forward pass beside transformers' own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.targets.causal_model import Hidden
+from draftsmith.inference.targets.target import Target
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GraniteConfig
+
+from tests.architectures import ARCHITECTURES, HEADS, architecture
+from tests.conftest import tiny_target
+
+FUSED = {"llama", "llama-mqa", "qwen2", "qwen3", "mistral"}
+
+
+@pytest.mark.parametrize("kind", sorted(ARCHITECTURES))
+def test_models_of_llamas_form_are_fused_and_no_others(kind: str) -> None:
+    target = architecture(kind)
+    target.fuse(move=True)
+    assert (target.fused is not None) == (kind in FUSED)
+
+
+def states_of(target: Target, ids: Tensor, lengths: list[int]) -> list[Hidden]:
+    """States of a prefill of rows of different lengths, and of a tree behind it."""
+    cache = TreeCache(len(ids), 16)
+    taps = (0, 1, target.num_layers)
+    prompt = target.prefill(ids, lengths, cache, taps)
+    visible = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None]
+    depths = torch.tensor([[0, 1, 1]])
+    tree = target.forward_tree(ids[:, :3], visible, depths, depths, cache, taps)
+    return [prompt, tree]
+
+
+@pytest.mark.parametrize("move", [True, False])
+@pytest.mark.parametrize("kind", sorted(FUSED))
+def test_it_gives_transformers_states(kind: str, move: bool) -> None:
+    target = architecture(kind)
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(0))
+    lengths = [12, 9]
+    expected = states_of(target, ids, lengths)
+    target.fuse(move)
+    found = states_of(target, ids, lengths)
+    for own, other in zip(found, expected, strict=True):
+        for a, b in zip((own.last, *own.taps), (other.last, *other.taps), strict=True):
+            # a row's padding holds nothing of meaning
+            for row, length in enumerate(lengths if a.shape[1] == 12 else [3, 3]):
+                torch.testing.assert_close(a[row, :length], b[row, :length], atol=1e-9, rtol=1e-9)
+
+
+def test_a_model_of_the_form_that_computes_something_else_stays_transformers() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=100,
+        initializer_range=0.3,
+    )  # fmt: skip
+    config = GraniteConfig(**HEADS, **sizes, residual_multiplier=0.5, attention_multiplier=8**-0.5)
+    target = Target(AutoModelForCausalLM.from_config(config), None, "granite")
+    target.fuse(move=True)
+    assert target.fused is None
+
+
+def tiny_copy(target: Target) -> Target:
+    """The same model, decoded by transformers' forward pass."""
+    return Target(copy.deepcopy(target.model), target.tokenizer, "copy")
+
+
+def bytes_of(model: nn.Module) -> int:
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def test_matrices_are_moved_and_not_copied() -> None:
+    target = tiny_target()
+    size, fingerprint = bytes_of(target.model), target.fingerprint()
+    target.fuse(move=True)
+    assert target.fused is not None
+    assert bytes_of(target.model) == size and target.fingerprint() == fingerprint
+
+
+def test_the_matrices_of_a_users_model_stay_and_may_change() -> None:
+    target = tiny_target()
+    matrix = target.decoder.layers[0].self_attn.q_proj.weight
+    place = matrix.data_ptr()
+    target.fuse(move=False)
+    assert matrix.data_ptr() == place
+    with torch.no_grad():
+        matrix.mul_(-1)
+    ids = torch.arange(3, 15)[None]
+    found, expected = states_of(target, ids, [12]), states_of(tiny_copy(target), ids, [12])
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.last, other.last)

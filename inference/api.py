@@ -273,7 +273,7 @@ def load(
     if isinstance(target, TargetConfig):
         target = load_target(target)
     if compile:
-        target.compile()
+        target.compiled = True
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")
     if isinstance(drafter, str | Path):

@@ -28,7 +28,9 @@ class TreeCache(Cache):
 
     `static` gives attention the whole buffer in every forward pass over a tree, so that shapes
     never change (compilation, CUDA graphs). Otherwise attention gets only the slots in use, which
-    is less work. `limit` is the largest capacity that the cache may grow to; None sets no bound.
+    is less work. Such a cache neither grows nor asks the host for anything once `commit` was given
+    counts on the device: `lengths` are not known then, and only `starts` are. `limit` is the
+    largest capacity that another cache may grow to; None sets no bound.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class TreeCache(Cache):
         self.limit = limit
         self.static = static
         self.device = torch.device(device)
-        self._lengths = [0] * batch
-        # `lengths` on the device, made when it is first needed
-        self._lengths_there: Tensor | None = None
+        # None: known to the device only
+        self._lengths: list[int] | None
+        # `lengths` on the device; if None, made when it is first needed
+        self._lengths_there: Tensor | None
+        self.lengths = [0] * batch
         self.staged = 0
         # one buffer [B, Gkv, C, E] for each layer
         self.keys: list[Tensor] = []
@@ -64,12 +68,15 @@ class TreeCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Number of committed positions of each row."""
+        """Number of committed positions of each row, as far as the host knows them."""
+        assert self._lengths is not None, "the device has counted what was committed"
         return self._lengths
 
     @lengths.setter
     def lengths(self, lengths: list[int]) -> None:
-        self._lengths, self._lengths_there = lengths, None
+        # A static cache always has them there, so that a compiled function finds the same inputs.
+        self._lengths = lengths
+        self._lengths_there = send(lengths, self.device) if self.static else None
 
     @property
     def longest(self) -> int:
@@ -77,13 +84,19 @@ class TreeCache(Cache):
 
     @property
     def uniform(self) -> bool:
-        return self.longest == min(self.lengths)
+        """True if all rows are known to be equally long."""
+        return self._lengths is not None and self.longest == min(self._lengths)
 
     def starts(self) -> Tensor:
         """Return `lengths` as a tensor `[B]` on the device."""
         if self._lengths_there is None:
-            self._lengths_there = send(self._lengths, self.device)
+            self._lengths_there = send(self.lengths, self.device)
         return self._lengths_there
+
+    def row_starts(self) -> Tensor:
+        """Return `starts`, or only the first of them `[1]` where all are equal."""
+        # A static cache has the same shapes whether its rows are equally long or not.
+        return self.starts()[:1] if not self.static and self.uniform else self.starts()
 
     def seen(self, count: int) -> int:
         """Return how many slots attention gets in a masked forward pass of `count` positions."""
@@ -97,19 +110,19 @@ class TreeCache(Cache):
 
         Raises `UserError` beyond `limit`.
         """
-        self.reserve(self.longest + self.staged + count)
-        # Where the longest row goes on. Shorter ones go on earlier, each behind its own positions,
-        # which `_slots` says.
-        self._start = self.longest + self.staged
         self._whole = self.static and masked
+        self._slots = None
         # Slices with Python numbers are cheapest, but they hold for equally long rows only, and a
         # compiled graph would be compiled again for every length. A tensor of slots is an input.
-        if self.uniform and not self._whole:
-            self._slots = None
-        else:
+        if self._whole or not self.uniform:
             self._slots = (
                 self.starts()[:, None] + self.staged + torch.arange(count, device=self.device)
             )
+        if not self._whole:
+            self.reserve(self.longest + self.staged + count)
+            # Where the longest row goes on. Shorter ones go on earlier, each behind its own
+            # positions, which `_slots` says.
+            self._start = self.longest + self.staged
 
     def reserve(self, needed: int) -> None:
         """Grow to at least `needed` slots, by doubling. Raises `UserError` beyond `limit`."""
@@ -164,9 +177,8 @@ class TreeCache(Cache):
             keys[:, :, self._start : end] = key_states
             values[:, :, self._start : end] = value_states
             return keys[:, :, :end], values[:, :, :end]
-        # Each row writes its own slots, the same for all heads and all numbers of a head.
         for buffer, states in ((keys, key_states), (values, value_states)):
-            buffer.scatter_(2, self._slots[:, None, :, None].expand_as(states), states)
+            _write(buffer, self._slots, states)
         # A captured graph wants the same shape at any length; the mask hides the slots out of use.
         if self._whole:
             return keys, values
@@ -178,8 +190,10 @@ class TreeCache(Cache):
         """Leave the `count` positions just written undecided, in front of the next ones."""
         self.staged += count
 
-    def commit(self, counts: Sequence[int], places: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int] | Tensor, places: Tensor | None = None) -> None:
         """Commit `counts[b]` undecided positions of each row b, and drop the others.
+
+        A static cache takes counts as a tensor `[B]` too, which are not brought to the host.
 
         `places` `[B, A]` are the indices of the positions to commit among the undecided ones,
         ascending; entries beyond a row's own count are ignored. Without it the first ones are
@@ -192,30 +206,35 @@ class TreeCache(Cache):
             # Rows with fewer positions copy a few slots too many. Those lie behind the row's new
             # length, where the next forward pass writes.
             self._move(places.clamp(min=0) + self.starts()[:, None], goal)
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.staged = 0
+        if isinstance(counts, Tensor):
+            # In place: a captured graph reads the same memory in every round.
+            self.starts().add_(counts)
+            self._lengths = None
+            return
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def _move(self, source: Tensor, goal: Tensor) -> None:
         """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, in every layer.
 
         The two may overlap: `index_select` and `gather` copy everything before anything is written.
         """
-        if len(source) == 1:
-            # One row has one goal, which is a slice: cheaper than a scatter.
-            first, last = self.lengths[0], self.lengths[0] + source.shape[1]
-            for buffer in (*self.keys, *self.values):
-                buffer[:, :, first:last] = buffer.index_select(2, source[0])
-            return
         for buffer in (*self.keys, *self.values):
-            shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-            moved = buffer.gather(2, source[:, None, :, None].expand(shape))
-            buffer.scatter_(2, goal[:, None, :, None].expand(shape), moved)
+            if len(source) == 1:
+                moved = buffer.index_select(2, source[0])
+            else:
+                shape = (-1, buffer.shape[1], -1, buffer.shape[3])
+                moved = buffer.gather(2, source[:, None, :, None].expand(shape))
+            _write(buffer, goal, moved)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop every batch row but `rows`."""
         # `index_select` copies, so the memory of the rows that leave is freed.
         index = send(rows, self.device)
-        self.lengths = [self.lengths[row] for row in rows]
+        if self._lengths is None:
+            self._lengths_there = self.starts().index_select(0, index)
+        else:
+            self.lengths = [self._lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
             buffers[:] = [buffer.index_select(0, index) for buffer in buffers]
             if self.static:
@@ -237,6 +256,16 @@ class TreeCache(Cache):
         return self.capacity
 
 
+def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Write `states` `[B, Gkv, N, E]` into the slots `[B, N]` of a buffer `[B, Gkv, C, E]`."""
+    # Each row writes its own slots, the same for all heads and all numbers of a head. One row needs
+    # no index for each number.
+    if len(slots) == 1:
+        buffer.index_copy_(2, slots[0], states)
+    else:
+        buffer.scatter_(2, slots[:, None, :, None].expand_as(states), states)
+
+
 def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
     """Return `[1 | B, N, width]` bool: the cache slots that each of N positions sees.
 
@@ -244,7 +273,7 @@ def visible_slots(visible: Tensor, cache: TreeCache, width: int) -> Tensor:
     undecided slots, these N included, each position sees. `width` is the number of slots that
     attention gets. The first axis is 1 if the rows are equally long and `visible` has one row.
     """
-    starts = cache.starts()[:1] if cache.uniform else cache.starts()
+    starts = cache.row_starts()
     # Index of each slot among the undecided ones; negative: the slot is committed. Example: 5
     # committed and 2 undecided slots of a width of 8 have the indices -5 .. -1, 0, 1 and 2, of
     # which the last is out of use.

@@ -2,7 +2,8 @@
 
 An acceptance rule leaves its `Verdict` on the device. The decode loop needs it on the host, as
 lists, to cut replies at end tokens and to write one record per round. Each transfer makes the host
-wait for the device, so everything travels in one packed tensor: `HostTransfer` is that packer.
+wait for the device, so everything travels in one packed tensor: `pack` makes it and `unpack` reads
+it.
 
 Shapes: B rows of a batch, N tree nodes with the root, D levels.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .accept import Verdict
-from .tree import DraftTree
+from .tree import DraftTree, TreeShape
 
 
 @dataclass(kw_only=True)
@@ -47,53 +48,29 @@ class Decision:
     """[B], device: bonus token of each row, which is the next root."""
 
 
-class HostTransfer:
-    """Packer of named tensors `[B, n]` that travel to the host in one copy.
+@dataclass(kw_only=True)
+class Packed:
+    """Verdict of a round in one tensor, and what the device needs of it next."""
 
-    Integers travel as they are, floats as float32 bit patterns beside them, so that a single
-    integer tensor holds both.
-    """
-
-    def __init__(self) -> None:
-        self._names: list[str] = []
-        self._columns: list[Tensor] = []
-        self._floats: set[str] = set()
-
-    def add(self, name: str, values: Tensor) -> None:
-        """Add `values` `[B]` or `[B, n]` under a name."""
-        if values.dim() == 1:
-            values = values[:, None]
-        if values.is_floating_point():
-            self._floats.add(name)
-            # Reading the same bits as int32 needs numbers of 32 bits; int64 is the type of the
-            # other columns, which hold token and node ids.
-            values = values.float().contiguous().view(torch.int32).long()
-        self._names.append(name)
-        self._columns.append(values)
-
-    def fetch(self) -> dict[str, list[list]]:
-        """Return the rows of every tensor by name. The only synchronisation with the device."""
-        rows = torch.cat(self._columns, dim=1).tolist()
-        fetched: dict[str, list[list]] = {}
-        start = 0
-        for name, column in zip(self._names, self._columns, strict=True):
-            end = start + column.shape[1]
-            values = [row[start:end] for row in rows]
-            if name in self._floats:
-                values = [_floats_of(bits) for bits in values]
-            fetched[name] = values
-            start = end
-        return fetched
+    rows: Tensor
+    """[B, n] int64: all columns. Integers are as they are, floats are float32 bit patterns beside
+    them, so that a single integer tensor holds both."""
+    columns: list[tuple[str, int, bool]]
+    """Name and number of columns of each value in `rows`, and True for floats."""
+    rule: str
+    """Rule that decided, see `Verdict.rule`."""
+    shape: TreeShape | None
+    """Shape of the tree, if it is a static one."""
+    path: Tensor
+    """[B, D + 1]: accepted nodes, from the root down, padded with NO_NODE."""
+    counts: Tensor
+    """[B]: number of accepted nodes, the root counted."""
+    bonus: Tensor
+    """[B]: bonus token of each row, which is the next root."""
 
 
-def _floats_of(bits: list[int]) -> list[float]:
-    """Return the float32 values of bit patterns."""
-    # On the host, without torch: a few numbers for each row.
-    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
-
-
-def decide(tree: DraftTree, verdict: Verdict) -> Decision:
-    """Return a verdict as a `Decision`. The single device-to-host synchronisation of a round."""
+def pack(tree: DraftTree, verdict: Verdict) -> Packed:
+    """Return a verdict on `tree` as one tensor, without waiting for the device."""
     batch = len(verdict.node)
     tables = tree.tables
     rows = torch.arange(batch, device=verdict.node.device)
@@ -105,54 +82,84 @@ def decide(tree: DraftTree, verdict: Verdict) -> Decision:
     exists = tree.tokens[:, 1:] >= 0
     # Parents of static shapes are `[1, N]`: they broadcast against the rows.
     after_last = exists & (tables.parents[:, 1:] == verdict.node[:, None])
-
-    transfer = HostTransfer()
-    transfer.add("path", path)
-    # NO_NODE cannot be an index. What the padding reads is cut off on the host by the count.
-    transfer.add("path_tokens", tree.tokens.gather(1, path.clamp(min=0)))
-    transfer.add("count", counts)
-    transfer.add("bonus", verdict.bonus)
-    transfer.add("drafted", exists.sum(-1))
-    # Integers, since all columns travel in one tensor.
-    transfer.add("refused", after_last.any(-1).long())
+    values = {
+        "path": path,
+        # NO_NODE cannot be an index. What the padding reads is cut off on the host by the count.
+        "path_tokens": tree.tokens.gather(1, path.clamp(min=0)),
+        "count": counts[:, None],
+        "bonus": verdict.bonus[:, None],
+        "drafted": exists.sum(-1, keepdim=True),
+        # Integers, since all columns travel in one tensor.
+        "refused": after_last.any(-1, keepdim=True).long(),
+    }
     if verdict.choices is not None:
-        transfer.add("choices", verdict.choices)
+        values["choices"] = verdict.choices
     if verdict.expected is not None:
-        transfer.add("expected", verdict.expected)
+        values["expected"] = verdict.expected[:, None]
     if verdict.overlap is not None:
-        transfer.add("overlap", verdict.overlap)
-    host = transfer.fetch()
-
-    nodes, tokens = [], []
-    for row in range(batch):
-        (count,) = host["count"][row]
-        nodes.append(host["path"][row][:count])
-        # The root's own token was emitted in the round before.
-        tokens.append([*host["path_tokens"][row][1:count], *host["bonus"][row]])
-    expected = [value for (value,) in host["expected"]] if "expected" in host else None
-    return Decision(
-        nodes=nodes,
-        tokens=tokens,
-        drafted=[count for (count,) in host["drafted"]],
-        refused=[bool(flag) for (flag,) in host["refused"]],
+        values["overlap"] = verdict.overlap
+    columns, integers = [], []
+    for name, value in values.items():
+        is_float = value.is_floating_point()
+        # Reading the same bits as int32 needs numbers of 32 bits; int64 is the type of the other
+        # columns, which hold token and node ids.
+        integers.append(value.float().contiguous().view(torch.int32).long() if is_float else value)
+        columns.append((name, value.shape[1], is_float))
+    return Packed(
+        rows=torch.cat(integers, dim=1),
+        columns=columns,
         rule=verdict.rule,
-        choices=host.get("choices"),
-        expected=expected,
-        overlap=_overlap_on_path(tree, nodes, host["overlap"]) if "overlap" in host else None,
+        shape=tree.shape,
         path=path,
         counts=counts,
         bonus=verdict.bonus,
     )
 
 
+def _floats_of(bits: list[int]) -> list[float]:
+    """Return the float32 values of bit patterns."""
+    # On the host, without torch: a few numbers for each row.
+    return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
+
+
+def unpack(packed: Packed) -> Decision:
+    """Return what was packed as a `Decision`. The only synchronisation with the device."""
+    rows = packed.rows.tolist()
+    host: dict[str, list[list]] = {}
+    start = 0
+    for name, width, is_float in packed.columns:
+        values = [row[start : start + width] for row in rows]
+        host[name] = [_floats_of(bits) for bits in values] if is_float else values
+        start += width
+    nodes, tokens = [], []
+    for row in range(len(rows)):
+        (count,) = host["count"][row]
+        nodes.append(host["path"][row][:count])
+        # The root's own token was emitted in the round before.
+        tokens.append([*host["path_tokens"][row][1:count], *host["bonus"][row]])
+    return Decision(
+        nodes=nodes,
+        tokens=tokens,
+        drafted=[count for (count,) in host["drafted"]],
+        refused=[bool(flag) for (flag,) in host["refused"]],
+        rule=packed.rule,
+        choices=host.get("choices"),
+        expected=[value for (value,) in host["expected"]] if "expected" in host else None,
+        overlap=_overlap_on_path(packed, nodes, host["overlap"]) if "overlap" in host else None,
+        path=packed.path,
+        counts=packed.counts,
+        bonus=packed.bonus,
+    )
+
+
 def _overlap_on_path(
-    tree: DraftTree, nodes: list[list[int]], overlap: list[list[float]]
+    packed: Packed, nodes: list[list[int]], overlap: list[list[float]]
 ) -> list[list[float]]:
     """Return the overlaps at each row's accepted nodes that have children.
 
     A leaf offers no draft, so that there is nothing to compare.
     """
-    shape = tree.shape
+    shape = packed.shape
     assert shape is not None, "rules that compare distributions need a fixed shape"
     on_path: list[list[float]] = []
     for row, accepted in enumerate(nodes):

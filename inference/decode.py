@@ -22,14 +22,15 @@ from ..heads.errors import UserError
 from .accept import judge
 from .cache import TreeCache
 from .clock import Clock
-from .decision import Decision, decide
+from .decision import Decision, pack, unpack
 from .device import send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
 from .settings import GREEDY, Sampling
-from .targets.causal_model import CausalModel, Hidden
+from .targets.causal_model import CausalModel
 from .tree import DraftTree
+from .verify import accepted_of, compiled, keep_path, run_tree, verify
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 
@@ -309,6 +310,8 @@ class _Batch:
         row_lengths = torch.tensor(lengths, device=device)
         rows = torch.arange(len(lengths), device=device)
         self.draws = self._draws(ids, row_lengths)
+        if self.cache.static:
+            self.draws.reserve(self.cache.capacity)
         # It stands where a round has its root: the first choice follows it.
         last_prompt_token = ids[rows, row_lengths - 1][:, None]
         logits = target.head(hidden.last[rows, row_lengths - 1])[:, None]
@@ -347,22 +350,12 @@ class _Batch:
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
-        tree = self.proposer.propose(self.root, self.draws)
+        tree = self._propose(self.root, self.draws)
         clock.mark()
-        tables = tree.tables
-        hidden = self.target.forward_tree(
-            tree.tokens,
-            tables.ancestors,
-            tables.depths,
-            tables.depths,
-            self.cache,
-            self.proposer.taps,
-        )
-        logits = self.target.head(hidden.last)
-        clock.mark()
-        decision = decide(tree, judge(tree, logits, self.draws))
-        clock.mark()
-        self._commit(tree, decision, hidden)
+        decision, accepted = self._verify_static(tree) if self.cache.static else self._verify(tree)
+        # The bonus token. The target has not been run on it, so it is in no cache yet.
+        self.root = decision.bonus
+        self.proposer.commit(accepted)
         clock.mark()
         records = [Round.of(decision, row, len(self.rows)) for row in range(len(self.rows))]
         steps = self._take(decision.tokens, records)
@@ -371,30 +364,40 @@ class _Batch:
         clock.close(records)
         return steps
 
-    def _commit(self, tree: DraftTree, decision: Decision, hidden: Hidden) -> None:
-        """Keep the accepted path in the target's cache, and give it to the proposer."""
+    def _propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        if self.cache.static and self.proposer.static:
+            propose: Any = compiled(type(self.proposer).propose, root.device.type)
+            return propose(self.proposer, root, draws)
+        return self.proposer.propose(root, draws)
+
+    def _verify(self, tree: DraftTree) -> tuple[Decision, Accepted]:
+        """Verify drafts, and keep the accepted path in the target's cache."""
+        hidden, logits = run_tree(self.target, tree, self.cache, self.proposer.taps)
+        self.clock.mark()
+        decision = unpack(pack(tree, judge(tree, logits, self.draws)))
+        self.clock.mark()
         counts = [len(nodes) for nodes in decision.nodes]
+        # The host knows how many columns are needed, and whether anything has to be moved: a path
+        # of nodes 0, 1, 2, .. already lies where it belongs.
         width = max(counts)
         path = decision.path[:, :width].clamp(min=0)  # shorter rows repeat the root
-        # A path of nodes 0, 1, 2, .. already lies where it belongs: nothing has to be moved.
         in_place = all(nodes == list(range(len(nodes))) for nodes in decision.nodes)
         self.cache.commit(counts, None if in_place else path)
-        taps = tuple(_rows(tap, path) for tap in hidden.taps)
-        accepted = Accepted(
-            tokens=decision.tokens,
-            nodes=decision.nodes,
-            path=path,
-            ids=tree.tokens.gather(1, path),
-            counts=decision.counts,
-            hidden=Hidden(_rows(hidden.last, path), taps),
-            choices=decision.choices,
-        )
         # `extend` writes `width` columns behind every row's text, of the longest one too.
         self.draws.reserve(self.cache.longest + width)
-        self.draws.extend(accepted.ids, accepted.counts)
-        # The bonus token. The target has not been run on it, so it is in no cache yet.
-        self.root = decision.bonus
-        self.proposer.commit(accepted)
+        kept = keep_path(tree, path, decision.counts, hidden, self.draws)
+        return decision, accepted_of(decision, kept)
+
+    def _verify_static(self, tree: DraftTree) -> tuple[Decision, Accepted]:
+        """Verify drafts as `_verify` does, in one function of tensors that waits for nothing."""
+        if tree.shape is not None:
+            _ = tree.tables  # they are kept for a shape, and need not be made in the function
+        run: Any = compiled(verify, tree.tokens.device.type)
+        packed, kept = run(self.target, tree, self.cache, self.draws, self.proposer.taps)
+        self.clock.mark()
+        decision = unpack(packed)
+        self.clock.mark()
+        return decision, accepted_of(decision, kept)
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""
@@ -440,11 +443,3 @@ def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int
                 f"a prompt of {length} tokens leaves no room in {target.max_positions} positions; "
                 "shorten it"
             )
-
-
-def _rows(states: Tensor, path: Tensor) -> Tensor:
-    """Return the features of the nodes `path` `[B, A]` among those of all nodes `[B, N, H]`."""
-    # One row needs no index for each number of a state, as `gather` does.
-    if len(states) == 1:
-        return states[:, path[0]]
-    return states.gather(1, path[..., None].expand(-1, -1, states.shape[-1]))

@@ -60,28 +60,22 @@ def tree_mask(
     lowest = torch.finfo(dtype).min
     if visible is None:
         visible = torch.ones(1, count, undecided, dtype=torch.bool, device=positions.device)
-    if cache.uniform and window is None:
+    if not cache.static and cache.uniform and window is None:
         # Equally long rows have the tree in the same columns. All before it is committed, hence
-        # visible (0); what a static cache has behind it is out of use.
+        # visible (0).
         # `visible` has a column for every undecided slot, those of earlier passes too, so its first
         # column is the slot behind the committed ones.
         tree = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
             ~visible, lowest
         )[:, None]
-        padded = functional.pad(tree, (cache.longest, 0))
-        return (
-            functional.pad(padded, (0, width - padded.shape[-1]), value=lowest)
-            if cache.static
-            else padded
-        )
+        return functional.pad(tree, (cache.longest, 0))
     see = visible_slots(visible, cache, width)
     full = torch.zeros(see.shape, dtype=dtype, device=see.device).masked_fill_(~see, lowest)[
         :, None
     ]
     if window is None:
         return full
-    # One row stands for all, so that the mask is not made once for each.
-    starts = cache.starts()[:1] if cache.uniform else cache.starts()
+    starts = cache.row_starts()
     slots = torch.arange(width, device=visible.device)[None]
     undecided_index = slots - starts[:, None]  # negative: the slot is committed
     # Slots outside of the undecided ones have no depth. What they read is replaced (committed

@@ -9,7 +9,7 @@ of a static shape has 1 in place of B.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import torch
@@ -33,6 +33,9 @@ class TreeShape:
         assert self.parents and self.parents[0] == NO_NODE, "node 0 is the root"
         for node, parent in enumerate(self.parents[1:], 1):
             assert 0 <= parent < node, "a node must stand after its parent"
+        # Asked for now: in Python 3.11 the lock of a `cached_property` that has no value yet cannot
+        # be traced by a compiler.
+        _ = self.depths, self.children, self.is_chain
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
@@ -180,6 +183,7 @@ class DraftTree:
     informed: bool | None = None
     """True if the drafts depend on the target's noise at their positions. Their probabilities are
     no estimate of acceptance then. None: they do under the coupled rule, and under no other."""
+    _tables: TreeTables | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.shape is not None:
@@ -193,14 +197,18 @@ class DraftTree:
         """Number of nodes with the root."""
         return self.tokens.shape[1]
 
-    @cached_property
+    @property
     def tables(self) -> TreeTables:
-        if self.shape is not None:
-            return self.shape.tables(self.tokens.device)
-        assert self.parents is not None
-        return tables_of(self.parents, self.levels)
+        # Not a `cached_property`, whose lock in Python 3.11 no compiler can trace.
+        if self._tables is None:
+            if self.shape is not None:
+                self._tables = self.shape.tables(self.tokens.device)
+            else:
+                assert self.parents is not None
+                self._tables = tables_of(self.parents, self.levels)
+        return self._tables
 
-    @cached_property
+    @property
     def path_tokens(self) -> Tensor:
         """Tokens from the root to each node `[B, N, D + 1]`, NO_NODE beyond it."""
         paths = self.tables.paths.expand(self.tokens.shape[0], -1, -1)

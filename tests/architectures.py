@@ -177,6 +177,7 @@ class FromTheFuture:
     in which no token is right."""
 
     taps: tuple[int, ...] = ()
+    static = False
     shape = TreeShape((-1, 0, 0, 1, 1, 3, 3, 5, 5, 2))
     max_drafted = shape.drafted
 

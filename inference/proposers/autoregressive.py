@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ..cache import TreeCache
 from ..proposer import Accepted

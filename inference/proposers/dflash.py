@@ -46,6 +46,8 @@ class DFlashProposer(Planned):
     `width` candidates for each slot (`growth.best_first`), and deeper trees cost nothing.
     """
 
+    traceable = True
+
     def __init__(
         self,
         drafter: DFlashDrafter,
@@ -71,8 +73,8 @@ class DFlashProposer(Planned):
         self._device = drafter.fc.weight.device
         self._cache = TreeCache(0, 0)
         # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
-        # how many of them each row has.
-        self._new: tuple[Tensor, list[int]] | None = None
+        # how many of them each row has, on the host and on the device.
+        self._new: tuple[Tensor, list[int], Tensor] | None = None
 
     @property
     def drafter(self) -> DFlashDrafter:
@@ -81,13 +83,18 @@ class DFlashProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        self._cache = TreeCache(
-            batch, 2 * length + 64 + self._drafter.shape.block_size, self._device
-        )
-        self._new = (
-            self._drafter.fuse(prompts.hidden.taps),
-            [len(tokens) - 1 for tokens in prompts.tokens],
-        )
+        static = prompts.cache.static
+        block = self._drafter.shape.block_size
+        capacity = prompts.cache.capacity + block if static else 2 * length + 64 + block
+        self._cache = TreeCache(batch, capacity, self._device, static=static)
+        counts = [len(tokens) - 1 for tokens in prompts.tokens]
+        self._new = self._drafter.fuse(prompts.hidden.taps), counts, prompts.lengths
+        if static:
+            # All at once, so that every round catches up with as many positions: here none.
+            features = self._new[0]
+            self._catch_up()
+            none = features.new_zeros(batch, self.plan.length + 1, features.shape[-1])
+            self._new = none, [0] * batch, torch.zeros_like(prompts.lengths)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         self._catch_up()
@@ -100,7 +107,7 @@ class DFlashProposer(Planned):
         # the whole chain is drafted and then cut, which costs no further pass over the layers.
         if not self.plan.threshold:
             return self.plan.draft(first, root, draws, go_on)[0]
-        tree = grow_chain(first, root, draws, go_on, self.plan.length)
+        tree = grow_chain(first, root, draws, go_on, TreeShape.chain(self.plan.length))
         return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
@@ -131,7 +138,7 @@ class DFlashProposer(Planned):
         They are context: other rows attend to them, but they have no queries, so no layer is run.
         """
         assert self._new is not None, "prefill first"
-        fused, counts = self._new
+        fused, counts, device_counts = self._new
         cache = self._cache
         for start in range(0, fused.shape[1], PREFILL_CHUNK):
             chunk = fused[:, start : start + PREFILL_CHUNK]
@@ -149,11 +156,10 @@ class DFlashProposer(Planned):
             # Of this chunk each batch row has what is left of its count, from none to all. What is
             # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
             # positions commit 3 and 2, then 2 and 0.
-            in_chunk = []
-            for count in counts:
-                left = max(count - start, 0)
-                in_chunk.append(min(left, width))
-            cache.commit(in_chunk)
+            if cache.static:
+                cache.commit((device_counts - start).clamp(0, width))
+            else:
+                cache.commit([min(max(count - start, 0), width) for count in counts])
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:
@@ -167,7 +173,7 @@ class DFlashProposer(Planned):
         # All slots see each other and the whole context, so equally long rows need no mask. Of rows
         # of different lengths the shorter ones must not see the cache slots behind their blocks.
         see = None
-        if not cache.uniform:
+        if cache.static or not cache.uniform:
             everything = torch.ones(1, size, size, dtype=torch.bool, device=self._device)
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
         # The context ends before the root, so its length is the root's position a, and slot j
@@ -188,14 +194,18 @@ class DFlashProposer(Planned):
         self._new = (
             self._drafter.fuse(accepted.hidden.taps),
             [len(nodes) for nodes in accepted.nodes],
+            accepted.counts,
         )
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
         if self._new is not None:
-            fused, counts = self._new
+            index = send(rows, self._device)
+            fused, counts, device_counts = self._new
             counts = [counts[row] for row in rows]
-            self._new = (fused[send(rows, self._device)][:, : max(counts)], counts)
+            # The longest row may be among those that left. A static batch keeps its shapes.
+            width = fused.shape[1] if self._cache.static else max(counts)
+            self._new = fused[index][:, :width], counts, device_counts[index]
 
     def finish(self) -> None:
         self._cache, self._new = TreeCache(0, 0), None

@@ -42,6 +42,8 @@ DEFAULT_TREE = TreeSettings()
 class EagleProposer(Planned):
     """EAGLE drafter at work; it drafts a dynamic tree if not set otherwise."""
 
+    traceable = True
+
     def __init__(
         self,
         drafter: EagleDrafter,
@@ -68,14 +70,38 @@ class EagleProposer(Planned):
 
     def prefill(self, prompts: Prompts) -> None:
         batch, length = prompts.ids.shape
-        # How long replies become is not known. This is a guess: a full cache doubles itself.
-        self._cache = TreeCache(batch, 2 * length + 64 + self.max_drafted, self._device)
+        static = prompts.cache.static
+        # How long replies become is not known. This is a guess: a full cache doubles itself. A
+        # static one is as large as the target's, and has the rows of a tree behind it.
+        capacity = 2 * length + 64 + self.max_drafted
+        if static:
+            capacity = prompts.cache.capacity + self.plan.expanded + self.plan.length
+        self._cache = TreeCache(batch, capacity, self._device, static=static)
+        features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
         # `tokens` has the first root at its end, which is not part of the prompt.
         self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
-        self._new = (
-            self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last),
-            prompts.ids,
-            prompts.lengths,
+        self._new = features, prompts.ids, prompts.lengths
+        if static:
+            self._new = self._run_prompts(features, prompts.ids, prompts.lengths)
+
+    def _run_prompts(
+        self, features: Tensor, ids: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run all positions of prompts but each one's last, which the next round catches up with.
+
+        Returns that last one as positions of a round, which are as many as a tree has levels and a
+        root: so all rounds have the same shapes.
+        """
+        if features.shape[1] > 1:
+            self._counts = [count - 1 for count in self._counts]
+            self._advance(ids[:, 1:], features[:, :-1], lengths - 1)
+        self._counts = [1] * len(ids)
+        last = (lengths - 1)[:, None, None].expand(-1, 1, features.shape[-1])
+        columns = self.plan.length
+        return (
+            functional.pad(features.gather(1, last), (0, 0, 0, columns)),
+            functional.pad(ids.gather(1, last[..., 0]), (0, columns)),
+            torch.ones_like(lengths),
         )
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
@@ -109,14 +135,24 @@ class EagleProposer(Planned):
         """
         assert self._new is not None, "prefill first"
         features, ids, counts = self._new
-        width = features.shape[1]
+        self._new = None
         last_index = (counts - 1)[:, None]
         # The features are those of positions p, p + 1, .. n - 1, and `ids` are the tokens of the
         # same positions. Each feature is paired with the token after its own: tokens move one to
         # the left, and the root, at n, goes with the last feature of each batch row. Example: after
         # a prompt x0 .. x3 the features f0 .. f3 are paired with x1, x2, x3 and the root.
         tokens = functional.pad(ids[:, 1:], (0, 1)).scatter(1, last_index, root[:, None])
-        rows = torch.arange(len(root), device=root.device)
+        return self._advance(tokens, features, counts)
+
+    def _advance(self, tokens: Tensor, features: Tensor, counts: Tensor) -> Tensor:
+        """Run rows of the target's `features` `[B, A, H]` and `tokens` `[B, A]`, and commit them.
+
+        Returns the output `[B, H]` of the last of each batch row's own `counts` `[B]`, which
+        `_counts` are on the host.
+        """
+        width = features.shape[1]
+        last_index = (counts - 1)[:, None]
+        rows = torch.arange(len(tokens), device=tokens.device)
         # Output at each batch row's last position, as far as the chunks have come. The first chunk
         # replaces these values, whatever they are.
         last = features[:, 0]
@@ -124,11 +160,17 @@ class EagleProposer(Planned):
             chunk = slice(start, min(start + PREFILL_CHUNK, width))
             count = chunk.stop - chunk.start
             # Within the chunk alone: all earlier positions are committed, and those every row sees.
-            causal = torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
+            causal = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
             outputs = self._run(
                 tokens[:, chunk], features[:, chunk], causal, tuple(range(count)), count
             )
-            self._cache.commit([count] * len(root))
+            # Of this chunk each batch row has what is left of its count, from none to all. What is
+            # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
+            # positions commit 3 and 2, then 2 and 0.
+            if self._cache.static:
+                self._cache.commit((counts - start).clamp(0, count))
+            else:
+                self._cache.commit([min(max(n - start, 0), count) for n in self._counts])
             # Batch rows that ended in an earlier chunk keep the output from there. In a row that
             # goes on past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(
@@ -136,14 +178,6 @@ class EagleProposer(Planned):
                 last,
                 outputs[rows, (last_index[:, 0] - start).clamp(0, count - 1)],
             )
-        # Every batch row was committed in full width. Entries past its own count mean nothing: they
-        # stand behind its real ones, so no row has seen them, and are overwritten next. Example: 4
-        # positions, then a width of 3 of which 2 are the row's own: 7 - 3 + 2 = 6.
-        lengths = []
-        for committed, own_count in zip(self._cache.lengths, self._counts, strict=True):
-            lengths.append(committed - width + own_count)
-        self._cache.lengths = lengths
-        self._new = None
         return last
 
     def _run(
@@ -169,7 +203,7 @@ class EagleProposer(Planned):
         # the cache: there the slots behind its end must be hidden.
         # One undecided slot is the row's own, and with None the row sees all slots by definition.
         alone = count == 1 and (visible is None or slots == 1)
-        if not (alone and cache.uniform):
+        if cache.static or not (alone and cache.uniform):
             if visible is None:  # a chain: each row sees all rows before it
                 visible = torch.ones(1, count, slots, dtype=torch.bool, device=tokens.device)
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
@@ -202,8 +236,8 @@ class EagleProposer(Planned):
         if self._new is not None:
             index = send(rows, self._device)
             features, ids, counts = (tensor[index] for tensor in self._new)
-            # The longest row may be among those that left.
-            width = max(self._counts)
+            # The longest row may be among those that left. A static batch keeps its shapes.
+            width = features.shape[1] if self._cache.static else max(self._counts)
             self._new = (features[:, :width], ids[:, :width], counts)
 
     def finish(self) -> None:

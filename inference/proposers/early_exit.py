@@ -35,6 +35,7 @@ class EarlyExit:
 
     name = "early-exit"
     taps: tuple[int, ...] = ()
+    static = False
 
     def __init__(
         self,

@@ -354,9 +354,14 @@ def _mark(run_index: list[Tensor], pool_ids: Tensor, places: Tensor) -> None:
 
 
 def grow_chain(
-    first: Tensor, root: Tensor, draws: Draws, go_on: Continue, length: int, threshold: float = 0.0
+    first: Tensor,
+    root: Tensor,
+    draws: Draws,
+    go_on: Continue,
+    chain: TreeShape,
+    threshold: float = 0.0,
 ) -> DraftTree:
-    """Draft a chain of `length` tokens, each chosen after the ones before it.
+    """Draft the tokens of `chain`, each chosen after the ones before it.
 
     Under a rule that compares distributions each is a draw, and the tree has the distributions.
     Other arguments as in `grow_dynamic`.
@@ -369,7 +374,7 @@ def grow_chain(
     logits, tokens, probs = first[:, None], [root[:, None]], []
     path_probs = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
-    for depth in range(length):
+    for depth in range(chain.drafted):
         paths = None
         # Only a penalty reads paths. Without one the concatenation for each draft is saved.
         if draws.sampling.history_processor is not None:
@@ -384,7 +389,7 @@ def grow_chain(
             chosen = draws.guess(logits, depth, paths)
         tokens.append(chosen)
         # Running the last draft would give only what follows the whole chain.
-        if depth + 1 == length:
+        if depth + 1 == chain.drafted:
             break
         if threshold:
             # The drafter's own probability, whatever the temperature: thresholds are calibrated so.
@@ -396,8 +401,9 @@ def grow_chain(
         logits = go_on(Level(chosen, above, None, depth + 1))
     # the last node has no children, hence no distribution
     probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
-    shape = TreeShape.chain(len(tokens) - 1)
-    return DraftTree(torch.cat(tokens, dim=1), shape, probs=probs_of_nodes)
+    if len(tokens) < chain.nodes:
+        chain = TreeShape.chain(len(tokens) - 1)
+    return DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
 
 
 @dataclass(frozen=True)

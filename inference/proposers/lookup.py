@@ -50,6 +50,7 @@ class LookupProposer(ABC):
 
     name: str
     taps: tuple[int, ...] = ()
+    static = False
 
     def __init__(self, length: int) -> None:
         self.max_drafted = self._length = positive("length", length)

@@ -37,6 +37,7 @@ class MedusaProposer:
     """
 
     taps: tuple[int, ...] = ()
+    static = True
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ class PlainDecoding:
 
     name = "plain"
     taps: tuple[int, ...] = ()
+    static = False
     max_drafted = 0
     _shape = TreeShape.chain(0)
 

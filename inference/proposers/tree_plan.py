@@ -120,7 +120,7 @@ class TreePlan:
         """Return a tree and the nodes that were run, as `Planner.draft`."""
         no_places = first.new_zeros(0)
         if self.width == 1:
-            chain = grow_chain(first, root, draws, go_on, self.length, self.threshold)
+            chain = grow_chain(first, root, draws, go_on, self.shape, self.threshold)
             return chain, no_places
         # Asked before `Slots`: a block drafter too needs a fixed shape under such a rule.
         if self.fixed is not None or draws.sampling.compares_distributions:
@@ -177,6 +177,13 @@ class Planned:
     max_drafted: int
     longest: int = MOST
     """Levels that the drafter has at most."""
+    traceable: bool = False
+    """True if everything that the drafter does in `propose` is a function of tensors."""
+
+    @property
+    def static(self) -> bool:
+        """See `Proposer.static`; a chain that ends where the drafter is unsure asks the device."""
+        return self.traceable and not self.plan.threshold
 
     def replan(self, plan: Planner) -> None:
         """Draft by another plan from the next batch on."""

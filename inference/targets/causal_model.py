@@ -59,7 +59,8 @@ class CausalModel(ModelHead):
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
         self._fused: FusedDecoder | None = None
-        self._compiled: Any = None
+        self.compiled = False
+        """True if rounds run over static caches, as functions that are compiled once."""
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
 
@@ -97,10 +98,7 @@ class CausalModel(ModelHead):
             if positions is None:
                 start = cache.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        # Only these passes have shapes that recur, so that a compiled decoder is used again.
-        recurs = cache is not None and cache.static and mask is not None
-        run = self._compiled if self._compiled is not None and recurs else run_decoder
-        last, tapped = run(decoder, ids, positions, mask, cache, taps)
+        last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps)
         if self.spread == "devices":  # each layer's states lie where the layer does
             last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
         return Hidden(last, tapped)
@@ -194,19 +192,22 @@ class CausalModel(ModelHead):
         at the position after the committed ones. NO_NODE runs as token 0, unknown ones as the last.
         """
         count, slots = tokens.shape[1], slot_depths.shape[1]
-        # A mask over a static cache is as wide as its buffer, which has to grow before.
-        cache.reserve(cache.longest + cache.staged + count)
-        # A single row's length is known on the host, where adding a number needs no tensor.
-        starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
+        if cache.static:
+            # What the host knows of lengths would not be static.
+            starts, beyond = cache.starts()[:, None], True
+        else:
+            # A single row's length is known on the host, where adding a number needs no tensor.
+            starts = cache.lengths[0] if len(cache.lengths) == 1 else cache.starts()[:, None]
+            beyond = cache.longest + slots > self.max_positions
         # A node past the last position is never emitted (the reply ends before); clamping keeps
         # learned positions in range.
         positions = depths + starts
-        if cache.longest + slots > self.max_positions:
+        if beyond:
             positions = positions.clamp(max=self.max_positions - 1)
         # A single node that sees all slots needs no mask: without one it sees what the cache gives.
         # That is all it may see only if rows are equally long and no slot given is out of use.
         alone = (
-            count == 1 and (visible is None or slots == 1) and cache.uniform and not cache.static
+            count == 1 and (visible is None or slots == 1) and not cache.static and cache.uniform
         )
         mask = None if alone else self.tree_mask(visible, positions, slot_depths, cache, count)
         positions = positions.expand(tokens.shape[0], -1)
@@ -231,19 +232,6 @@ class CausalModel(ModelHead):
             window=self.window,
             mixed=self._mixed,
         )
-
-    def compile(self) -> None:
-        """Compile forward passes over trees in static caches; on CUDA they become graphs.
-
-        A size of tree or batch that differs from the first is compiled once more, and then for all
-        sizes; capacities are powers of two.
-        """
-        mode = "reduce-overhead" if self.device.type == "cuda" else "default"
-        self._compiled = torch.compile(run_decoder, mode=mode)
-
-    @property
-    def compiled(self) -> bool:
-        return self._compiled is not None
 
     @torch.no_grad()
     def check_tree(self) -> None:
@@ -346,7 +334,6 @@ def run_decoder(
     taps: tuple[int, ...],
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
-    # A function of its own, without any state of the model's wrapper, so that it compiles.
     if isinstance(decoder, FusedDecoder):
         assert positions is not None and cache is not None
         return decoder(ids, positions, mask, cache, taps)

@@ -132,10 +132,11 @@ def show(
         speeds = [tokens / sum(cost[i] for cost in costs[way]) for i in (0, 1)]
         base = base or speeds
         same = sum(a[0] == b[0] for a, b in zip(answers[way], answers[0], strict=True))
+        ratios = [speed / first for speed, first in zip(speeds, base, strict=True)]
         print(
             f"  {checkout} {options or ''}: {speeds[0]:.0f} tokens per CPU-second "
-            f"({speeds[0] / base[0]:.2f}x), {speeds[1]:.0f} per second "
-            f"({speeds[1] / base[1]:.2f}x), {rounds} rounds, {same} of {len(answers[way])} texts equal"
+            f"({ratios[0]:.2f}x), {speeds[1]:.0f} per second ({ratios[1]:.2f}x), "
+            f"{rounds} rounds, {same} of {len(answers[way])} texts equal"
         )
 
 

@@ -265,7 +265,7 @@ def main() -> None:
         TargetConfig(arguments.target, dtype=arguments.dtype, device=arguments.device)
     )
     if arguments.compile:
-        target.compile()
+        target.compiled = True
     prompts = [
         p.token_ids
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 from draftsmith.inference.accept import Verdict, judge, match
-from draftsmith.inference.decision import decide
+from draftsmith.inference.decision import pack, unpack
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
@@ -48,7 +48,7 @@ def decided(tree: DraftTree, choices: list[list[int]]):
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    return decide(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_))
+    return unpack(pack(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,7 +100,7 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
         expected=expected,
         overlap=overlap,
     )
-    found = decide(tree, verdict)
+    found = unpack(pack(tree, verdict))
     assert found.expected == expected.tolist()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"

@@ -48,7 +48,7 @@ class Filler:
     name = "filler"
 
     def __init__(self, sizes: Sequence[int], taps: tuple[int, ...] = ()) -> None:
-        self.taps, self.max_drafted = taps, max(sizes)
+        self.taps, self.max_drafted, self.static = taps, max(sizes), False
         # Every node has three children: a tree of ordinary width and depth.
         self._shapes = []
         for size in sizes:

@@ -229,7 +229,7 @@ def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
             TableDrafter(seed, vocab=7, steps=1000),
         )
         first, root = one.logits(())[None], torch.tensor([0])
-        chain = grow_chain(first, root, draws(REJECTION), one, 3)
+        chain = grow_chain(first, root, draws(REJECTION), one, TreeShape.chain(3))
         tree, _ = grow_fixed(first, root, draws(REJECTION), other, TreeShape.chain(3))
         assert torch.equal(chain.tokens, tree.tokens)
         assert chain.probs is not None and tree.probs is not None
@@ -239,7 +239,9 @@ def test_a_chain_is_the_sampled_tree_of_its_shape() -> None:
 def test_chains_follow_the_likeliest_token() -> None:
     drafter = TableDrafter(2, vocab=7, steps=1000)
     tokens = (
-        grow_chain(drafter.logits(())[None], torch.tensor([0]), draws(), drafter, 3)
+        grow_chain(
+            drafter.logits(())[None], torch.tensor([0]), draws(), drafter, TreeShape.chain(3)
+        )
         .tokens[0]
         .tolist()
     )

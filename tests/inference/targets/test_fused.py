@@ -50,7 +50,8 @@ def test_it_gives_transformers_states(kind: str, move: bool) -> None:
         for a, b in zip((own.last, *own.taps), (other.last, *other.taps), strict=True):
             # a row's padding holds nothing of meaning
             for row, length in enumerate(lengths if a.shape[1] == 12 else [3, 3]):
-                torch.testing.assert_close(a[row, :length], b[row, :length], atol=1e-9, rtol=1e-9)
+                # transformers' norms are computed in float32 whatever the model's dtype is
+                torch.testing.assert_close(a[row, :length], b[row, :length], atol=1e-5, rtol=1e-4)
 
 
 def test_a_model_of_the_form_that_computes_something_else_stays_transformers() -> None:

@@ -1,0 +1,96 @@
+"""Rounds over static caches, the form that is compiled: the same text and the same rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.inference import decode as loop
+from draftsmith.inference.decode import Generation, Request, generate
+from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.target import Target
+
+from tests.architectures import architecture, near_copy, proposers
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "coupled": Sampling(temperature=0.8, seed=2),
+    "rejection": Sampling(temperature=0.8, seed=2, rule="rejection"),
+    "penalty": Sampling(repetition_penalty=1.3),
+}
+TRACED = ("medusa", "eagle3 chain", "eagle3 tree", "eagle1 tree", "dflash chain", "dspark tree")
+PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 8, 3], [7, 7, 7]]
+
+
+def run(target: Target, proposer: Proposer, sampling: Sampling) -> list[Generation]:
+    """Replies of different lengths, so that rows leave the batch one by one."""
+    requests = [Request(prompt, place) for place, prompt in enumerate(PROMPTS)]
+    return generate(target, proposer, requests, 24, sampling, frozenset({1, 2, 50, 51}))
+
+
+def without_times(replies: list[Generation]) -> list[Any]:
+    found = []
+    for reply in replies:
+        rounds = []
+        for r in reply.rounds:
+            overlap = None if r.overlap is None else [round(x, 4) for x in r.overlap]
+            rounds.append((r.tokens, r.drafted, r.accepted, r.offered, r.rule, r.rows, overlap))
+        found.append((reply.token_ids, reply.finish_reason, rounds))
+    return found
+
+
+def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
+    """Have the loop call `make(function)` in place of the compiled functions."""
+    kept = cache(make)
+    monkeypatch.setattr(loop, "compiled", lambda function, device: kept(function))
+
+
+@pytest.mark.parametrize("name", list(SAMPLINGS))
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+def test_static_rounds_are_those_of_growing_caches(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = architecture(kind)
+    target.fuse(move=True)
+    drafters = proposers(target, near_copy(target))
+    expected = {}
+    for way, proposer in drafters.items():
+        expected[way] = without_times(run(target, proposer, SAMPLINGS[name]))
+    use(monkeypatch, lambda function: function)
+    target.compiled = True
+    for way, proposer in drafters.items():
+        found = without_times(run(target, proposer, SAMPLINGS[name]))
+        assert found == expected[way], way
+
+
+@pytest.mark.parametrize("way", TRACED)
+def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = architecture("llama")
+    target.fuse(move=True)
+    proposer = proposers(target, near_copy(target))[way]
+    expected = without_times(run(target, proposer, SAMPLINGS["greedy"]))
+    graphs = Counter[str]()
+
+    def trace(function: Any) -> Any:
+        def backend(module: Any, inputs: Any) -> Any:
+            graphs[function.__name__] += 1
+            return module.forward
+
+        # `fullgraph` raises where a function has to be left, for Python or for the host
+        return torch.compile(function, backend=backend, fullgraph=True)
+
+    torch._dynamo.reset()  # graphs of other tests count against dynamo's limit
+    use(monkeypatch, trace)
+    target.compiled = True
+    assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
+    # one for the first sizes and one for all others, as rows leave the batch; a batch of one row
+    # is a class of its own
+    assert graphs["propose"] <= 3 and graphs["verify"] <= 3, graphs
+    before = graphs.total()
+    assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
+    assert graphs.total() == before, "a second batch compiles nothing"

@@ -21,7 +21,7 @@ from .drafters import load_proposer
 from .metrics import emitted_per_round, tau
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
-from .targets.target import Target, load_target, target_of
+from .targets.target import Target, load_for_decoding, target_of
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def load(
     if isinstance(target, str | Path):
         target = _known(TargetConfig, {"path": str(target), **options})
     if isinstance(target, TargetConfig):
-        target = load_target(target)
+        target = load_for_decoding(target)
     if compile:
         target.compiled = True
     if drafter is None:

@@ -71,9 +71,12 @@ class Proposer(Protocol):
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache
     while it drafts."""
 
-    static: bool
-    """True if `propose` is a function of tensors alone where the target's cache is static, so that
-    it can be compiled."""
+
+    @property
+    def static(self) -> bool:
+        """True if `propose` is a function of tensors alone where the target's cache is static, so
+        that it can be compiled."""
+        ...
 
     def prefill(self, prompts: Prompts) -> None:
         """Start on a batch; whatever was there before is forgotten."""

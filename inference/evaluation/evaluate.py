@@ -33,7 +33,7 @@ from ..conversations.prompts import Prompt, check_batches, check_room, read_prom
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
-from ..targets.target import Target, load_target
+from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
 from .batch_model import model_batches
@@ -105,7 +105,7 @@ def evaluate_drafters(
     `served`, are compared with plain decoding. Raises `UserError`.
     """
     assert options.prompts is not None
-    target = load_target(options.target)
+    target = load_for_decoding(options.target)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
     prompts = read_prompts(

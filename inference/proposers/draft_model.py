@@ -171,6 +171,7 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     runner.check_tree()
     # Its rounding is the draft model's own affair: drafts decide about speed, not about the text.
     runner.fuse(move=True)
+    runner.pack()
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 

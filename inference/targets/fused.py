@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
-from ...heads.layers import DecoderLayer, RMSNorm
+from ...heads.layers import DecoderLayer
 from ..attention import attention_over
 from ..cache import TreeCache
 
@@ -60,11 +61,11 @@ class FusedDecoder:
         parameters become views; otherwise they stay as they are.
         """
         self._embed, self._rotary = decoder.embed_tokens, decoder.rotary_emb
-        self._norm = _norm_of(decoder.norm)
-        self._layers: list[tuple[RMSNorm, DecoderLayer]] = []
+        self._norm = FusedNorm(decoder.norm)
+        self._layers: list[tuple[nn.Module, DecoderLayer]] = []
         self._kinds = list(kinds)
         for layer in decoder.layers[: len(kinds)]:
-            self._layers.append((_norm_of(layer.input_layernorm), _shared(layer, move)))
+            self._layers.append((FusedNorm(layer.input_layernorm), _shared(layer, move)))
 
     def __call__(
         self,
@@ -95,6 +96,10 @@ class FusedDecoder:
         last = self._norm(states)
         tapped[len(self._layers)] = last
         return last, tuple(tapped[tap] for tap in taps)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return [layer for _, layer in self._layers]
 
     def first(self, count: int) -> FusedDecoder:
         """Return the decoder of the first `count` layers, with the same weights."""
@@ -158,12 +163,20 @@ def _only(module: Any, names: set[str]) -> bool:
     return parts == names
 
 
-def _norm_of(norm: Any) -> RMSNorm:
-    """Return a transformers norm as one operator, with the same weight."""
-    with torch.device("meta"):
-        fused = RMSNorm(norm.weight.shape[0], float(getattr(norm, "variance_epsilon", 1e-6)))
-    fused.weight = norm.weight
-    return fused
+class FusedNorm(nn.Module):
+    """A transformers norm with one operator, or two, and the same weight."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._eps = float(getattr(norm, "variance_epsilon", 1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return rms_norm(x, self.weight.shape, self.weight, self._eps)
+        # transformers rounds before it multiplies by the weight. With the same two roundings the
+        # states are the same to the last bit.
+        return rms_norm(x, self.weight.shape, None, self._eps) * self.weight
 
 
 def _shared(layer: Any, move: bool) -> DecoderLayer:
@@ -186,9 +199,9 @@ def _shared(layer: Any, move: bool) -> DecoderLayer:
     shared.output, shared.down = attention.o_proj, mlp.down_proj
     shared.gate_up = join([mlp.gate_proj, mlp.up_proj], move)
     shared.act = mlp.act_fn
-    shared.post_attention_norm = _norm_of(layer.post_attention_layernorm)
+    shared.post_attention_norm = FusedNorm(layer.post_attention_layernorm)
     if sizes.qk_norm:
-        shared.q_norm, shared.k_norm = _norm_of(attention.q_norm), _norm_of(attention.k_norm)
+        shared.q_norm, shared.k_norm = FusedNorm(attention.q_norm), FusedNorm(attention.k_norm)
     return shared.eval()
 
 
@@ -210,9 +223,9 @@ def join(parts: list[nn.Linear], move: bool) -> nn.Module:
 
 
 @torch.no_grad()
-def _joint(parameters: list[nn.Parameter]) -> nn.Parameter:
+def _joint(parameters: list[Any]) -> nn.Parameter:
     """Return parameters end to end, of which they become views."""
-    joint = nn.Parameter(torch.cat(list(parameters)), requires_grad=False)
+    joint = nn.Parameter(torch.cat(parameters), requires_grad=False)
     start = 0
     for parameter in parameters:
         end = start + parameter.shape[0]

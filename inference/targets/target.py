@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...heads.embedding_and_head import EmbeddingAndHead
 from ...heads.errors import UserError
-from ...heads.fingerprint import Fingerprint
+from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
 from ..settings import TargetConfig
@@ -61,10 +61,15 @@ class Target(CausalModel, TargetSource):
     """Target that can be run."""
 
     digest: str | None = None
-    """Hash of the weights, where they are spread over ranks and cannot be read here."""
+    """Hash of the weights, where they cannot be read here: spread over ranks, or packed."""
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name, self.digest)
+
+    def pack(self) -> None:
+        # Of the weights as they are stored, which are gone afterwards.
+        self.digest = self.digest or weights_hash(self.model)
+        super().pack()
 
     @torch.no_grad()
     def tap_sizes(self, taps: tuple[int, ...]) -> tuple[float, ...]:
@@ -84,6 +89,14 @@ class Target(CausalModel, TargetSource):
             tap[0].float()
             for tap in self.forward(torch.tensor([ids], device=self.device), taps=taps).taps
         )
+
+
+def load_for_decoding(config: TargetConfig) -> Target:
+    """Return `load_target`, laid out for decoding, not for training. Raises `UserError`."""
+    target = load_target(config)
+    if config.fused:
+        target.pack()
+    return target
 
 
 def load_target(config: TargetConfig) -> Target:

@@ -29,7 +29,7 @@ from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import Sampling, TargetConfig
 from draftsmith.inference.targets.causal_model import CausalModel
-from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_for_decoding
 from draftsmith.inference.tree import TreeShape
 from draftsmith.inference.verifiers import recursive
 from rich.console import Console
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
-    target = load_target(TargetConfig(arguments.target))
+    target = load_for_decoding(TargetConfig(arguments.target))
     if (arguments.draft_model is None) == (arguments.early_exit is None):
         parser.error("give one of --draft-model and --early-exit")
     if arguments.draft_model:

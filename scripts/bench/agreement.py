@@ -24,7 +24,7 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.proposers.draft_model import load_draft_model
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import load_target
+from draftsmith.inference.targets.target import load_for_decoding
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=96, help="most tokens of a text")
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
-    target = load_target(TargetConfig(arguments.target))
+    target = load_for_decoding(TargetConfig(arguments.target))
     drafters = {folder: load_draft_model(folder, target).model for folder in arguments.draft_model}
     prompts = [
         p.token_ids

@@ -35,7 +35,7 @@ from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, TargetConfig
-from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_for_decoding
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console
 from rich.table import Table
@@ -261,7 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
-    target = load_target(
+    target = load_for_decoding(
         TargetConfig(arguments.target, dtype=arguments.dtype, device=arguments.device)
     )
     if arguments.compile:

@@ -17,7 +17,7 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.inference.targets.target import Target, load_for_decoding
 
 BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -45,7 +45,7 @@ def main() -> None:
 def check(options: argparse.Namespace) -> int:
     """Print a line for each way to decode; the number of replies that differ where the target is
     sure."""
-    target = load_target(TargetConfig(options.target, dtype=options.dtype))
+    target = load_for_decoding(TargetConfig(options.target, dtype=options.dtype))
     prompts = read_prompts(options.prompts, target.tokenizer, target.name)
     wrong = 0
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):

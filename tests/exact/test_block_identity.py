@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposer import Accepted, Prompts
@@ -218,7 +219,6 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
     length, draws = torch.tensor([start]), draws_on(ids, start)
     for steps in ((start, [2, 1, 3]), (start + 6, [])):
         first, accepted = steps
-        no_cache: Any = None
         prompt = torch.tensor([ids[:first]])
         proposer.prefill(
             Prompts(
@@ -226,7 +226,7 @@ def test_the_context_cache_after_any_rounds_is_that_of_a_fresh_prefill(kind: str
                 ids=prompt,
                 lengths=length,
                 hidden=part(0, first),
-                cache=no_cache,
+                cache=TreeCache(1, 1),
             )
         )
         at = first

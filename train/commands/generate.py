@@ -16,7 +16,7 @@ from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.metrics import emitted_per_round, tau
 from ...inference.settings import GREEDY, Sampling
-from ...inference.targets.target import load_target
+from ...inference.targets.target import load_for_decoding
 from ..options import GenerateOptions as Options
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
@@ -34,7 +34,7 @@ def run(options: Options) -> None:
         raise UserError("standard input is not UTF-8 text") from error
     if not text.strip():
         raise UserError("the prompt is empty; give --prompt some words")
-    target = load_target(options.target)
+    target = load_for_decoding(options.target)
     tuned = None
     if options.profile is not None:
         tuned = TuningProfile(options.profile, target).setting(

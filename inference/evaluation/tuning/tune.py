@@ -27,7 +27,7 @@ from ...decode import Generation, Request, generate
 from ...drafters import check_spec, load_proposer
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
-from ...targets.target import Target, load_target
+from ...targets.target import Target, load_for_decoding
 from ..checks import numbers
 from ..evaluate import origin
 from ..figures import figures_of_drafter
@@ -83,7 +83,7 @@ def run(options: Options) -> None:
     continues there.
     """
     samplings, batches, contexts = check(options)
-    target = load_target(options.target)
+    target = load_for_decoding(options.target)
     prompts = _prompts(options, target, batches)
 
     for spec in options.drafter:

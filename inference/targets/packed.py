@@ -1,0 +1,167 @@
+"""Matrices of a model in the order of blocks that oneDNN's kernels read fastest on a CPU.
+
+Verifying a tree multiplies few rows with every matrix. torch's kernels for matrices as they are
+stored take twice as long for four rows as for one; over packed matrices four to eight rows cost
+little more than one (EXPERIMENTS.md, "Packed matrices"). Products round differently in another
+order, so that near-ties may be decided otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+log = logging.getLogger(__name__)
+
+ROWS = 8  # rows that the order is chosen for; others may be given
+TRIED_ROWS = (1, 4, 8)
+TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
+LEAST_GAIN = 1.05
+REPEATS = 5
+
+
+class PackedLinear(nn.Module):
+    """Linear layer with a packed matrix. It has no parameters: its weight cannot be trained."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = _packed(linear.weight)
+        self._bias = None if linear.bias is None else linear.bias.detach()
+        # an input and its product, while the parts of a joint matrix read it
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix `[out, in]` as it was stored, made anew each time."""
+        return self._packed.to_dense()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(x, self._packed, self._bias)
+
+    def part(self, x: Tensor, outputs: slice) -> Tensor:
+        """Return some of the outputs for `x`; parts in order, up to the last, share one product."""
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self(x)
+        product = self._last[1]
+        if outputs.stop == self.out_features:
+            self._last = None
+        return product[..., outputs]
+
+
+class PackedPart(nn.Module):
+    """Outputs `start` to `end` of a packed layer, in place of a layer whose matrix was joined."""
+
+    def __init__(self, whole: PackedLinear, start: int, end: int) -> None:
+        super().__init__()
+        self._whole, self._outputs = [whole], slice(start, end)  # a list: not a part of this one
+
+    @property
+    def weight(self) -> Tensor:
+        return self._whole[0].weight[self._outputs]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._whole[0].part(x, self._outputs)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+@torch.no_grad()
+def packing_pays(linears: Sequence[nn.Linear]) -> bool:
+    """Return True if packed matrices are faster here by a measurement of less than a second.
+
+    Both orders take turns over the first of `linears`; the mean gain for one, four and eight rows
+    counts.
+    """
+    tried: list[nn.Linear] = []
+    size = 0
+    for linear in linears:
+        if size < TRIED_BYTES:
+            tried.append(linear)
+            size += linear.weight.nbytes
+    weights = [linear.weight.detach() for linear in tried]
+    if not weights or weights[0].device.type != "cpu":
+        return False
+    try:
+        packed = [_packed(weight) for weight in weights]
+        gains = [_gain(weights, packed, rows) for rows in TRIED_ROWS]
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        log.debug("matrices cannot be packed here: %s", error)
+        return False
+    gain = statistics.geometric_mean(gains)
+    log.debug("packed matrices are %.2f times as fast", gain)
+    return gain >= LEAST_GAIN
+
+
+def _gain(weights: list[Tensor], packed: list[Tensor], rows: int) -> float:
+    """Return the time of a pass over `weights` as a multiple of that over `packed` ones."""
+    inputs = {}
+    for weight in weights:
+        inputs[weight.shape[1]] = weight.new_ones(rows, weight.shape[1])
+    stored_s, packed_s = [], []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for weight in weights:
+            functional.linear(inputs[weight.shape[1]], weight)
+        middle = time.perf_counter()
+        for weight, matrix in zip(weights, packed, strict=True):
+            _product(inputs[weight.shape[1]], matrix, None)
+        stored_s.append(middle - start)
+        packed_s.append(time.perf_counter() - middle)
+    return statistics.median(stored_s) / statistics.median(packed_s)
+
+
+def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Return each plain linear layer of a model, with its owner and its name there."""
+    found = []
+    for owner in model.modules():
+        for name, part in owner.named_children():
+            if type(part) is nn.Linear and part.weight.is_floating_point():
+                found.append((owner, name, part))
+    return found
+
+
+def pack_linears(model: nn.Module, layers: Sequence[Any] = ()) -> None:
+    """Replace the linear layers of `model` by packed ones; their matrices are released.
+
+    `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint
+    matrices are packed first, and the model's parts of them read these.
+    """
+    joints: list[tuple[int, int, PackedLinear]] = []
+    for layer in layers:
+        for name in ("qkv", "output", "gate_up", "down"):
+            linear = getattr(layer, name)
+            if type(linear) is nn.Linear:
+                packed = PackedLinear(linear)
+                first = linear.weight.data_ptr()
+                joints.append((first, first + linear.weight.nbytes, packed))
+                setattr(layer, name, packed)
+    for owner, name, part in linears_of(model):
+        setattr(owner, name, _part_of(joints, part) or PackedLinear(part))
+
+
+def _part_of(joints: list[tuple[int, int, PackedLinear]], part: nn.Linear) -> nn.Module | None:
+    """Return what computes a linear layer of which the matrix is a view of a joint one, or None.
+
+    `joints` are first and last address of each joint matrix, and the packed layer.
+    """
+    address = part.weight.data_ptr()
+    for first, last, packed in joints:
+        if first <= address < last:
+            start = (address - first) // (part.in_features * part.weight.element_size())
+            end = start + part.out_features
+            return packed if end - start == packed.out_features else PackedPart(packed, start, end)
+    return None

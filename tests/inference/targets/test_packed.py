@@ -1,0 +1,75 @@
+"""Packed matrices beside those that torch stores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from draftsmith.inference.targets import causal_model, packed
+from draftsmith.inference.targets.packed import PackedLinear, PackedPart, packing_pays
+from draftsmith.inference.targets.target import Target
+from torch import nn
+
+from tests.architectures import architecture
+from tests.conftest import tiny_target
+from tests.inference.targets.test_fused import states_of
+
+
+@pytest.fixture(autouse=True)
+def every_trial_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack whatever the trial finds: which order is faster depends on the machine."""
+    monkeypatch.setattr(causal_model, "packing_pays", lambda linears: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_packed_layer_gives_the_layers_products(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 80, bias=bias).to(dtype)
+    layer = PackedLinear(linear)
+    assert not list(layer.parameters()) and torch.equal(layer.weight, linear.weight)
+    for rows in (1, 3, 8, 40):
+        x = torch.randn(2, rows, 48).to(dtype)
+        torch.testing.assert_close(layer(x), linear(x), atol=2e-2 if dtype.itemsize == 2 else 1e-5,
+                                   rtol=2e-2)  # fmt: skip
+
+
+def test_parts_of_a_joint_layer_share_a_product() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, 12)
+    whole = PackedLinear(linear)
+    first, last = PackedPart(whole, 0, 4), PackedPart(whole, 4, 12)
+    for _ in range(2):  # another input of the same place in memory is another input
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(first(x), linear(x)[:, :4])
+        torch.testing.assert_close(last(x), linear(x)[:, 4:])
+    assert torch.equal(last.weight, linear.weight[4:]) and whole._last is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_a_packed_model_gives_the_same_states(kind: str, fused: bool) -> None:
+    target = architecture(kind, dtype=torch.float32)
+    ids = torch.arange(3, 15)[None]
+    if fused:
+        target.fuse(move=True)
+    expected, alone = states_of(target, ids, [12]), target.forward(ids).last
+    fingerprint = target.fingerprint()
+    target.pack()
+    packed_layers = [m for m in target.decoder.modules() if isinstance(m, PackedLinear)]
+    assert len(packed_layers) >= 4 and target.fingerprint() == fingerprint
+    assert not any(type(m) is nn.Linear for m in target.decoder.modules())
+    for own, other in zip(states_of(target, ids, [12]), expected, strict=True):
+        torch.testing.assert_close(own.last, other.last, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(target.forward(ids).last, alone, atol=1e-4, rtol=1e-3)
+
+
+def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    target: Target = tiny_target(dtype=torch.float64)
+    target.pack()
+    assert not any(isinstance(m, PackedLinear) for m in target.decoder.modules())
+
+    def missing(weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(packed, "_packed", missing)
+    assert not packing_pays([nn.Linear(4, 4)])

@@ -21,7 +21,7 @@ from .drafters import load_proposer
 from .metrics import emitted_per_round, tau
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
-from .targets.target import Target, load_for_decoding, target_of
+from .targets.target import Target, load_for_decoding, load_target, target_of
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def load(
     given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
     or a name. `drafter` is an artifact's folder, a draft model's folder, or none, ngram, suffix,
     lookahead or early-exit, with settings after a colon; or a proposer. `compile` compiles the
-    target's forward pass, for which shapes become static.
+    rounds, for which shapes become static.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
@@ -271,7 +271,8 @@ def load(
     if isinstance(target, str | Path):
         target = _known(TargetConfig, {"path": str(target), **options})
     if isinstance(target, TargetConfig):
-        target = load_for_decoding(target)
+        # A compiler cannot read packed matrices.
+        target = load_target(target) if compile else load_for_decoding(target)
     if compile:
         target.compiled = True
     if drafter is None:

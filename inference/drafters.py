@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
-from .proposer import Proposer
+from .proposer import LaidOut, Proposer
 from .targets.causal_model import CausalModel
-from .targets.target import TargetSource
+from .targets.target import Target, TargetSource
 from .tree_settings import TREE_SETTINGS, TreeSettings
 
 
@@ -192,6 +192,9 @@ def load_proposer(
     else:
         kind, given = MODEL_FOLDER, (name, target)
     proposer = kind.maker(*given, **kind.split(name, settings))
+    # Nothing else has this model, which was read from its files just now.
+    if isinstance(proposer, LaidOut):
+        proposer.lay_out()
     if tuned is not None:
         proposer.name += ":tuned"
     elif settings:
@@ -217,6 +220,9 @@ def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
         for weight in _weights(attribute):
             held[id(weight)] = weight
     own_bytes = 0
+    for attribute in vars(proposer).values():
+        if isinstance(attribute, CausalModel) and not isinstance(attribute, Target):
+            own_bytes += attribute.packed_bytes
     for key, weight in held.items():
         if key not in of_target:
             own_bytes += weight.numel() * weight.element_size()

@@ -7,7 +7,7 @@ accepted nodes with the root, H hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -71,7 +71,6 @@ class Proposer(Protocol):
     """Nodes at most, without the root, that `propose` returns, or puts into the target's cache
     while it drafts."""
 
-
     @property
     def static(self) -> bool:
         """True if `propose` is a function of tensors alone where the target's cache is static, so
@@ -96,4 +95,13 @@ class Proposer(Protocol):
 
     def finish(self) -> None:
         """Release the state of the batch, which has ended or was given up."""
+        ...
+
+
+@runtime_checkable
+class LaidOut(Proposer, Protocol):
+    """Drafter whose weights can be stored in the order that decoding reads fastest."""
+
+    def lay_out(self) -> None:
+        """Reorder the weights; they cannot be trained or written to files any more."""
         ...

@@ -53,9 +53,10 @@ class TargetConfig:
     attention: str | None = None
     """Attention implementation of transformers; transformers' own choice if not given."""
     fused: bool = True
-    """Decode by a forward pass with fewer operators if the model has Llama's form and both agree
-    within rounding; false: by transformers' own, which is the reference. A given `attention` is
-    always transformers'."""
+    """Decode by a forward pass with fewer operators if the model has Llama's form and both agree,
+    and on a CPU with matrices in the order that is fastest there; false: by transformers' own pass
+    over matrices as they are stored, which is the reference. A given `attention` is always
+    transformers'."""
     spread: Literal["whole", "fsdp", "tensor", "devices"] = "whole"
     """Distribution over ranks and GPUs. whole: a copy on every rank; fsdp: each decoder layer
     sharded over all ranks; tensor: every layer split between them (tensor parallelism, for models

@@ -11,7 +11,7 @@ run=runs/quickstart
 started=$SECONDS
 say() { printf '\n[%3ds] %s\n' $((SECONDS - started)) "$*" >&2; }
 train() {
-    accelerate launch --num_cpu_threads_per_process "$(getconf _NPROCESSORS_ONLN)" --num_processes 1 --num_machines 1 \
+    accelerate launch --num_cpu_threads_per_process "${OMP_NUM_THREADS:-$(nproc)}" --num_processes 1 --num_machines 1 \
         --mixed_precision no --dynamo_backend no -m draftsmith.train "$1" --config "configs/$1/quickstart.yaml"
 }
 

@@ -76,6 +76,12 @@ class DraftModelProposer(Planned):
         # Number of tokens before the root, of each row: the root's position.
         self._text_lengths = list(self._cache.lengths)
 
+    def lay_out(self) -> None:
+        """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
+        # Its rounding is its own affair: drafts decide about speed, not about the text.
+        self.model.fuse(move=True)
+        self.model.pack()
+
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         first = fit_vocabulary(self.model.head(self._catch_up(root)), self._vocab_size)
         go_on = TreeRunner(self.model, self._cache, self._vocab_size)
@@ -169,9 +175,6 @@ def on_model(drafter: DraftModel, settings: TreeSettings) -> DraftModelProposer:
     """Return the proposer of a loaded draft model. Raises `UserError` if it cannot run trees."""
     runner = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
     runner.check_tree()
-    # Its rounding is the draft model's own affair: drafts decide about speed, not about the text.
-    runner.fuse(move=True)
-    runner.pack()
     return DraftModelProposer(runner, drafter.vocab_size, settings)
 
 

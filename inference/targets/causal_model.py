@@ -60,6 +60,8 @@ class CausalModel(ModelHead):
         self._sliding = "sliding_attention" in kinds or (not kinds and has_window)
         self._mixed = len(kinds) > 1
         self._fused: FusedDecoder | None = None
+        self.packed_bytes = 0
+        """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
         """True if rounds run over static caches, as functions that are compiled once."""
         self.masks_packed_rows = False
@@ -138,7 +140,9 @@ class CausalModel(ModelHead):
         linears = [linear for *_, linear in linears_of(owners)]
         known = self.dtype in (torch.float32, torch.bfloat16) and self.spread == "whole"
         if known and packing_pays(linears):
+            before = bytes_of(self.model)
             pack_linears(self.decoder, layers)
+            self.packed_bytes = before - bytes_of(self.model)
 
     def keep_layers(self, count: int) -> None:
         """Decode with the first `count` layers only; the config says so already."""
@@ -361,6 +365,11 @@ def run_decoder(
         output_hidden_states=bool(taps),
     )
     return output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
+
+
+def bytes_of(model: nn.Module) -> int:
+    """Return the bytes of a model's parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

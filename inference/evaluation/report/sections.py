@@ -414,7 +414,7 @@ def _about(sample: Sample) -> str:
     """Return a reply's title: its id, its turn if a later one, and its numbers of tokens."""
     turn = f", turn {sample.turn + 1}" if sample.turn else ""
     accepted = sum(depth > 0 for depth in sample.came)
-    return f"{sample.id}{turn} ({len(sample.tokens)} tokens, {accepted} of them drafted)"
+    return f"{sample.id}{turn} ({len(sample.tokens)} tokens, {accepted} of them accepted drafts)"
 
 
 def reply(sample: Sample) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.inference.targets import causal_model, packed
+from draftsmith.inference.targets.causal_model import bytes_of
 from draftsmith.inference.targets.packed import PackedLinear, PackedPart, packing_pays
 from draftsmith.inference.targets.target import Target
 from torch import nn
@@ -53,9 +54,10 @@ def test_a_packed_model_gives_the_same_states(kind: str, fused: bool) -> None:
     if fused:
         target.fuse(move=True)
     expected, alone = states_of(target, ids, [12]), target.forward(ids).last
-    fingerprint = target.fingerprint()
+    fingerprint, size = target.fingerprint(), bytes_of(target.model)
     target.pack()
     packed_layers = [m for m in target.decoder.modules() if isinstance(m, PackedLinear)]
+    assert bytes_of(target.model) + target.packed_bytes == size
     assert len(packed_layers) >= 4 and target.fingerprint() == fingerprint
     assert not any(type(m) is nn.Linear for m in target.decoder.modules())
     for own, other in zip(states_of(target, ids, [12]), expected, strict=True):

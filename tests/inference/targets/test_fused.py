@@ -96,3 +96,15 @@ def test_the_matrices_of_a_users_model_stay_and_may_change() -> None:
     found, expected = states_of(target, ids, [12]), states_of(tiny_copy(target), ids, [12])
     for own, other in zip(found, expected, strict=True):
         torch.testing.assert_close(own.last, other.last)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_prompt_in_pieces_has_the_states_of_the_whole(kind: str) -> None:
+    target = architecture(kind)
+    target.fuse(move=True)
+    ids = torch.randint(3, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+    whole = target.prefill(ids, [12, 7], TreeCache(2, 16), (1,))
+    pieces = target.prefill(ids, [12, 7], TreeCache(2, 16), (1,), chunk=5)
+    for row, length in enumerate([12, 7]):
+        for a, b in ((whole.last, pieces.last), (whole.taps[0], pieces.taps[0])):
+            torch.testing.assert_close(a[row, :length], b[row, :length], atol=1e-5, rtol=1e-4)

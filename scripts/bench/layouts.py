@@ -1,0 +1,94 @@
+"""Time of a forward pass over 1 to 26 nodes: transformers' own, fused, with packed matrices, both.
+
+    OMP_NUM_THREADS=1 python scripts/bench/layouts.py --target models/smollm2-135m-instruct \
+        --dtype bfloat16
+
+The four take turns; times are medians in milliseconds of CPU, the output head included. The last
+column is the largest difference of a logit from transformers' pass, beside its own largest logit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import Target, load_target
+from draftsmith.inference.tree import TreeShape
+from torch import Tensor
+
+COMMITTED = 64  # positions before the nodes
+NODES = (1, 4, 8, 16, 26)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0] if __doc__ else None)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=21)
+    arguments = parser.parse_args()
+    targets = {}
+    for name, fused, packed in (
+        ("transformers", False, False),
+        ("fused", True, False),
+        ("packed", False, True),
+        ("both", True, True),
+    ):
+        targets[name] = load_target(
+            TargetConfig(arguments.target, dtype=arguments.dtype, device="cpu", fused=fused)
+        )
+        if packed:
+            targets[name].pack()
+            print(f"{name}: {targets[name].packed_bytes / 1e6:.0f} MB of matrices are packed")
+    times: dict[int, dict[str, float]] = {}
+    with torch.inference_mode():
+        for count in NODES:
+            passes = {name: over_chain(target, count) for name, target in targets.items()}
+            times[count] = report(count, passes, arguments.repeats)
+    for name in targets:
+        ratios = [f"{times[count][name] / times[1][name]:.2f}" for count in (4, 8)]
+        print(f"{name}: verification of 4 and 8 nodes / decoding one token = {', '.join(ratios)}")
+
+
+def over_chain(target: Target, count: int) -> Callable[[], Tensor]:
+    """Return a function of one forward pass over `count` nodes behind a prompt."""
+    ids = (torch.arange(COMMITTED) * 7 % target.vocab_size)[None]
+    cache = TreeCache(1, 2 * COMMITTED)
+    target.prefill(ids, [COMMITTED], cache)
+    tables = TreeShape.chain(count - 1).tables(target.device)
+
+    def run() -> Tensor:
+        hidden = target.forward_tree(
+            ids[:, :count], tables.ancestors, tables.depths, tables.depths, cache
+        )
+        return target.head(hidden.last)
+
+    return run
+
+
+def report(count: int, passes: dict[str, Callable[[], Tensor]], repeats: int) -> dict[str, float]:
+    """Time the passes in turns, print a line, and return the milliseconds of each."""
+    logits = {name: run() for name, run in passes.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in passes}
+    for _ in range(repeats):
+        for name, run in passes.items():
+            start = time.thread_time()
+            run()
+            seconds[name].append(time.thread_time() - start)
+    milliseconds = {name: 1000 * statistics.median(runs) for name, runs in seconds.items()}
+    first = next(iter(milliseconds.values()))
+    parts = []
+    for name, value in milliseconds.items():
+        parts.append(f"{name} {value:.1f} ({first / value:.2f}x)")
+    reference = next(iter(logits.values())).float()
+    error = max((other.float() - reference).abs().max().item() for other in logits.values())
+    print(f"{count:3} nodes: {', '.join(parts)}; {error:.1e} of {reference.abs().max():.1f}")
+    return milliseconds
+
+
+if __name__ == "__main__":
+    main()

@@ -150,11 +150,11 @@ def _layer_of_form(layer: Any) -> bool:
     projections += [getattr(layer.mlp, name) for name in MLP]
     if any(type(projection) is not nn.Linear for projection in projections):
         return False
-    # torch's attention divides by the root of a head's size if not told otherwise.
+    # By default torch's attention divides by the root of a head's size.
     return abs(attention.scaling * size**0.5 - 1) < 1e-6
 
 
-def _only(module: Any, names: set[str]) -> bool:
+def _only(module: nn.Module, names: set[str]) -> bool:
     """Return True if `names` are the parts of a module that have parameters, and it has no other.
 
     A parameter of its own, such as GPT-OSS's attention sinks, counts as a part.

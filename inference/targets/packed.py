@@ -12,7 +12,6 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +133,7 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     return found
 
 
-def pack_linears(model: nn.Module, layers: Sequence[Any] = ()) -> None:
+def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
     """Replace the linear layers of `model` by packed ones; their matrices are released.
 
     `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint

@@ -274,6 +274,11 @@ def load(
         # A compiler cannot read packed matrices.
         target = load_target(target) if compile else load_for_decoding(target)
     if compile:
+        if target.packed_bytes:
+            raise UserError(
+                "this target's matrices are packed, which a compiler cannot read; load it by its "
+                "path with compile=True"
+            )
         target.compiled = True
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from .cache import TreeCache
 from .decision import Decision, Packed, pack
 from .proposer import Accepted
 from .sampling import Draws
+from .targets.causal_model import CausalModel, Hidden
 from .tree import DraftTree
-
-if TYPE_CHECKING:
-    from .targets.causal_model import CausalModel, Hidden
 
 
 @dataclass(kw_only=True)
@@ -83,7 +81,7 @@ def keep_path(tree: DraftTree, path: Tensor, counts: Tensor, hidden: Hidden, dra
     ids = tree.tokens.gather(1, path)
     draws.extend(ids, counts)
     taps = tuple(_rows(tap, path) for tap in hidden.taps)
-    states = type(hidden)(_rows(hidden.last, path), taps)
+    states = Hidden(_rows(hidden.last, path), taps)
     return Kept(path=path, ids=ids, counts=counts, hidden=states)
 
 

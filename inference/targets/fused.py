@@ -33,7 +33,7 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 NORMS = {"q_norm", "k_norm"}
-"""Of queries and keys: a layer has both or none."""
+"""Norms of queries and keys; a layer has both or none."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .drafters import load_proposer
 from .metrics import emitted_per_round, tau
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
-from .targets.target import Target, load_for_decoding, load_target, target_of
+from .targets.target import Target, load_for_decoding, target_of
 
 log = logging.getLogger(__name__)
 
@@ -271,14 +271,8 @@ def load(
     if isinstance(target, str | Path):
         target = _known(TargetConfig, {"path": str(target), **options})
     if isinstance(target, TargetConfig):
-        # A compiler cannot read packed matrices.
-        target = load_target(target) if compile else load_for_decoding(target)
+        target = load_for_decoding(target)
     if compile:
-        if target.packed_bytes:
-            raise UserError(
-                "this target's matrices are packed, which a compiler cannot read; load it by its "
-                "path with compile=True"
-            )
         target.compiled = True
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")

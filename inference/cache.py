@@ -100,7 +100,10 @@ class TreeCache(Cache):
 
     def seen(self, count: int) -> int:
         """Return how many slots attention gets in a masked forward pass of `count` positions."""
-        return self.capacity if self.static else self.longest + self.staged + count
+        if not self.static:
+            return self.longest + self.staged + count
+        # Of the buffers, whose size a compiler was told to leave open; a number it would fix.
+        return self.keys[0].shape[2] if self.keys else self.capacity
 
     def open(self, count: int, masked: bool) -> None:
         """Make space for a forward pass of `count` positions, and determine the slots it writes.
@@ -148,8 +151,15 @@ class TreeCache(Cache):
         """
         batch, heads, _, size = like.shape
         buffer = like.new_zeros(batch, heads, self.capacity, size)
+        return self._marked(buffer)
+
+    def _marked(self, buffer: Tensor) -> Tensor:
+        """Tell a compiler about a buffer, and return it; marks belong to a tensor, not to copies."""
         if self.static:
             torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
+            # One function for all capacities. "maybe": a function that depends on it is compiled
+            # for each of them.
+            torch._dynamo.maybe_mark_dynamic(buffer, 2)
         return buffer
 
     def update(
@@ -236,11 +246,7 @@ class TreeCache(Cache):
         else:
             self.lengths = [self._lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
-            buffers[:] = [buffer.index_select(0, index) for buffer in buffers]
-            if self.static:
-                for buffer in buffers:
-                    # The mark belongs to a tensor, and these are new ones.
-                    torch._dynamo.mark_static_address(buffer)
+            buffers[:] = [self._marked(buffer.index_select(0, index)) for buffer in buffers]
 
     # The interface of transformers' caches. A model calls these methods wherever it is given no
     # mask: in a prefill, and for a single node, which sees everything before it.

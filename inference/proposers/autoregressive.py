@@ -17,9 +17,16 @@ from .growth import Level
 from .tree_plan import Planner
 
 
-@lru_cache(maxsize=256)
 def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return `depths` as a tensor `[1, N]`, cached, as every round needs the same few."""
+    if torch.compiler.is_compiling():
+        # A compiler does not look into a cache, and a captured graph takes no numbers of the host.
+        return torch.stack([torch.full((), depth, device=device) for depth in depths])[None]
+    return _kept_row(depths, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([depths], device=device)
 
 
@@ -73,8 +80,15 @@ def commit_accepted(cache: TreeCache, plan: Planner, slots: Tensor, accepted: Ac
 
     A chain has run all its drafts but the last. Of a tree the deepest accepted node may or may not
     have been run, which only the device knows: it counts as not run. The row's cache is then one
-    token behind the text, and the next round feeds that token again.
+    token behind the text, and the next round feeds that token again. A static cache always is: the
+    deepest accepted draft, or the root where none was accepted, counts as not run.
     """
+    if cache.static:
+        # The root was committed before drafting. Example: of the path 0, 2, 5 (3 nodes) the slot of
+        # node 2 is committed, 1 position; of the path 0 none, and the root is taken back, -1.
+        places = None if plan.width == 1 else slots.gather(1, accepted.path[:, 1:-1])
+        cache.commit(accepted.counts - 2, places)
+        return
     drafts = [len(nodes) - 1 for nodes in accepted.nodes]
     if plan.width == 1:
         # `staged` is what the chain has run: all of it lies in order, so nothing is moved. Example:

@@ -31,7 +31,6 @@ from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree import NO_NODE, DraftTree, TreeShape
 from ..tree_settings import TreeSettings, positive
-from .autoregressive import depth_row
 from .growth import Continue, Slots, grow_chain
 from .tree_plan import Planned, TreePlan
 
@@ -146,7 +145,7 @@ class DFlashProposer(Planned):
             cache.open(width, masked=True)
             # A feature stands at its own position. The committed ones are 0 .. length - 1, since
             # every position before the root has been committed.
-            positions = depth_row(tuple(range(width)), self._device) + cache.starts()[:, None]
+            positions = torch.arange(width, device=self._device) + cache.starts()[:, None]
             # The cache has the axis of the heads before that of the positions, the layers behind
             # it.
             for layer, (keys, values) in enumerate(
@@ -178,10 +177,8 @@ class DFlashProposer(Planned):
             see = visible_slots(everything, cache, cache.seen(size))[:, None]
         # The context ends before the root, so its length is the root's position a, and slot j
         # stands at a + j.
-        rotary = drafter.rotary(
-            depth_row(tuple(range(size)), self._device) + cache.starts()[:, None]
-        )
-
+        positions = torch.arange(size, device=self._device) + cache.starts()[:, None]
+        rotary = drafter.rotary(positions)
         attend = attention_over(cache, see)
         state = drafter.embed(root[:, None], size)
         for index in range(drafter.shape.num_layers):

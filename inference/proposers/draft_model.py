@@ -40,6 +40,7 @@ class DraftModelProposer(Planned):
     """Draft model at work; it drafts a chain if not set otherwise."""
 
     taps: tuple[int, ...] = ()
+    traceable = True
 
     def __init__(
         self, model: CausalModel, vocab_size: int, settings: TreeSettings = DEFAULT_TREE
@@ -60,9 +61,12 @@ class DraftModelProposer(Planned):
     def prefill(self, prompts: Prompts) -> None:
         """Run the prompts, which end before the first root."""
         batch, length = prompts.ids.shape
-        longest = self.model.max_positions
+        static = prompts.cache.static
+        capacity = min(2 * length + 64, self.model.max_positions)
+        if static:  # as large as the target's, and with space for the nodes that this model runs
+            capacity = prompts.cache.capacity + self.plan.expanded
         self._cache = TreeCache(
-            batch, min(2 * length + 64, longest) + self.max_drafted, self.model.device
+            batch, capacity + self.max_drafted, self.model.device, static=static
         )
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
         # becomes its last one: the drafts behind it are worse, and the text is still the target's.
@@ -71,10 +75,13 @@ class DraftModelProposer(Planned):
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
         self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
-        # True if some row's cache lacks the token before the root.
-        self._behind = False
         # Number of tokens before the root, of each row: the root's position.
-        self._text_lengths = list(self._cache.lengths)
+        self._text_lengths = lengths
+        # True if some row's cache lacks the token before the root. So that rounds have one shape,
+        # all rows of a static one do.
+        self._behind = static
+        if static:
+            self._cache.lengths = [length - 1 for length in lengths]
 
     def lay_out(self) -> None:
         """Lay the model's matrices out for decoding: it cannot be trained or stored any more."""
@@ -100,7 +107,9 @@ class DraftModelProposer(Planned):
         # The first of the tokens stands at the text's length + 1 - count: the root at its length,
         # the token before it one slot earlier. Example: before a root at position 10 the cache has
         # 9 or 10 tokens; with two tokens to run all rows begin at slot 9, with one at slot 10.
-        self._cache.lengths = [length + 1 - count for length in self._text_lengths]
+        static = self._cache.static
+        if not static:
+            self._cache.lengths = [length + 1 - count for length in self._text_lengths]
         depths = depth_row(tuple(range(count)), root.device)
         causal = (
             None
@@ -108,12 +117,17 @@ class DraftModelProposer(Planned):
             else torch.ones(1, count, count, dtype=torch.bool, device=root.device).tril()
         )
         hidden = self.model.forward_tree(tokens, causal, depths, depths, self._cache)
-        self._cache.commit([count] * len(self._text_lengths))
+        self._cache.commit(torch.full_like(root, count) if static else [count] * len(root))
         return hidden.last[:, -1]
 
     def commit(self, accepted: Accepted) -> None:
         """Keep the accepted drafts that were run, and note which token the cache lacks."""
         commit_accepted(self._cache, self.plan, self._slots, accepted)
+        # `ids` begins with the old root, so that its last entry is the token before the new root
+        # even where no draft was accepted.
+        self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
+        if self._cache.static:
+            return
         # The nodes count the old root, which stands before the new one like the accepted drafts.
         text_lengths = []
         for length, nodes in zip(self._text_lengths, accepted.nodes, strict=True):
@@ -121,9 +135,6 @@ class DraftModelProposer(Planned):
         self._text_lengths = text_lengths
         # The cache lacks at most the last accepted draft, which is the token before the new root.
         self._behind = self._cache.lengths != self._text_lengths
-        # `ids` begins with the old root, so that its last entry is the token before the new root
-        # even where no draft was accepted.
-        self._before = accepted.ids.gather(1, accepted.counts[:, None] - 1)[:, 0]
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)

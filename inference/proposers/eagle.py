@@ -31,7 +31,6 @@ from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
-from .autoregressive import depth_row
 from .growth import Level
 from .tree_plan import Planned, TreePlan
 
@@ -108,20 +107,19 @@ class EagleProposer(Planned):
         """Return drafts below `root` `[B]`, from the row of the root on."""
         last = self._catch_up(root)
         first, before = self._logits(last), last[:, None]
-        depths: tuple[int, ...] = ()
+        ran = 0
 
         def go_on(level: Level) -> Tensor:
-            nonlocal before, depths
+            nonlocal before, ran
             # `before` has the outputs of the level before, or of the root's row.
             parents = level.above[..., None].expand(-1, -1, before.shape[-1])
-            # The root's row is committed, so nodes of depth 1 are the first rows behind it.
-            of_level = (level.depth - 1,) * level.tokens.shape[1]
-            depths += of_level
+            ran += level.tokens.shape[1]
             # A parent is in the level before, the only one of which outputs are kept.
             state = self._drafter.recycled(before.gather(1, parents))
-            before = self._run(level.tokens, state, level.visible, of_level, len(depths))
+            # The root's row is committed, so nodes of depth 1 are the first rows behind it.
+            before = self._run(level.tokens, state, level.visible, level.depth - 1, ran)
             # The next level stands behind these rows and sees those that are its ancestors.
-            self._cache.stage(len(of_level))
+            self._cache.stage(level.tokens.shape[1])
             return self._logits(before)
 
         tree, _ = self.plan.draft(first, root, draws, go_on)
@@ -161,9 +159,8 @@ class EagleProposer(Planned):
             count = chunk.stop - chunk.start
             # Within the chunk alone: all earlier positions are committed, and those every row sees.
             causal = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
-            outputs = self._run(
-                tokens[:, chunk], features[:, chunk], causal, tuple(range(count)), count
-            )
+            places = torch.arange(count, device=tokens.device)
+            outputs = self._run(tokens[:, chunk], features[:, chunk], causal, places, count)
             # Of this chunk each batch row has what is left of its count, from none to all. What is
             # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
             # positions commit 3 and 2, then 2 and 0.
@@ -185,15 +182,15 @@ class EagleProposer(Planned):
         tokens: Tensor,
         state: Tensor,
         visible: Tensor | None,
-        depths: tuple[int, ...],
+        offset: Tensor | int,
         slots: int,
     ) -> Tensor:
         """Return the layers' output `[B, N, H]` for rows of `tokens` `[B, N]` and `state`.
 
-        `state` `[B, N, H]` holds fused features or recycled states. The rows stand `depths` (N
-        numbers) behind the committed positions, and they are the last of U = `slots` undecided
-        slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row sees; None:
-        all.
+        `state` `[B, N, H]` holds fused features or recycled states. The rows stand `offset` `[N]`,
+        or one for all, behind the committed positions, and they are the last of U = `slots`
+        undecided slots. `visible` `[1 | B, N, U]` bool is true for the undecided slots that a row
+        sees; None: all.
         """
         cache, drafter = self._cache, self._drafter
         count = tokens.shape[1]
@@ -209,7 +206,7 @@ class EagleProposer(Planned):
             see = visible_slots(visible, cache, cache.seen(count))[:, None]
         # A row stands at the position of its feature, one before that of its token: the first row
         # behind the committed ones has their number as its position, and siblings share a position.
-        positions = depth_row(depths, tokens.device) + cache.starts()[:, None]
+        positions = cache.starts()[:, None] + offset
 
         attend = attention_over(cache, see)
         # A missing node has token -1. It runs as token 0, and nothing of it is kept.

@@ -35,7 +35,6 @@ class EarlyExit:
 
     name = "early-exit"
     taps: tuple[int, ...] = ()
-    static = False
 
     def __init__(
         self,
@@ -56,6 +55,11 @@ class EarlyExit:
         # best of its nodes.
         self.max_drafted = max(self.plan.nodes, self.plan.expanded)
         self._cache: TreeCache | None = None
+
+    @property
+    def static(self) -> bool:
+        """See `Proposer.static`."""
+        return not self.plan.threshold
 
     def prefill(self, prompts: Prompts) -> None:
         # The prefill of the target has written the first layers' keys and values already.

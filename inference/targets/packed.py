@@ -8,10 +8,12 @@ order, so that near-ties may be decided otherwise.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,8 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._packed = _packed(linear.weight)
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self._number = next(_NUMBERS)
+        _LAYERS[self._number] = self
         # an input and its product, while the parts of a joint matrix read it
         self._last: tuple[Tensor, Tensor] | None = None
 
@@ -43,6 +47,11 @@ class PackedLinear(nn.Module):
         return self._packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.draftsmith.packed_linear(x, self._number, self.out_features)
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         return _product(x, self._packed, self._bias)
 
     def part(self, x: Tensor, outputs: slice) -> Tensor:
@@ -68,6 +77,28 @@ class PackedPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._whole[0].part(x, self._outputs)
+
+
+# A compiler cannot handle a packed matrix. It is shown an operator that takes a layer's number in
+# place of it. Numbers follow the order of loading, so that a compiled function in the cache on disk
+# fits the next process too.
+_NUMBERS = itertools.count()
+_LAYERS: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+_OPERATORS = torch.library.Library("draftsmith", "DEF")
+_OPERATORS.define("packed_linear(Tensor x, int number, int outputs) -> Tensor")
+
+
+def _packed_linear(x: Tensor, number: int, outputs: int) -> Tensor:
+    return _LAYERS[number].product(x)
+
+
+def _empty_product(x: Tensor, number: int, outputs: int) -> Tensor:
+    """Return a tensor of the shape and dtype of `_packed_linear`, for a compiler."""
+    return x.new_empty(*x.shape[:-1], outputs)
+
+
+_OPERATORS.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("draftsmith::packed_linear", _empty_product, lib=_OPERATORS)
 
 
 def _packed(weight: Tensor) -> Tensor:

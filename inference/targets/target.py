@@ -96,6 +96,7 @@ def load_for_decoding(config: TargetConfig) -> Target:
     target = load_target(config)
     if config.fused:
         target.pack()
+    target.compiled = config.compile
     return target
 
 

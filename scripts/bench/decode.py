@@ -35,7 +35,7 @@ from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import GREEDY, TargetConfig
-from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
+from draftsmith.inference.targets.target import Target, load_for_decoding
 from draftsmith.inference.tree import TreeShape
 from rich.console import Console
 from rich.table import Table
@@ -259,10 +259,13 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the rounds of our loop")
     parser.add_argument("--json", help="write the numbers to this file")
     arguments = parser.parse_args()
-    load = load_target if arguments.compile else load_for_decoding  # as the Python API does
-    target = load(TargetConfig(arguments.target, dtype=arguments.dtype, device=arguments.device))
-    if arguments.compile:
-        target.compiled = True
+    config = TargetConfig(
+        arguments.target,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        compile=arguments.compile,
+    )
+    target = load_for_decoding(config)
     prompts = [
         p.token_ids
         for p in read_prompts(arguments.prompts, target.tokenizer, target.name, arguments.limit)

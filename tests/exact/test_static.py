@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ SAMPLINGS = {
     "rejection": Sampling(temperature=0.8, seed=2, rule="rejection"),
     "penalty": Sampling(repetition_penalty=1.3),
 }
-TRACED = ("medusa", "eagle3 chain", "eagle3 tree", "eagle1 tree", "dflash chain", "dspark tree")
+# The method with most work between two host reads of each kind; the others with `--all`.
+TRACED = ("medusa", "eagle3 tree", "dspark tree", "draft-model tree")
+OTHERS = ("eagle3 chain", "eagle1 tree", "dflash chain", "draft-model chain", "early-exit tree")
+full = pytest.mark.full
 PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 8, 3], [7, 7, 7]]
 
 
@@ -50,8 +54,19 @@ def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     monkeypatch.setattr(loop, "compiled", lambda function, device: kept(function))
 
 
-@pytest.mark.parametrize("name", list(SAMPLINGS))
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "greedy"),
+        ("llama", "rejection"),
+        ("qwen2", "penalty"),
+        ("gemma2", "coupled"),
+        *(
+            pytest.param(kind, name, marks=full)
+            for kind, name in product(("llama", "qwen2", "gemma2"), SAMPLINGS)
+        ),
+    ],
+)
 def test_static_rounds_are_those_of_growing_caches(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +83,7 @@ def test_static_rounds_are_those_of_growing_caches(
         assert found == expected[way], way
 
 
-@pytest.mark.parametrize("way", TRACED)
+@pytest.mark.parametrize("way", [*TRACED, *(pytest.param(way, marks=full) for way in OTHERS)])
 def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = architecture("llama")
     target.fuse(move=True)

@@ -154,7 +154,7 @@ class TreeCache(Cache):
         return self._marked(buffer)
 
     def _marked(self, buffer: Tensor) -> Tensor:
-        """Tell a compiler about a buffer, and return it; marks belong to a tensor, not to copies."""
+        """Tell a compiler about a buffer, and return it; copies of it have no marks."""
         if self.static:
             torch._dynamo.mark_static_address(buffer)  # a captured graph may write it in place
             # One function for all capacities. "maybe": a function that depends on it is compiled

@@ -22,6 +22,7 @@ from ..heads.errors import UserError
 from .accept import judge
 from .cache import TreeCache
 from .clock import Clock
+from .compiled import compiled
 from .decision import Decision, pack, unpack
 from .device import send
 from .noise import row_keys
@@ -30,7 +31,7 @@ from .sampling import Draws
 from .settings import GREEDY, Sampling
 from .targets.causal_model import CausalModel
 from .tree import DraftTree
-from .verify import accepted_of, compiled, keep_path, run_tree, verify
+from .verify import accepted_of, keep_path, run_tree, verify
 
 FIRST_CAPACITY = 256  # new positions that a cache can hold before it doubles
 
@@ -366,7 +367,7 @@ class _Batch:
 
     def _propose(self, root: Tensor, draws: Draws) -> DraftTree:
         if self.cache.static and self.proposer.static:
-            propose: Any = compiled(type(self.proposer).propose, root.device.type)
+            propose = compiled(type(self.proposer).propose, self.proposer, root.device)
             return propose(self.proposer, root, draws)
         return self.proposer.propose(root, draws)
 
@@ -392,8 +393,9 @@ class _Batch:
         """Verify drafts as `_verify` does, in one function of tensors that waits for nothing."""
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
-        run: Any = compiled(verify, tree.tokens.device.type)
-        packed, kept = run(self.target, tree, self.cache, self.draws, self.proposer.taps)
+        taps = self.proposer.taps
+        run = compiled(verify, self.target, tree.tokens.device, taps)
+        packed, kept = run(self.target, tree, self.cache, self.draws, taps)
         self.clock.mark()
         decision = unpack(packed)
         self.clock.mark()

@@ -2,7 +2,7 @@
 
 The decode loop calls the parts one by one, because the host then knows how much has to be moved.
 `verify` is all of them in one function that never waits for the device: it can be compiled, and
-recorded as a CUDA graph.
+recorded as a CUDA graph (`compiled`).
 
 Shapes: B rows of a batch, N tree nodes with the root, A accepted nodes with the root, H hidden
 size, V vocabulary.
@@ -10,12 +10,8 @@ size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from .accept import judge
@@ -50,16 +46,6 @@ def verify(
     path = packed.path.clamp(min=0)  # shorter rows repeat the root
     cache.commit(packed.counts, path)
     return packed, keep_path(tree, path, packed.counts, hidden, draws)
-
-
-@lru_cache(maxsize=64)
-def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """Return a function of tensors compiled for a kind of device; on CUDA it becomes a graph.
-
-    A size of tree or batch that differs from the first is compiled once more, and then for all
-    sizes; capacities are powers of two.
-    """
-    return torch.compile(function, mode="reduce-overhead" if device == "cuda" else "default")
 
 
 def run_tree(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ..cache import TreeCache
-from ..masks import packed_mask, tree_mask
 from ..tree import TreeShape
 from .fused import FusedDecoder, of_llama_form
+from .masks import packed_mask, tree_mask
 from .model_head import ModelHead
 from .packed import linears_of, pack_linears, packing_pays
 

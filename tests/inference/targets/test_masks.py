@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.masks import packed_mask
+from draftsmith.inference.targets.masks import packed_mask
 from draftsmith.train.features import check_packing
 
 from tests.architectures import ARCHITECTURES, architecture

@@ -1,0 +1,57 @@
+"""Compiled functions of a round, which become CUDA graphs on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+_FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
+"""Compiled functions of each owner, by the function and its constants."""
+_NUMBERS = itertools.count()
+
+
+def compiled(
+    function: Any, owner: Any, device: torch.device, *constants: Any
+) -> Callable[..., Any]:
+    """Return `function`, a function of tensors and of objects that hold them, compiled.
+
+    `owner` is the argument with the model: the target, or the drafter at work. Its modules must not
+    change any more. `constants` are other arguments, for each of which there is a function of its
+    own. Everything else may change: a batch of another size than the first is compiled once more,
+    and then for all sizes (one row is a class of its own); a tree of another shape or other
+    sampling settings are compiled by themselves.
+    """
+    functions = _FUNCTIONS.setdefault(owner, {})
+    key = (function, *constants)
+    if key not in functions:
+        # torch keeps compilations with the object of the code, at most eight, and looks through all
+        # of them in every call. A number that differs between two calls of a name becomes a
+        # variable. So each owner has code and a name of its own.
+        name = f"{function.__name__}_{next(_NUMBERS)}"
+        code = function.__code__.replace(co_name=name)
+        own = FunctionType(code, function.__globals__, name, None, function.__closure__)
+        functions[key] = compile_function(own, device)
+    return functions[key]
+
+
+def compile_function(function: Any, device: torch.device) -> Callable[..., Any]:
+    options: Any = {"guard_filter_fn": may_change, "triton.cudagraphs": device.type == "cuda"}
+    return torch.compile(function, options=options)
+
+
+def may_change(guards: Sequence[Any]) -> list[bool]:
+    """Return which of a compiler's conditions have to be checked in every call.
+
+    Most of them are about modules and about what a file has imported, which stay as they are. On
+    the quickstart target 120 of 883 are left, and checking them takes 0.1 instead of 0.3 ms.
+    """
+    kept = []
+    for guard in guards:
+        of_module = guard.orig_guard.source.is_unspecialized_nn_module()
+        kept.append(not (guard.is_global or of_module))
+    return kept

@@ -277,5 +277,5 @@ def load(
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")
     if isinstance(drafter, str | Path):
-        drafter = load_proposer(drafter, target, log.warning)
+        drafter = load_proposer(drafter, target, log.warning, choose=True)
     return Decoder(target, drafter)

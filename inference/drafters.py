@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from .proposer import LaidOut, Proposer
 from .targets.causal_model import CausalModel
 from .targets.target import Target, TargetSource
 from .tree_settings import TREE_SETTINGS, TreeSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -170,17 +173,20 @@ def load_proposer(
     target: TargetSource,
     warn: Callable[[str], None],
     tuned: dict[str, Any] | None = None,
+    choose: bool = False,
 ) -> Proposer:
     """Return the drafter that `spec` names (see `SPELLING`), ready to work on `target`.
 
-    The settings `tuned` replace those of `spec` that are about its tree. `warn` gets notices for
-    the user. Raises `UserError`.
+    The settings `tuned` replace those of `spec` that are about its tree. With `choose` a trained
+    drafter without settings drafts the tree that is expected to pay on the target's device;
+    otherwise as it was evaluated in training. `warn` gets notices for the user. Raises `UserError`.
     """
     for notice in former_settings(str(spec)):
         warn(notice)
     name, settings = check_spec(spec if tuned is None else without_tree(spec))
     # A profile that `tune` wrote before a setting had its present name is read too.
     settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
+    chosen: dict[str, Any] = {}
     if name in UNTRAINED:
         kind = UNTRAINED[name]
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
@@ -189,9 +195,15 @@ def load_proposer(
         artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
         place(artifact.drafter, target.device, target.dtype)
         kind, given = TRAINED[artifact.method], (artifact,)
+        if choose and not settings:
+            assert isinstance(target, Target)
+            trees = importlib.import_module(".proposers.default_tree", __package__)
+            if chosen := trees.default_tree(artifact, target):
+                drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
+                log.info("%s:%s is what should pay on a %s", name, drawn, target.device.type)
     else:
         kind, given = MODEL_FOLDER, (name, target)
-    proposer = kind.maker(*given, **kind.split(name, settings))
+    proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this model, which was read from its files just now.
     if isinstance(proposer, LaidOut):
         proposer.lay_out()

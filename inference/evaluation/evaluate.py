@@ -304,7 +304,7 @@ def proposers_of(options: Options, target: Target) -> tuple[dict[str, Proposer],
             except UserError as error:  # such as early exit, which not every architecture allows
                 left_out[spec] = str(error)
     for spec in named:
-        proposers[spec] = load_proposer(spec, target, warn)
+        proposers[spec] = load_proposer(spec, target, warn, choose=True)
     return proposers, left_out
 
 

@@ -40,7 +40,7 @@ def run(options: Options) -> None:
         tuned = TuningProfile(options.profile, target).setting(
             options.drafter, options.sampling.temperature, batch=1
         )
-    proposer = load_proposer(options.drafter, target, warn, tuned)
+    proposer = load_proposer(options.drafter, target, warn, tuned, choose=True)
     decoder = Decoder(target, proposer)
     color = options.color
     if color is None:

@@ -1,0 +1,71 @@
+"""Trees of trained drafters for which nobody has chosen a tree."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.artifact import Artifact
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposers.default_tree import (
+    default_tree,
+    draft_share,
+    gain,
+    verify_cost,
+)
+from draftsmith.inference.targets.target import Target
+
+from tests.conftest import ROOT
+
+DRAFTERS = ROOT / "scripts/quickstart/drafters"
+
+
+def test_figures_by_hand() -> None:
+    # between 1.2 for two nodes and 1.1 for four; between 1.2 for 8 and 1.5 for 16
+    assert verify_cost(3) == pytest.approx(1.15)
+    assert verify_cost(12) == pytest.approx(1.35)
+    accuracies = [[0.8, 0.1], [0.5, 0.2]]
+    # Tokens: 1 + 0.8 + 0.8 * 0.5 = 2.2. Time: three nodes, 1.15, and a quarter for the drafts.
+    assert gain(accuracies, [(0,), (0, 0)], 0.25) == pytest.approx(2.2 / 1.4)
+    # 1 + 0.8 + 0.1 = 1.9 tokens, three nodes again
+    assert gain(accuracies, [(0,), (1,)], 0.0) == pytest.approx(1.9 / 1.15)
+
+
+def test_a_cpu_gets_few_nodes_and_a_gpu_the_tree_of_training(
+    quickstart: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    target = quickstart
+    for name in ("eagle3", "medusa", "dflash"):
+        spec = str(DRAFTERS / name)
+        artifact = Artifact.load(spec, target.fingerprint(), target.embedding_and_head, print)
+        calibration = artifact.calibration
+        chosen: Any = load_proposer(spec, target, pytest.fail, choose=True)
+        assert 1 <= chosen.max_drafted < calibration["tree_nodes"], name
+        assert "should pay on a cpu" in caplog.text
+        as_in_training: Any = load_proposer(spec, target, pytest.fail)
+        assert as_in_training.max_drafted == calibration["tree_nodes"]
+        gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+        assert default_tree(artifact, gpu) == {}
+        given: Any = load_proposer(f"{spec}:nodes=20", target, pytest.fail, choose=True)
+        assert given.max_drafted == 20, "what the user gives is taken"
+
+
+def test_a_draft_reads_a_share_of_the_weights(quickstart: Target) -> None:
+    artifact = Artifact.load(
+        DRAFTERS / "eagle3", quickstart.fingerprint(), quickstart.embedding_and_head, print
+    )
+    # One layer with a doubled input, fusion and head against 8 layers and a head: the bytes are
+    # counted by hand from the sizes 192, 512 and 2048.
+    layer = 384 * (192 + 2 * 96) + 192 * 192 + 3 * 192 * 512
+    target_layer = 192 * (192 + 2 * 96) + 192 * 192 + 3 * 192 * 512
+    head, fusion, norms = 2048 * 192, 3 * 192 * 192, (2 * 8 + 1) * 192
+    of_target = 8 * target_layer + head + norms
+    vocabulary: Any = artifact.drafter
+    head_rows = vocabulary.shape.draft_vocab_size
+    own = layer + fusion + head_rows * 192
+    share = draft_share(vocabulary, quickstart)
+    assert share == pytest.approx(own / of_target, rel=1e-3)

@@ -37,13 +37,30 @@ def attention_over(cache: TreeCache, mask: Tensor | None, causal: bool = False) 
         # with them, which is why prompts are not folded.
         folded = queries.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         if shared not in folded_masks:
-            folded_masks[shared] = None if mask is None else mask.repeat(1, 1, shared, 1)
+            repeated = None if mask is None else mask.repeat(1, 1, shared, 1)
+            if repeated is not None and queries.device.type == "cuda":
+                repeated = aligned(repeated, queries.dtype)
+            folded_masks[shared] = repeated
         attended = scaled_dot_product_attention(
             folded, keys, values, attn_mask=folded_masks[shared]
         )
         return attended.unflatten(2, (shared, count)).permute(0, 3, 1, 2, 4).flatten(2)
 
     return attend
+
+
+def aligned(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `mask` `[..., slots]` as an additive one whose rows begin at multiples of 16 bytes.
+
+    CUDA kernels want that, and a type as the queries'. torch would convert and pad the mask
+    otherwise, in each layer anew.
+    """
+    slots = mask.shape[-1]
+    padded = torch.zeros(*mask.shape[:-1], slots + -slots % 8, dtype=dtype, device=mask.device)
+    inner = padded[..., :slots]
+    if mask.dtype == torch.bool:
+        return inner.masked_fill_(~mask, torch.finfo(dtype).min)
+    return inner.copy_(mask)
 
 
 def _of_a_prompt(

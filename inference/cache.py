@@ -187,14 +187,22 @@ class TreeCache(Cache):
             keys[:, :, self._start : end] = key_states
             values[:, :, self._start : end] = value_states
             return keys[:, :, :end], values[:, :, :end]
+        slots = self._slots_on(keys.device)
         for buffer, states in ((keys, key_states), (values, value_states)):
-            _write(buffer, self._slots, states)
+            _write(buffer, slots, states)
         # A captured graph wants the same shape at any length; the mask hides the slots out of use.
         if self._whole:
             return keys, values
         # Shorter rows are given slots behind their own ends too, which the mask hides.
         end = self._start + count
         return keys[:, :, :end], values[:, :, :end]
+
+    def _slots_on(self, device: torch.device) -> Tensor:
+        """Return the slots of this pass on `device`, where a layer of a spread target lies."""
+        assert self._slots is not None
+        if self._slots.device != device:
+            self._slots = self._slots.to(device)  # the next layers mostly lie there too
+        return self._slots
 
     def stage(self, count: int) -> None:
         """Leave the `count` positions just written undecided, in front of the next ones."""
@@ -230,6 +238,7 @@ class TreeCache(Cache):
         The two may overlap: `index_select` and `gather` copy everything before anything is written.
         """
         for buffer in (*self.keys, *self.values):
+            source, goal = source.to(buffer.device), goal.to(buffer.device)
             if len(source) == 1:
                 moved = buffer.index_select(2, source[0])
             else:
@@ -246,7 +255,9 @@ class TreeCache(Cache):
         else:
             self.lengths = [self._lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
-            buffers[:] = [self._marked(buffer.index_select(0, index)) for buffer in buffers]
+            for layer, buffer in enumerate(buffers):
+                kept = buffer.index_select(0, index.to(buffer.device))
+                buffers[layer] = self._marked(kept)
 
     # The interface of transformers' caches. A model calls these methods wherever it is given no
     # mask: in a prefill, and for a single node, which sees everything before it.

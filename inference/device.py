@@ -1,4 +1,4 @@
-"""Transfer of small host values to the device."""
+"""The device: settings of the process, and transfer of small host values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def prepare(device: torch.device) -> None:
+    """Set what holds for the whole process where models run on a kind of device."""
+    if device.type == "cuda":
+        # cuDNN's attention makes a plan for each length of the keys, 20 to 40 ms on an H100 by
+        # others' traces, and eager rounds have new lengths all the time.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def send(values: Sequence[object], device: torch.device) -> Tensor:

@@ -75,7 +75,7 @@ class Draws:
         """
         sampling = self.sampling
         # The best token of the raw logits is the choice, so nothing is copied or cast.
-        if sampling.greedy and sampling.history_processor is None:
+        if sampling.plain_greedy:
             return logits
         batch, nodes, vocab = logits.shape
         # Softmax, noise and penalties in bfloat16 would change which token is chosen.
@@ -111,6 +111,14 @@ class Draws:
         # [B, 1] and [1 | B, M] broadcast to the noise of each node's depth, [B, M, V].
         rows = torch.arange(len(scores), device=scores.device)[:, None]
         return (scores + by_depth[rows, depths]).argmax(-1)
+
+    def prepare(self, levels: int, logits: Tensor) -> None:
+        """Make the noise of the depths 0 .. `levels` at once, for logits such as `logits`.
+
+        Drafting would make it level by level otherwise, which gives the same numbers.
+        """
+        if self.sampling.coupled:
+            self._position_noise(0, levels + 1, logits)
 
     def _position_noise(self, depth: int, levels: int, like: Tensor) -> Tensor:
         """Return noise `[B, levels, V]` of the positions that nodes of depth `depth`, .. choose.

@@ -149,6 +149,11 @@ class Sampling:
         return self.temperature == 0
 
     @property
+    def plain_greedy(self) -> bool:
+        """True if the choice is the best token of the raw logits: greedy without a penalty."""
+        return self.greedy and self.history_processor is None
+
+    @property
     def lossless(self) -> bool:
         """True if the text has the target's distribution, as greedy decoding has by any rule."""
         return self.greedy or self.rule != "lossy-typical"

@@ -29,7 +29,7 @@ from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import DraftTree
+from ..tree import NO_NODE, DraftTree
 from ..tree_settings import TreeSettings, positive
 from .growth import Level
 from .tree_plan import Planned, TreePlan
@@ -106,7 +106,12 @@ class EagleProposer(Planned):
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return drafts below `root` `[B]`, from the row of the root on."""
         last = self._catch_up(root)
-        first, before = self._logits(last), last[:, None]
+        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
+        # with them knows tokens by their ids: penalties, noise, a plan that measures.
+        ids = None
+        if draws.sampling.plain_greedy and isinstance(self.plan, TreePlan):
+            ids = self._draft_vocab_ids
+        first, before = self._logits(last, ids is None), last[:, None]
         ran = 0
 
         def go_on(level: Level) -> Tensor:
@@ -117,12 +122,17 @@ class EagleProposer(Planned):
             # A parent is in the level before, the only one of which outputs are kept.
             state = self._drafter.recycled(before.gather(1, parents))
             # The root's row is committed, so nodes of depth 1 are the first rows behind it.
-            before = self._run(level.tokens, state, level.visible, level.depth - 1, ran)
+            tokens = level.tokens if ids is None else ids[level.tokens.clamp(min=0)]
+            before = self._run(tokens, state, level.visible, level.depth - 1, ran)
             # The next level stands behind these rows and sees those that are its ancestors.
             self._cache.stage(level.tokens.shape[1])
-            return self._logits(before)
+            return self._logits(before, ids is None)
 
         tree, _ = self.plan.draft(first, root, draws, go_on)
+        if ids is not None:
+            drafts = tree.tokens[:, 1:]
+            drafts = torch.where(drafts < 0, NO_NODE, ids[drafts.clamp(min=0)])
+            tree.tokens = torch.cat([root[:, None], drafts], dim=1)
         self._cache.staged = 0  # accepted drafts come again, with the target's features
         return tree
 
@@ -213,11 +223,12 @@ class EagleProposer(Planned):
         token_part = drafter.token_part(tokens.clamp(0, drafter.shape.vocab_size - 1))
         return drafter.advance(token_part, state, drafter.rotary(positions), attend)
 
-    def _logits(self, output: Tensor) -> Tensor:
-        """Return the logits `[..., V]` over the target's vocabulary for outputs `[..., H]`."""
-        return to_target(
-            self._drafter.logits(output), self._draft_vocab_ids, self._drafter.shape.vocab_size
-        )
+    def _logits(self, output: Tensor, of_target: bool = True) -> Tensor:
+        """Return the logits `[..., Vd]` for outputs `[..., H]`, or `of_target` `[..., V]`."""
+        logits = self._drafter.logits(output)
+        if not of_target:
+            return logits
+        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
 
     def commit(self, accepted: Accepted) -> None:
         self._counts = [len(nodes) for nodes in accepted.nodes]

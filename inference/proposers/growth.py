@@ -150,9 +150,7 @@ class _Pool:
         All arguments are `[B, M]`; `parents` are pool indices.
         """
         # Example: behind the root, levels of 8 and 64 nodes have the indices 1 .. 8 and 9 .. 72.
-        start = 0
-        for level in self._tokens:
-            start += level.shape[1]
+        start = sum(level.shape[1] for level in self._tokens)
         self._tokens.append(tokens)
         self._parents.append(parents)
         # float64 holds the scores of every drafter exactly, so that all levels can be one tensor.
@@ -262,7 +260,10 @@ def independent(
     paths = root[:, None, None]
     tokens_by_depth, scores_by_depth = [], []
     for depth in range(levels):
-        tokens, scores = draws.rank(logits(depth)[:, None], depth, width, paths, score_temperature)
+        of_depth = logits(depth)[:, None]
+        if not depth:
+            draws.prepare(levels, of_depth)
+        tokens, scores = draws.rank(of_depth, depth, width, paths, score_temperature)
         tokens_by_depth.append(tokens)
         scores_by_depth.append(scores)
         # A repetition penalty differs from path to path, but these scores are for all of them: they
@@ -347,9 +348,7 @@ def _mark(run_index: list[Tensor], pool_ids: Tensor, places: Tensor) -> None:
     """
     # `pool_ids` count over all levels. Example: behind a root and a level of 8 nodes the last level
     # starts at 9, so its pool index 11 is column 2.
-    start = 0
-    for level in run_index[:-1]:
-        start += level.shape[1]
+    start = sum(level.shape[1] for level in run_index[:-1])
     run_index[-1].scatter_(1, pool_ids - start, places.expand_as(pool_ids))
 
 

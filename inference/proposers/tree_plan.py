@@ -118,6 +118,7 @@ class TreePlan:
         self, first: Tensor, root: Tensor, draws: Draws, go_on: Continue
     ) -> tuple[DraftTree, Tensor]:
         """Return a tree and the nodes that were run, as `Planner.draft`."""
+        draws.prepare(self.length, first)
         no_places = first.new_zeros(0)
         if self.width == 1:
             chain = grow_chain(first, root, draws, go_on, self.shape, self.threshold)

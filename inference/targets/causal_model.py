@@ -355,14 +355,15 @@ def run_decoder(
     if isinstance(decoder, FusedDecoder):
         assert positions is not None and cache is not None
         return decoder(ids, positions, mask, cache, taps)
-    # All states are kept only if some are tapped, because they hold the memory of every layer.
+    # Only the tapped states are kept, since all of them hold the memory of every layer. A version
+    # of transformers before 5.23 keeps all.
     output = decoder(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
         past_key_values=cache,
         use_cache=cache is not None,
-        output_hidden_states=bool(taps),
+        output_hidden_states=list(taps) or False,
     )
     return output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
 

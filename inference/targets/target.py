@@ -14,6 +14,7 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
+from ..device import prepare
 from ..settings import TargetConfig
 from .causal_model import CausalModel
 from .model_head import ModelHead
@@ -155,6 +156,7 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
     `fused`: decode by a forward pass with fewer operators, where there is one. `move`: its matrices
     may be moved, see `CausalModel.fuse`.
     """
+    prepare(target.device)
     target.check_head()
     target.check_tree()
     if fused:

@@ -8,6 +8,9 @@ would show here, at step 0 or at a later one.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +48,8 @@ class TextRecorder(EagleProposer):
         self, drafter: EagleDrafter, texts: list[list[int]], steps: int, right: int
     ) -> None:
         super().__init__(drafter, TreeSettings(length=steps, width=1))
-        self.plan.draft = self.draft  # type: ignore[method-assign]
+        plan: Any = SimpleNamespace(**vars(self.plan), draft=self.draft)
+        self.plan = plan  # not a `TreePlan`: it knows tokens by their ids
         self._texts, self._steps, self._right = texts, steps, right
         self.seen: list[dict[int, list[torch.Tensor]]] = [{} for _ in texts]
         self._rows = list(range(len(texts)))
@@ -103,7 +107,7 @@ def decoded(
 def trained(
     target: Target, drafter: EagleDrafter, texts: list[tuple[list[int], int]], packed: bool
 ) -> list[list[torch.Tensor]]:
-    """Logits `[S, Vd]` of each text at each step, by the training pass: all texts in one packed row
+    """Logits `[S, V]` of each text at each step, by the training pass: all texts in one packed row
     and padding, or one by one."""
     rows = [(np.array(ids), np.arange(len(ids)) >= start) for ids, start in texts]
     source = LiveTarget(target, drafter.taps)
@@ -121,7 +125,7 @@ def trained(
         with torch.no_grad():
             outputs = unroll(drafter, batch, features.taps, features.last, STEPS)
             recorder = EagleProposer(drafter, TreeSettings(length=2, width=1))
-            logits = [recorder._logits(x[0], of_target=False) for x in outputs]
+            logits = [recorder._logits(x[0]) for x in outputs]
         starts = np.cumsum([0, *(len(ids) for ids, _ in rows)]) if packed else [0]
         lengths = [len(ids) for ids, _ in rows] if packed else [batch.ids.shape[1]]
         found += [[x[a : a + n] for x in logits] for a, n in zip(starts, lengths, strict=False)]

@@ -50,7 +50,7 @@ class TreeCache(Cache):
         # None: known to the device only
         self._lengths: list[int] | None
         # `lengths` on the device; if None, made when it is first needed
-        self._lengths_there: Tensor | None
+        self._lengths_there: Tensor | None = None
         self.lengths = [0] * batch
         self.staged = 0
         # one buffer [B, Gkv, C, E] for each layer
@@ -74,9 +74,22 @@ class TreeCache(Cache):
 
     @lengths.setter
     def lengths(self, lengths: list[int]) -> None:
-        # A static cache always has them there, so that a compiled function finds the same inputs.
         self._lengths = lengths
-        self._lengths_there = send(lengths, self.device) if self.static else None
+        if not self.static:
+            self._lengths_there = None
+            return
+        # A static cache always has them there, so that a compiled function finds the same inputs,
+        # and in one place, where a captured graph finds them.
+        there = send(lengths, self.device)
+        if self._lengths_there is not None and len(self._lengths_there) == len(lengths):
+            self._lengths_there.copy_(there)
+        else:
+            self._lengths_there = there
+            torch._dynamo.mark_static_address(there)
+
+    @property
+    def sizes(self) -> tuple[int, int | None, bool]:
+        return self.capacity, self.limit, self.static
 
     @property
     def longest(self) -> int:
@@ -252,6 +265,7 @@ class TreeCache(Cache):
         index = send(rows, self.device)
         if self._lengths is None:
             self._lengths_there = self.starts().index_select(0, index)
+            torch._dynamo.mark_static_address(self._lengths_there)
         else:
             self.lengths = [self._lengths[row] for row in rows]
         for buffers in (self.keys, self.values):
@@ -271,6 +285,37 @@ class TreeCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity
+
+
+class KeptCache:
+    """Static cache that the next batch of the same size uses again, at the same address.
+
+    A captured graph reads and writes the addresses that it was captured with.
+    """
+
+    def __init__(self) -> None:
+        self._cache: TreeCache | None = None
+
+    def take(
+        self,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        limit: int | None = None,
+        static: bool = False,
+    ) -> TreeCache:
+        """Return an empty cache; arguments are those of `TreeCache`."""
+        cache, self._cache = self._cache, None
+        # Whatever its slots hold is finite, and hidden until it is written again.
+        wanted = (batch, capacity, limit, static)
+        if cache is not None and wanted == (len(cache.starts()), *cache.sizes):
+            cache.lengths, cache.staged = [0] * batch, 0
+            return cache
+        return TreeCache(batch, capacity, device, limit, static)
+
+    def put(self, cache: TreeCache) -> None:
+        """Keep the cache of a batch that has ended, if it is static."""
+        self._cache = cache if cache.static else None
 
 
 def _write(buffer: Tensor, slots: Tensor, states: Tensor) -> None:

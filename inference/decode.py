@@ -204,6 +204,7 @@ def decode(
     finally:
         _AT_WORK.discard(proposer)
         proposer.finish()
+        target.kept_cache.put(batch.cache)
 
 
 class _Row:
@@ -292,7 +293,9 @@ class _Batch:
         # A tree may reach past the last position; its nodes there are dropped when the reply is
         # cut.
         limit = self.target.max_positions + beyond
-        return TreeCache(len(self.rows), capacity, self.target.device, limit, static)
+        return self.target.kept_cache.take(
+            len(self.rows), capacity, self.target.device, limit, static
+        )
 
     def start(self) -> list[Step]:
         """Prefill all prompts; return the target's first token of each."""

@@ -24,7 +24,7 @@ from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ..attention import attention_over
-from ..cache import TreeCache, visible_slots
+from ..cache import KeptCache, TreeCache, visible_slots
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
@@ -70,7 +70,7 @@ class DFlashProposer(Planned):
             )
         self._drafter = drafter
         self._device = drafter.fc.weight.device
-        self._cache = TreeCache(0, 0)
+        self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
         # how many of them each row has, on the host and on the device.
         self._new: tuple[Tensor, list[int], Tensor] | None = None
@@ -85,7 +85,7 @@ class DFlashProposer(Planned):
         static = prompts.cache.static
         block = self._drafter.shape.block_size
         capacity = prompts.cache.capacity + block if static else 2 * length + 64 + block
-        self._cache = TreeCache(batch, capacity, self._device, static=static)
+        self._cache = self._kept.take(batch, capacity, self._device, static=static)
         counts = [len(tokens) - 1 for tokens in prompts.tokens]
         self._new = self._drafter.fuse(prompts.hidden.taps), counts, prompts.lengths
         if static:
@@ -205,6 +205,7 @@ class DFlashProposer(Planned):
             self._new = fused[index][:, :width], counts, device_counts[index]
 
     def finish(self) -> None:
+        self._kept.put(self._cache)
         self._cache, self._new = TreeCache(0, 0), None
 
 

@@ -20,7 +20,7 @@ from ...heads.artifact import Artifact
 from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
-from ..cache import TreeCache
+from ..cache import KeptCache, TreeCache
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
@@ -52,7 +52,7 @@ class DraftModelProposer(Planned):
         self.name = "draft-model"
         self.model, self._vocab_size = model, vocab_size
         self.replan(TreePlan(settings.or_else(length=DEFAULT_LENGTH, width=1)))
-        self._cache = TreeCache(0, 0)
+        self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # [B]: the token before the root
         self._before: Tensor
         # [B, N]: index of each tree node among those that were run, see `Planner.draft`
@@ -65,7 +65,7 @@ class DraftModelProposer(Planned):
         capacity = min(2 * length + 64, self.model.max_positions)
         if static:  # as large as the target's, and with space for the nodes that this model runs
             capacity = prompts.cache.capacity + self.plan.expanded
-        self._cache = TreeCache(
+        self._cache = self._kept.take(
             batch, capacity + self.max_drafted, self.model.device, static=static
         )
         # The draft model's vocabulary may be smaller than the target's. A token that it lacks
@@ -142,6 +142,7 @@ class DraftModelProposer(Planned):
         self._before = self._before[send(rows, self._before.device)]
 
     def finish(self) -> None:
+        self._kept.put(self._cache)
         self._cache = TreeCache(0, 0)
 
 

@@ -24,7 +24,7 @@ from ...heads.artifact import Artifact
 from ...heads.eagle import EagleDrafter, EagleShape
 from ...heads.vocabulary import to_target
 from ..attention import attention_over
-from ..cache import TreeCache, visible_slots
+from ..cache import KeptCache, TreeCache, visible_slots
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
@@ -56,7 +56,7 @@ class EagleProposer(Planned):
         self._drafter = drafter
         self._device = drafter.fc.weight.device
         self._draft_vocab_ids = drafter.draft_vocab_ids
-        self._cache = TreeCache(0, 0)
+        self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # Positions that the target has decided and the cache lacks: fused features [B, A, H],
         # tokens [B, A], and how many of them each row has [B], which `_counts` holds on the host.
         self._new: tuple[Tensor, Tensor, Tensor] | None = None
@@ -75,7 +75,7 @@ class EagleProposer(Planned):
         capacity = 2 * length + 64 + self.max_drafted
         if static:
             capacity = prompts.cache.capacity + self.plan.expanded + self.plan.length
-        self._cache = TreeCache(batch, capacity, self._device, static=static)
+        self._cache = self._kept.take(batch, capacity, self._device, static=static)
         features = self._drafter.fuse(prompts.hidden.taps, prompts.hidden.last)
         # `tokens` has the first root at its end, which is not part of the prompt.
         self._counts = [len(tokens) - 1 for tokens in prompts.tokens]
@@ -249,6 +249,7 @@ class EagleProposer(Planned):
             self._new = (features[:, :width], ids[:, :width], counts)
 
     def finish(self) -> None:
+        self._kept.put(self._cache)
         self._cache, self._new = TreeCache(0, 0), None
 
 

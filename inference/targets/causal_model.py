@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
-from ..cache import TreeCache
+from ..cache import KeptCache, TreeCache
 from ..tree import TreeShape
 from .fused import FusedDecoder, of_llama_form
 from .masks import packed_mask, tree_mask
@@ -64,6 +64,7 @@ class CausalModel(ModelHead):
         """Bytes of matrices that are no parameters of `model` any more (`pack`)."""
         self.compiled = False
         """True if rounds run over static caches, as functions that are compiled once."""
+        self.kept_cache = KeptCache()
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
 

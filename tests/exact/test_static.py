@@ -109,3 +109,24 @@ def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPa
     before = graphs.total()
     assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
     assert graphs.total() == before, "a second batch compiles nothing"
+
+
+def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads and writes where it was captured."""
+    use(monkeypatch, lambda function: function)
+    target = architecture("llama")
+    target.compiled = True
+    drafters = proposers(target, near_copy(target))
+    for way in ("plain", "eagle3 tree", "dflash chain", "draft-model tree", "early-exit tree"):
+        proposer: Any = drafters[way]
+        addresses = []
+        for prompt in ([5, 9, 33, 7], [12, 6, 6, 12], [7, 7, 7, 8]):  # of one length
+            generate(target, proposer, [prompt], 8)
+            kept = [target.kept_cache._cache]
+            if hasattr(proposer, "_kept"):
+                kept.append(proposer._kept._cache)
+            for cache in kept:
+                assert cache is not None, way
+                tensors = [cache.starts(), *cache.keys, *cache.values]
+                addresses.append([tensor.data_ptr() for tensor in tensors])
+        assert addresses[: len(kept)] == addresses[-len(kept) :], way

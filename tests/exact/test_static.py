@@ -109,6 +109,12 @@ def test_a_compiler_finds_whole_functions(way: str, monkeypatch: pytest.MonkeyPa
     before = graphs.total()
     assert without_times(run(target, proposer, SAMPLINGS["greedy"])) == expected
     assert graphs.total() == before, "a second batch compiles nothing"
+    # One row, prompts of different lengths, caches of 64 to 256 slots.
+    rounds = 0
+    for length in range(3, 150, 20):
+        prompt = [(7 * place + length) % 90 + 3 for place in range(length)]
+        rounds += len(generate(target, proposer, [prompt], 60, eos_ids=frozenset())[0].rounds)
+    assert rounds >= 200 and graphs.total() == before, (rounds, graphs)
 
 
 def test_caches_keep_their_addresses_over_requests(monkeypatch: pytest.MonkeyPatch) -> None:

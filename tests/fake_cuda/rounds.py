@@ -1,0 +1,246 @@
+"""Rounds of every method on CUDA tensors without memory: which operators they call, and where.
+
+    python -m tests.fake_cuda.rounds GUARD [--every]    (GUARD: the library made of guard.cpp)
+
+It prints JSON, with `--every` of all methods and samplings. No GPU is needed, and no number is
+computed: whatever depends on one is given here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from draftsmith.heads.embedding_and_head import EmbeddingAndHead
+from draftsmith.inference import attention, decode
+from draftsmith.inference.decision import Decision, Packed
+from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.fused import FusedDecoder
+from draftsmith.inference.targets.target import Target
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.architectures import architecture, proposers
+
+VIEWS = {
+    *("view", "_unsafe_view", "expand", "slice", "select", "transpose", "t", "permute", "unbind"),
+    *("unsqueeze", "squeeze", "split", "split_with_sizes", "alias", "detach", "as_strided"),
+    *("reshape", "_reshape_alias", "chunk", "narrow", "lift_fresh"),
+}
+MODE = FakeTensorMode()  # one for all, since tables of tensors are cached
+ACCEPTED = 3  # nodes of the path of every round, with the root
+QUICK = ("plain", "medusa", "eagle3 tree", "dflash chain", "dspark tree", "draft-model tree")
+WAYS = (
+    *QUICK,
+    *("draft-model chain", "medusa best-first", "eagle3 chain", "eagle1 tree", "dflash tree"),
+    *("early-exit chain", "early-exit tree"),
+)
+ROUNDS = 4  # of which the first two are not counted
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators that start a kernel, and notes those that mix devices or cross them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+        self.counts = Counter[str]()
+        self.faults = Counter[str]()
+        self.uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if self.on and name not in VIEWS and name != "device":
+            self.note(name, tree_leaves((args, kwargs)), tree_leaves(result))
+        return result
+
+    def note(self, name: str, given: list[Any], made: list[Any]) -> None:
+        self.counts[name] += 1
+        inputs = {x.device for x in given if isinstance(x, torch.Tensor) and x.ndim}
+        outputs = {x.device for x in made if isinstance(x, torch.Tensor)}
+        if len(inputs) > 1:
+            self.faults[f"{name} on {sorted(map(str, inputs))}"] += 1
+        elif {device.type for device in (*inputs, *outputs)} == {"cpu", "cuda"}:
+            if any(device.type == "cpu" for device in outputs):
+                self.faults[f"{name} to the host"] += 1
+            self.uploads += 1
+        elif any(device.type == "cpu" for device in inputs):
+            self.faults[f"{name} on the host"] += 1
+
+
+class Census:
+    """Every call of attention in counted rounds, by what its kernels ask for."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self.calls = watch, Counter[str]()
+
+    def __call__(
+        self, queries: Any, keys: Any, values: Any, attn_mask: Any = None, **options: Any
+    ) -> Any:
+        if self._watch.on:
+            self._watch.counts["attention"] += 1
+            facts: dict[str, Any] = {
+                "head": queries.shape[-1],
+                "type": str(queries.dtype),
+                "shared": queries.shape[1] // keys.shape[1],
+            }
+            if attn_mask is not None:
+                row = attn_mask.stride(-2) * attn_mask.element_size()
+                start = attn_mask.storage_offset() * attn_mask.element_size()
+                facts["mask"] = [str(attn_mask.dtype), row % 16, start % 16, attn_mask.stride(-1)]
+            self.calls[json.dumps(facts)] += 1
+        was, self._watch.on = self._watch.on, False
+        result = queries.new_empty(*queries.shape[:-1], values.shape[-1])
+        self._watch.on = was
+        return result
+
+
+def rounds(
+    target: Any, proposer: Any, static: bool, sampling: Sampling, batch: int
+) -> dict[str, Any]:
+    """Return what the counted rounds of a method did."""
+    watch = Watch()
+    census = Census(watch)
+    reads = Counter[str]()
+
+    def tolist(tensor: Any) -> Any:
+        reads["others"] += watch.on
+        return zeros(list(tensor.shape))
+
+    def pin_memory(tensor: Any) -> Any:
+        reads["pinned"] += watch.on
+        return tensor
+
+    def unpack(packed: Packed) -> Decision:
+        """The decision that every row has accepted the first nodes of one path."""
+        reads["packed"] += watch.on
+        rows, levels = packed.path.shape[0], packed.path.shape[1] - 1
+        count = min(ACCEPTED, levels + 1)
+        path = [0, *range(2, count + 1)] if packed.shape is None else list(range(count))
+        return Decision(
+            tokens=[[7] * count] * rows,
+            nodes=[path] * rows,
+            drafted=[levels] * rows,
+            refused=[False] * rows,
+            rule=packed.rule,
+            choices=[[7] * 64] * rows,
+            expected=None,
+            overlap=None,
+            path=packed.path,
+            counts=packed.counts,
+            bonus=packed.bonus,
+        )
+
+    original = decode._Batch.round
+    seen = Counter[str]()
+
+    def one_round(self: Any) -> Any:
+        seen["rounds"] += 1
+        watch.on = seen["rounds"] > 2
+        try:
+            return original(self)
+        finally:
+            watch.on = False
+
+    with (
+        patch.object(decode._Batch, "round", one_round),
+        patch.object(decode, "unpack", unpack),
+        patch.object(decode, "compiled", lambda function, *rest: function),
+        patch.object(decode, "Clock", NoClock),
+        patch.object(FakeTensor, "tolist", tolist),
+        patch.object(torch.Tensor, "pin_memory", pin_memory),
+        patch.object(attention, "scaled_dot_product_attention", census),
+    ):
+        target.compiled = static
+        prompts = [[5 + i for i in range(9 + row)] for row in range(batch)]
+        limit = 1 + ACCEPTED * ROUNDS
+        with watch:
+            decode.decode = torch.no_grad()(decode.decode.__wrapped__)
+            decode.generate(target, proposer, prompts, limit, sampling, frozenset())
+    counted = seen["rounds"] - 2
+    return {
+        "operators": round(sum(watch.counts.values()) / counted, 1),
+        "faults": dict(watch.faults),
+        "uploads": watch.uploads / counted,
+        "reads": {name: count / counted for name, count in reads.items()},
+        "attention": dict(census.calls),
+    }
+
+
+class NoClock:
+    """In place of CUDA events, which need a device."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def mark(self) -> None: ...
+
+    def close(self, records: Any) -> None: ...
+
+    def settle(self, wait: bool = False) -> None: ...
+
+
+def borrowed(target: Any) -> Any:
+    return EmbeddingAndHead(target.embed, target.head, target.vocab_size)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """In place of `Module.to`, which cannot exchange parameters without memory."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+    return module
+
+
+def zeros(shape: list[int]) -> Any:
+    return [zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
+
+
+def fuse(model: Any) -> None:
+    """`CausalModel.fuse` without its trial, which compares numbers."""
+    model._fused = FusedDecoder(model.decoder, ["full_attention"] * model.num_layers, move=True)
+
+
+def models() -> tuple[Any, dict[str, Any]]:
+    """Return a fused target and the proposers for it, by name."""
+    with torch.device("cuda"):
+        target = architecture("llama", dtype=torch.bfloat16)
+        drafter = architecture("llama", seed=1, dtype=torch.bfloat16)
+        for model in (target, drafter):
+            fuse(model)
+        return target, dict(proposers(target, drafter))
+
+
+def main(guard: str, every: bool) -> None:
+    torch.ops.load_library(guard)
+    samplings = {"greedy": Sampling()}
+    if every:
+        samplings["coupled"] = Sampling(temperature=0.8)
+        samplings["rejection"] = Sampling(temperature=0.8, rule="rejection")
+    found = {}
+    with (
+        MODE,
+        patch.object(nn.Module, "to", cast),
+        patch.object(Target, "embedding_and_head", property(borrowed)),
+        patch.object(Target, "final_norm_weight", lambda target: None),
+    ):
+        target, drafters = models()
+        for way in WAYS if every else QUICK:
+            for name, sampling in samplings.items():
+                found[f"{way}, {name}"] = rounds(target, drafters[way], False, sampling, 1)
+            greedy = samplings["greedy"]
+            found[f"{way}, static"] = rounds(target, drafters[way], True, greedy, 1)
+            if every:
+                found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
+    print(json.dumps(found, indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], "--every" in sys.argv)

@@ -1,0 +1,115 @@
+"""What a GPU would meet in decoding, found without one: see tests/fake_cuda/rounds.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.inference import device
+from draftsmith.inference.attention import aligned
+from draftsmith.inference.cache import TreeCache
+
+from tests.conftest import ROOT
+
+BUDGET = ROOT / "tests/fake_cuda/operators.json"
+"""Operators of a round of each method on a target of two layers. They may grow by 5%; what grows
+more is measured, said in the commit, and written here."""
+
+
+@pytest.fixture(
+    scope="module", params=["quick", pytest.param("every", marks=pytest.mark.full)], name="found"
+)
+def fixture_found(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What rounds did, by method and setting."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    library = tmp_path_factory.mktemp("guard") / "guard.so"
+    home = Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *("g++", "-shared", "-fPIC", "-std=c++20", f"-I{home / 'include'}"),
+            *(str(ROOT / "tests/fake_cuda/guard.cpp"), "-o", str(library)),
+            *(f"-L{home / 'lib'}", "-lc10"),
+        ],
+        check=True,
+    )
+    command = [sys.executable, "-m", "tests.fake_cuda.rounds", str(library)]
+    if request.param == "every":
+        command.append("--every")
+    # In a process of its own: the guard stays in the process that loads it.
+    ran = subprocess.run(
+        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return json.loads(ran.stdout)
+
+
+def test_rounds_stay_on_the_device(found: dict[str, Any]) -> None:
+    """No operator mixes devices, and the host reads one packed tensor in a round."""
+    for way, facts in found.items():
+        assert facts["faults"] == {}, way
+        assert facts["reads"]["packed"] == 1, way
+        assert not facts["reads"].get("others"), way
+        # what a growing cache sends is pinned, so that it does not wait
+        assert facts["uploads"] <= facts["reads"].get("pinned", 0), way
+        if way.endswith("static"):
+            assert facts["uploads"] == 0, f"{way}: a captured graph takes nothing of the host"
+
+
+def test_kernels_of_attention_take_every_call(found: dict[str, Any]) -> None:
+    """Masks are additive in the queries' type, their rows are aligned, and heads are folded."""
+    for way, facts in found.items():
+        assert facts["attention"], way
+        for call in map(json.loads, facts["attention"]):
+            assert call["shared"] == 1, (way, call)
+            assert call["head"] % 8 == 0, (way, call)
+            if "mask" in call:
+                assert call["mask"] == [call["type"], 0, 0, 1], (way, call)
+
+
+def test_operators_of_a_round_keep_their_budget(found: dict[str, Any]) -> None:
+    budget = json.loads(BUDGET.read_text())
+    for way, facts in found.items():
+        assert facts["operators"] <= 1.05 * budget[way], way
+
+
+def test_masks_are_aligned() -> None:
+    """13 slots: rows are 16 numbers apart, 32 bytes in bfloat16."""
+    see = torch.arange(13) < torch.tensor([[4], [13]])
+    mask = aligned(see[None, None], torch.bfloat16)
+    assert mask.shape == (1, 1, 2, 13) and mask.stride() == (32, 32, 16, 1)
+    assert mask[0, 0, 0].tolist() == [0.0] * 4 + [torch.finfo(torch.bfloat16).min] * 9
+    assert torch.equal(aligned(mask, torch.bfloat16), mask), "an additive one stays what it is"
+    assert aligned(see[:, :8][None, None], torch.float32).stride()[-2] == 8
+
+
+def test_cudnn_attention_is_switched_off() -> None:
+    was = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        device.prepare(torch.device("cpu"))
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        device.prepare(torch.device("cuda"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was)
+
+
+def test_slots_go_to_the_device_of_each_layer() -> None:
+    """A target spread over devices writes a layer where it lies; "meta" stands for the other."""
+    cache = TreeCache(2, 8, "cpu")
+    cache.lengths = [1, 3]
+    cache.open(2, masked=True)
+    moved: Any = cache._slots_on(torch.device("meta"))
+    assert moved.device.type == "meta" and moved.shape == (2, 2)
+    cache.open(2, masked=True)
+    assert cache._slots_on(torch.device("cpu")).tolist() == [[1, 2], [3, 4]]

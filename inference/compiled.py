@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+
+log = logging.getLogger(__name__)
 
 _FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 """Compiled functions of each owner, by the function and its constants."""
@@ -26,6 +29,11 @@ def compiled(
     and then for all sizes (one row is a class of its own); a tree of another shape or other
     sampling settings are compiled by themselves.
     """
+    if not _FUNCTIONS:
+        log.info(
+            "compiling: the first rounds take up to a minute, or seconds where the cache on disk "
+            "has them"
+        )
     functions = _FUNCTIONS.setdefault(owner, {})
     key = (function, *constants)
     if key not in functions:

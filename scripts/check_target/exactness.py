@@ -2,6 +2,9 @@
 decoding, token for token, and greedy ones against transformers' own `generate`.
 
     python scripts/check_target/exactness.py --target TARGET --prompts FILE [--drafter FOLDER ...]
+
+`generate` runs transformers' own forward pass over matrices as they are stored. With `--compile`
+everything else runs in compiled functions.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from draftsmith.heads.errors import UserError
@@ -17,7 +21,7 @@ from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.settings import Sampling, TargetConfig
-from draftsmith.inference.targets.target import Target, load_for_decoding
+from draftsmith.inference.targets.target import Target, load_for_decoding, load_target
 
 BASELINES = ("none", "ngram", "suffix", "lookahead", "early-exit")
 NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
@@ -33,6 +37,7 @@ def main() -> None:
     parser.add_argument("--drafter", action="append", default=[])
     parser.add_argument("--batch-sizes", default="1,4")
     parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     try:
         wrong = check(options)
@@ -45,13 +50,17 @@ def main() -> None:
 def check(options: argparse.Namespace) -> int:
     """Print a line for each way to decode; the number of replies that differ where the target is
     sure."""
-    target = load_for_decoding(TargetConfig(options.target, dtype=options.dtype))
-    prompts = read_prompts(options.prompts, target.tokenizer, target.name)
+    config = TargetConfig(options.target, dtype=options.dtype, compile=options.compile)
+    # The reference: it is dropped before the target is loaded, which would double the memory.
+    reference = load_target(replace(config, fused=False))
+    prompts = read_prompts(options.prompts, reference.tokenizer, reference.name)
+    oracle = [by_transformers(reference, prompt, options.max_new_tokens) for prompt in prompts]
+    del reference
+    target = load_for_decoding(config)
     wrong = 0
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=5)):
         plain = decode(target, "none", prompts, 1, sampling, options.max_new_tokens)
         if sampling.greedy:
-            oracle = [by_transformers(target, prompt, options.max_new_tokens) for prompt in prompts]
             wrong += count_wrong("target.generate", target, plain, oracle, sampling)
         for spec in [*BASELINES, *options.drafter]:
             for batch in map(int, options.batch_sizes.split(",")):

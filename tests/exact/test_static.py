@@ -23,9 +23,12 @@ SAMPLINGS = {
     "rejection": Sampling(temperature=0.8, seed=2, rule="rejection"),
     "penalty": Sampling(repetition_penalty=1.3),
 }
-# The method with most work between two host reads of each kind; the others with `--all`.
-TRACED = ("medusa", "eagle3 tree", "dspark tree", "draft-model tree")
-OTHERS = ("eagle3 chain", "eagle1 tree", "dflash chain", "draft-model chain", "early-exit tree")
+# Heads on the target's states, and a drafter with layers; the others with `--all`.
+TRACED = ("medusa", "eagle3 tree")
+OTHERS = (
+    *("eagle3 chain", "eagle1 tree", "dflash chain", "dspark tree"),
+    *("draft-model chain", "draft-model tree", "early-exit tree"),
+)
 full = pytest.mark.full
 PROMPTS = [[5, 9, 33, 7], [12], [40, 41, 42, 43, 44, 45, 46, 8, 3], [7, 7, 7]]
 

@@ -20,21 +20,23 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        # marks of the round that runs: events, or seconds of `time.perf_counter`
+        # marks of the round that runs: the part that ended, and an event or seconds of
+        # `time.perf_counter`
         self._marks: list[Any] = []
         # marks and records of closed rounds whose seconds are not filled in yet
         self._waiting: list[tuple[list[Any], list[Any]]] = []
 
-    def mark(self) -> None:
+    def mark(self, part: str = "") -> None:
+        """Note the end of a part of the round, one of `PARTS`; none: the begin of the round."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append(event)
+            self._marks.append((part, event))
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append((part, time.perf_counter()))
 
     def close(self, records: list[Any]) -> None:
-        """End a round of `len(PARTS) + 1` marks.
+        """End a round; a part that was not marked took no time.
 
         Its seconds are written into the fields `t_draft_s`, `t_verify_s`, `t_accept_s` and `t_kv_s`
         of every one of `records` (`decode.Round`), at once or when its events have happened.
@@ -46,11 +48,11 @@ class Clock:
     def settle(self, wait: bool = False) -> None:
         """Fill in the rounds whose events have happened; with `wait`, wait for all rounds."""
         if wait and self._cuda and self._waiting:
-            self._waiting[-1][0][-1].synchronize()
+            self._waiting[-1][0][-1][1].synchronize()
         # Events happen in the order of their recording: if the last one has, the whole round has.
-        while self._waiting and (not self._cuda or self._waiting[0][0][-1].query()):
+        while self._waiting and (not self._cuda or self._waiting[0][0][-1][1].query()):
             marks, records = self._waiting.pop(0)
-            for part, (first, second) in zip(PARTS, pairwise(marks), strict=True):
+            for (_, first), (part, second) in pairwise(marks):
                 # events give milliseconds
                 seconds = first.elapsed_time(second) / 1000 if self._cuda else second - first
                 for record in records:

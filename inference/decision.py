@@ -122,9 +122,8 @@ def _floats_of(bits: list[int]) -> list[float]:
     return list(struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits)))
 
 
-def unpack(packed: Packed) -> Decision:
-    """Return what was packed as a `Decision`. The only synchronisation with the device."""
-    rows = packed.rows.tolist()
+def unpack(packed: Packed, rows: list[list[int]]) -> Decision:
+    """Return what was packed as a `Decision`. `rows` are those of `packed` on the host."""
     host: dict[str, list[list]] = {}
     start = 0
     for name, width, is_float in packed.columns:

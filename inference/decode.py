@@ -24,7 +24,7 @@ from .cache import TreeCache
 from .clock import Clock
 from .compiled import compiled
 from .decision import Decision, pack, unpack
-from .device import send
+from .device import read_later, send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
 from .sampling import Draws
@@ -207,6 +207,15 @@ def decode(
         target.kept_cache.put(batch.cache)
 
 
+def drafts_ahead(device: torch.device) -> bool:
+    """Return True if drafts are made while the host waits for the decision of the round before.
+
+    A GPU would be idle meanwhile. On a CPU nothing runs beside the host, and the drafts behind the
+    end of a reply would be made for nothing.
+    """
+    return device.type == "cuda"
+
+
 class _Row:
     """Running request: one row of the batch."""
 
@@ -276,6 +285,8 @@ class _Batch:
             for index, request in enumerate(requests)
         ]
         self.clock = Clock(target.device)
+        # drafts of the next round, if they were made before the host had read this one's decision
+        self._ahead: DraftTree | None = None
         self.cache = self._new_cache()
 
     def _new_cache(self) -> TreeCache:
@@ -285,6 +296,8 @@ class _Batch:
         # A round writes its whole tree behind the last position that can still be emitted.
         beyond = self.proposer.max_drafted + 1
         static = self.target.compiled
+        if static:  # and the drafts that may be made ahead stand behind that tree
+            beyond *= 2
         capacity = prompt + (new if static else min(new, FIRST_CAPACITY)) + beyond
         if static:
             # Powers of two: few capacities, so that few shapes are compiled. 300 becomes 512, and
@@ -354,13 +367,11 @@ class _Batch:
         started = time.perf_counter()
         clock = self.clock
         clock.mark()
-        tree = self._propose(self.root, self.draws)
-        clock.mark()
-        decision, accepted = self._verify_static(tree) if self.cache.static else self._verify(tree)
-        # The bonus token. The target has not been run on it, so it is in no cache yet.
-        self.root = decision.bonus
-        self.proposer.commit(accepted)
-        clock.mark()
+        tree, self._ahead = self._ahead, None
+        if tree is None:
+            tree = self._propose(self.root, self.draws)
+            clock.mark("draft")
+        decision = self._verify_static(tree) if self.cache.static else self._verify(tree)
         records = [Round.of(decision, row, len(self.rows)) for row in range(len(self.rows))]
         steps = self._take(decision.tokens, records)
         for record in records:
@@ -374,12 +385,21 @@ class _Batch:
             return propose(self.proposer, root, draws)
         return self.proposer.propose(root, draws)
 
-    def _verify(self, tree: DraftTree) -> tuple[Decision, Accepted]:
-        """Verify drafts, and keep the accepted path in the target's cache."""
+    def _commit(self, bonus: Tensor, accepted: Accepted) -> None:
+        """Give a round's result to the proposer, and the bonus token `bonus` `[B]` to the next."""
+        # The target has not been run on the bonus token, so it is in no cache yet.
+        self.root = bonus
+        self.proposer.commit(accepted)
+        self.clock.mark("kv")
+
+    def _verify(self, tree: DraftTree) -> Decision:
+        """Verify drafts, and keep the accepted path in the caches of target and drafter."""
         hidden, logits = run_tree(self.target, tree, self.cache, self.proposer.taps)
-        self.clock.mark()
-        decision = unpack(pack(tree, judge(tree, logits, self.draws)))
-        self.clock.mark()
+        self.clock.mark("verify")
+        packed = pack(tree, judge(tree, logits, self.draws))
+        # The only synchronisation with the device.
+        decision = unpack(packed, packed.rows.tolist())
+        self.clock.mark("accept")
         counts = [len(nodes) for nodes in decision.nodes]
         # The host knows how many columns are needed, and whether anything has to be moved: a path
         # of nodes 0, 1, 2, .. already lies where it belongs.
@@ -390,19 +410,31 @@ class _Batch:
         # `extend` writes `width` columns behind every row's text, of the longest one too.
         self.draws.reserve(self.cache.longest + width)
         kept = keep_path(tree, path, decision.counts, hidden, self.draws)
-        return decision, accepted_of(decision, kept)
+        self._commit(decision.bonus, accepted_of(decision, kept))
+        return decision
 
-    def _verify_static(self, tree: DraftTree) -> tuple[Decision, Accepted]:
-        """Verify drafts as `_verify` does, in one function of tensors that waits for nothing."""
+    def _verify_static(self, tree: DraftTree) -> Decision:
+        """Verify drafts as `_verify` does, in one function of tensors that waits for nothing.
+
+        The host reads what was decided once; where that pays, while the next drafts are made.
+        """
         if tree.shape is not None:
             _ = tree.tables  # they are kept for a shape, and need not be made in the function
         taps = self.proposer.taps
         run = compiled(verify, self.target, tree.tokens.device, taps)
         packed, kept = run(self.target, tree, self.cache, self.draws, taps)
-        self.clock.mark()
-        decision = unpack(packed)
-        self.clock.mark()
-        return decision, accepted_of(decision, kept)
+        self.clock.mark("verify")
+        read = read_later(packed.rows)
+        ahead = self.proposer.static and drafts_ahead(self.root.device)
+        if ahead:
+            self._commit(packed.bonus, accepted_of(None, kept))
+            self._ahead = self._propose(self.root, self.draws)
+            self.clock.mark("draft")
+        decision = unpack(packed, read())
+        self.clock.mark("accept")
+        if not ahead:
+            self._commit(packed.bonus, accepted_of(decision, kept))
+        return decision
 
     def _take(self, tokens: list[list[int]], records: list[Round]) -> list[Step]:
         """Cut each row's tokens where its reply ends, and drop the rows that have finished."""
@@ -422,6 +454,8 @@ class _Batch:
                 self.draws.keep(index)
                 self.cache.keep(going)
                 self.proposer.keep(going)
+                if self._ahead is not None:
+                    self._ahead = self._ahead.keep(index)
         return steps
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,26 @@ def prepare(device: torch.device) -> None:
         # cuDNN's attention makes a plan for each length of the keys, 20 to 40 ms on an H100 by
         # others' traces, and eager rounds have new lengths all the time.
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def read_later(tensor: Tensor) -> Callable[[], Any]:
+    """Begin to bring a tensor to the host.
+
+    Returns a function that waits until it is there and returns its values as lists. It does not
+    wait for what is launched in between.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    values.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def read() -> Any:
+        arrived.synchronize()
+        return values.tolist()
+
+    return read
 
 
 def send(values: Sequence[object], device: torch.device) -> Tensor:

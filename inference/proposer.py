@@ -37,7 +37,9 @@ class Prompts:
 class Accepted:
     """Result of a round as the proposer gets it.
 
-    Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing.
+    Row b has `counts[b]` nodes; entries past that repeat the root and mean nothing. Where the next
+    drafts are made before the host knows the decision, which a `static` proposer allows, `tokens`
+    and `nodes` are empty.
     """
 
     tokens: list[list[int]]
@@ -73,8 +75,8 @@ class Proposer(Protocol):
 
     @property
     def static(self) -> bool:
-        """True if `propose` is a function of tensors alone where the target's cache is static, so
-        that it can be compiled."""
+        """True if `propose` and `commit` use tensors alone where the target's cache is static, so
+        that `propose` can be compiled, and called before the host knows what was accepted."""
         ...
 
     def prefill(self, prompts: Prompts) -> None:

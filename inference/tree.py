@@ -192,6 +192,15 @@ class DraftTree:
         else:
             assert self.parents is not None, "a tree without a shape needs its parents"
 
+    def keep(self, rows: Tensor) -> DraftTree:
+        """Return the trees of the batch rows `rows` alone."""
+        parts = (self.tokens, self.parents, self.probs, self.scores)
+        tokens, parents, probs, scores = (None if x is None else x[rows] for x in parts)
+        assert tokens is not None
+        return DraftTree(
+            tokens, self.shape, parents, self.levels, probs, scores, informed=self.informed
+        )
+
     @property
     def nodes(self) -> int:
         """Number of nodes with the root."""

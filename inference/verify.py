@@ -71,12 +71,12 @@ def keep_path(tree: DraftTree, path: Tensor, counts: Tensor, hidden: Hidden, dra
     return Kept(path=path, ids=ids, counts=counts, hidden=states)
 
 
-def accepted_of(decision: Decision, kept: Kept) -> Accepted:
-    """Return what the proposer is given of a round."""
+def accepted_of(decision: Decision | None, kept: Kept) -> Accepted:
+    """Return what the proposer is given of a round; None: the host does not know it yet."""
     return Accepted(
-        tokens=decision.tokens,
-        nodes=decision.nodes,
-        choices=decision.choices,
+        tokens=[] if decision is None else decision.tokens,
+        nodes=[] if decision is None else decision.nodes,
+        choices=None if decision is None else decision.choices,
         path=kept.path,
         ids=kept.ids,
         counts=kept.counts,

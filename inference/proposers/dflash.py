@@ -199,7 +199,8 @@ class DFlashProposer(Planned):
         if self._new is not None:
             index = send(rows, self._device)
             fused, counts, device_counts = self._new
-            counts = [counts[row] for row in rows]
+            if not self._cache.static:
+                counts = [counts[row] for row in rows]
             # The longest row may be among those that left. A static batch keeps its shapes.
             width = fused.shape[1] if self._cache.static else max(counts)
             self._new = fused[index][:, :width], counts, device_counts[index]

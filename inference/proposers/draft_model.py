@@ -75,6 +75,7 @@ class DraftModelProposer(Planned):
         lengths = [len(tokens) - 1 for tokens in prompts.tokens]
         self.model.prefill(clamped, lengths, self._cache)
         self._before = prompts.ids.gather(1, prompts.lengths[:, None] - 1)[:, 0]
+        self._slots = prompts.lengths.new_zeros(0)
         # Number of tokens before the root, of each row: the root's position.
         self._text_lengths = lengths
         # True if some row's cache lacks the token before the root. So that rounds have one shape,
@@ -139,7 +140,10 @@ class DraftModelProposer(Planned):
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
         self._text_lengths = [self._text_lengths[row] for row in rows]
-        self._before = self._before[send(rows, self._before.device)]
+        index = send(rows, self._before.device)
+        self._before = self._before[index]
+        # The next drafts may have been made already.
+        self._slots = self._slots[index] if self._slots.dim() > 1 else self._slots
 
     def finish(self) -> None:
         self._kept.put(self._cache)

@@ -240,7 +240,8 @@ class EagleProposer(Planned):
 
     def keep(self, rows: list[int]) -> None:
         self._cache.keep(rows)
-        self._counts = [self._counts[row] for row in rows]
+        if not self._cache.static:
+            self._counts = [self._counts[row] for row in rows]
         if self._new is not None:
             index = send(rows, self._device)
             features, ids, counts = (tensor[index] for tensor in self._new)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.inference import compiled as compiling
+from draftsmith.inference import decode as loop
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.settings import Sampling
@@ -83,6 +84,25 @@ def test_static_rounds_are_those_of_growing_caches(
     for way, proposer in drafters.items():
         found = without_times(run(target, proposer, SAMPLINGS[name]))
         assert found == expected[way], way
+
+
+def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host reads a decision while the next drafts are made."""
+    target = architecture("llama")
+    drafters = proposers(target, near_copy(target))
+    ahead = []
+    for sampling in (SAMPLINGS["coupled"], SAMPLINGS["rejection"]):
+        for way, proposer in drafters.items():
+            target.compiled = False
+            expected = without_times(run(target, proposer, sampling))
+            with monkeypatch.context() as patched:
+                use(patched, lambda function: function)
+                patched.setattr(loop, "drafts_ahead", lambda device: True)
+                target.compiled = True
+                assert without_times(run(target, proposer, sampling)) == expected, way
+            if proposer.static:
+                ahead.append(way)
+    assert len(set(ahead)) >= 12
 
 
 @pytest.mark.parametrize("way", [*TRACED, *(pytest.param(way, marks=full) for way in OTHERS)])

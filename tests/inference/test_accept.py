@@ -48,7 +48,8 @@ def decided(tree: DraftTree, choices: list[list[int]]):
     given_ = torch.tensor(choices)
     node = match(tree, given_)
     last = given_.gather(1, node[:, None])[:, 0]
-    return unpack(pack(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_)))
+    packed = pack(tree, Verdict(node=node, bonus=last, rule="greedy", choices=given_))
+    return unpack(packed, packed.rows.tolist())
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,7 +101,8 @@ def test_floats_travel_with_the_integers_unchanged() -> None:
         expected=expected,
         overlap=overlap,
     )
-    found = unpack(pack(tree, verdict))
+    packed = pack(tree, verdict)
+    found = unpack(packed, packed.rows.tolist())
     assert found.expected == expected.tolist()
     assert found.overlap == [[overlap[0, 0].item()], [overlap[1, 0].item()]], (
         "only nodes with children had drafts to accept"

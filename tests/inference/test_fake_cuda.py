@@ -58,7 +58,6 @@ def test_rounds_stay_on_the_device(found: dict[str, Any]) -> None:
     for way, facts in found.items():
         assert facts["faults"] == {}, way
         assert facts["reads"]["packed"] == 1, way
-        assert not facts["reads"].get("others"), way
         # what a growing cache sends is pinned, so that it does not wait
         assert facts["uploads"] <= facts["reads"].get("pinned", 0), way
         if way.endswith("static"):

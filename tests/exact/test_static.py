@@ -54,6 +54,7 @@ def without_times(replies: list[Generation]) -> list[Any]:
 def use(monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], Any]) -> None:
     """Have the loop call `make(function)` in place of the compiled functions."""
     monkeypatch.setattr(compiling, "_FUNCTIONS", {})
+    monkeypatch.setattr(loop, "pays_to_compile", lambda device, rows: True)
     monkeypatch.setattr(compiling, "compile_function", lambda function, device: make(function))
 
 

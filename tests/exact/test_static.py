@@ -88,7 +88,7 @@ def test_static_rounds_are_those_of_growing_caches(
 
 
 def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the host reads a decision while the next drafts are made."""
+    """A GPU makes the next drafts while the host reads a decision; here a CPU does."""
     target = architecture("llama")
     drafters = proposers(target, near_copy(target))
     ahead = []

@@ -1,4 +1,4 @@
-"""What a GPU would meet in decoding, found without one: see tests/fake_cuda/rounds.py."""
+"""Hazards of decoding on a GPU, found without one: see tests/fake_cuda/rounds.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ more is measured, said in the commit, and written here."""
 def fixture_found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What rounds did, by method and setting."""
+    """Facts of rounds, by method and setting."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     library = tmp_path_factory.mktemp("guard") / "guard.so"

@@ -66,6 +66,10 @@ def row_keys(seed: int, requests: Sequence[tuple[int, int]], device: torch.devic
 
 
 @lru_cache(maxsize=8)
+def _kept_indices(count: int, device: torch.device) -> Tensor:
+    return _indices(count, device)
+
+
 def _indices(count: int, device: torch.device) -> Tensor:
     # One step is added because `mix` maps 0 to 0, and index 0 would then be the place's hash
     # itself.
@@ -78,13 +82,40 @@ def uniform(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:
     `keys` and `places` (int64) broadcast to `[...]`. Numbers have 52 random bits: with 24, some
     token of a vocabulary of 152k would have the one largest value at 0.9% of the positions.
     """
+    # A compiler must not see these products, since they overflow. Inductor writes them in C++,
+    # where an overflow of signed integers is undefined, and loops over them never ended.
+    if torch.compiler.is_compiling():
+        return torch.ops.draftsmith.uniform(keys, places, stream, count)
+    return _uniform(keys, places, stream, _kept_indices(count, places.device))
+
+
+def _uniform(keys: Tensor, places: Tensor, stream: int, indices: Tensor) -> Tensor:
     # Different pairs of place and stream give different numbers: two of them could agree only for
     # places more than 2^59 apart.
     place_hash = mix(keys ^ mix(places * _STEP + stream))
-    bits = mix(place_hash[..., None] ^ _indices(count, place_hash.device))
+    bits = mix(place_hash[..., None] ^ indices)
     # Half a step is added to the 52 bits, so that neither 0 nor 1 can occur: `gumbel` takes the
     # logarithm of the number and of its negative logarithm.
     return ((bits >> 12) & 0xFFFFFFFFFFFFF).double().mul_(2.0**-52).add_(2.0**-53)
+
+
+def _uniform_operator(keys: Tensor, places: Tensor, stream: int, count: int) -> Tensor:
+    # What is made while a CUDA graph is captured lies in the graph's memory and must not be kept.
+    indices = _indices if places.is_cuda else _kept_indices
+    return _uniform(keys, places, stream, indices(count, places.device))
+
+
+def _empty_uniform(keys: Tensor, places: Tensor, stream: int, count: int) -> Tensor:
+    """Return a tensor of the shape and dtype of `_uniform_operator`, for a compiler."""
+    shape = torch.broadcast_shapes(keys.shape, places.shape)
+    return places.new_empty(*shape, count, dtype=torch.float64)
+
+
+_OPERATORS = torch.library.Library("draftsmith", "FRAGMENT")
+_OPERATORS.define("uniform(Tensor keys, Tensor places, int stream, int count) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _OPERATORS.impl("uniform", _uniform_operator, _key)
+torch.library.register_fake("draftsmith::uniform", _empty_uniform, lib=_OPERATORS)
 
 
 def gumbel(keys: Tensor, stream: int, places: Tensor, count: int) -> Tensor:

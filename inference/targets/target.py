@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Target(CausalModel, TargetSource):
 
 def load_for_decoding(config: TargetConfig) -> Target:
     """Return `load_target`, laid out for decoding, not for training. Raises `UserError`."""
-    target = load_target(config)
+    target = load_target(replace(config, compile=False))
     if config.fused:
         target.pack()
     target.compiled = config.compile
@@ -103,6 +104,8 @@ def load_for_decoding(config: TargetConfig) -> Target:
 
 def load_target(config: TargetConfig) -> Target:
     """Return the loaded and checked target, its adapter merged. Raises `UserError`."""
+    if config.compile:
+        log.warning("target.compile is for decoding; this command does not compile the target")
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     path, adapter = base_and_adapter(config)

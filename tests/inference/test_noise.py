@@ -49,6 +49,18 @@ def test_uniforms_are_what_the_definition_says(
     )
 
 
+def test_compiled_noise_has_the_same_bits() -> None:
+    keys = noise.row_keys(0, [(r, 0) for r in range(2)], CPU)[:, None]
+    roots = torch.tensor([[5], [9]])
+
+    def function(keys: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        places = roots + torch.arange(8)
+        return noise.gumbel(keys, noise.COUPLED, places, 1000).float().argmax(-1)
+
+    compiled = torch.compile(function, fullgraph=True)
+    assert torch.equal(compiled(keys, roots), function(keys, roots))
+
+
 def test_uniforms_are_uniform_and_uncorrelated_between_keys_places_streams_and_ids() -> None:
     keys = noise.row_keys(0, [(r, s) for r in range(4) for s in range(3)], CPU)
     assert len(set(keys.tolist())) == 12

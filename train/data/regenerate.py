@@ -17,17 +17,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import GenerationConfig
-
 from ...heads.errors import UserError
 from ...heads.files import check_output
 from ...inference.console import Progress
 from ...inference.conversations.formats import RowError
 from ...inference.conversations.rows import LeftOut, warn_of_plain_text
 from ...inference.conversations.sources import rows_of
-from ...inference.targets.model_head import PROCESSORS
-from ...inference.targets.target import Target, load_target
+from ...inference.decode import Request, decode
+from ...inference.proposers.plain import PlainDecoding
+from ...inference.settings import Sampling
+from ...inference.targets.target import Target, load_for_decoding
 from ..options import RegenerateOptions as Options
 from ..options import ReplySampling
 from .replies import regenerate_on_server
@@ -113,7 +112,7 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
     A conversation of several turns comes back into the queue after each reply. Prompts that are too
     long are left out with a warning.
     """
-    target = load_target(options.target)
+    target = load_for_decoding(options.target)
     fingerprint = target.fingerprint()
     sink.add_provenance(
         {"tokenizer_hash": fingerprint.tokenizer_hash, "weights_hash": fingerprint.weights_hash}
@@ -136,98 +135,58 @@ def regenerate_here(tasks: Sequence[Task], options: Options, sink: Sink) -> None
             waiting.append((prompt, task))
     if overlong:
         log.warning("%d prompts are left out; the first is %s", len(overlong), overlong[0])
+    sampling = sampling_of(options.sampling)
     while waiting:
-        batch = take_batch(
-            waiting, options.batch_size, options.sampling.max_new_tokens, target.max_positions
-        )
-        prompts = [prompt for prompt, _ in batch]
-        seed = seed_of(options.sampling.seed, batch[0])
-        replies = sample(target, prompts, options.sampling, seed)
-        for (prompt, task), reply in zip(batch, replies, strict=True):
-            ended = bool(reply) and reply[-1] in target.eos_ids
-            text = target.tokenizer.decode(reply[:-1] if ended else reply)
-            message = {"role": "assistant", "content": text}
-            task.add_reply(prompt, reply, message, "stop" if ended else "length")
-            # A reply that was cut short is not what the next message answers.
-            if not task.done and ended:
-                task.advance()
-                following = task.prompt(target)
-                if len(following) <= longest:
-                    waiting.append((following, task))
+        waiting.sort(key=lambda item: len(item[0]))  # a prefill is padded to its longest prompt
+        batch, waiting = waiting[: options.batch_size], waiting[options.batch_size :]
+        requests = [
+            # Named by the task and the turn, so that a reply does not depend on its batch.
+            Request(prompt, zlib.crc32(task.id.encode()), len(task.said))
+            for prompt, task in batch
+        ]
+        replies = [list[int]() for _ in batch]
+        for steps in decode(
+            target, PlainDecoding(), requests, options.sampling.max_new_tokens, sampling
+        ):
+            for index, step, reason in steps:
+                replies[index] += step.tokens
+                if reason is None:
                     continue
-            sink.put(task)
+                prompt, task = batch[index]
+                following = answer(task, target, prompt, replies[index], reason)
+                if following is not None and len(following) <= longest:
+                    waiting.append((following, task))
+                else:
+                    sink.put(task)
 
 
-def take_batch(
-    waiting: list[tuple[list[int], Task]], size: int, max_new_tokens: int, positions: int
-) -> list[tuple[list[int], Task]]:
-    """Remove from `waiting` the `size` shortest prompts or fewer, and return them.
+def answer(
+    task: Task, target: Target, prompt: list[int], reply: list[int], reason: str
+) -> list[int] | None:
+    """Add the reply to a task; return the prompt of the next one, None if nothing is left to ask.
 
-    All prompts of a batch can have equally long replies within the target's `positions`. A batch is
-    padded to its longest prompt, which would otherwise cut the others' replies short.
+    `reason`: why the reply ended (`decode.Generation`).
     """
-
-    def reply_limit(prompt: list[int]) -> int:
-        return min(max_new_tokens, positions - len(prompt))
-
-    waiting.sort(key=lambda item: len(item[0]))
-    limit = reply_limit(waiting[0][0])
-    count = 1
-    while count < min(size, len(waiting)) and reply_limit(waiting[count][0]) == limit:
-        count += 1
-    batch = waiting[:count]
-    del waiting[:count]
-    return batch
+    ended = reason == "eos"
+    text = target.tokenizer.decode(reply[:-1] if ended else reply)
+    message = {"role": "assistant", "content": text}
+    task.add_reply(prompt, reply, message, "stop" if ended else "length")
+    # A reply that was cut short is not what the next message answers.
+    if task.done or not ended:
+        return None
+    task.advance()
+    return task.prompt(target)
 
 
-def seed_of(seed: int, first: tuple[list[int], Task]) -> int:
-    """Return the seed of a batch, made from its first prompt.
-
-    So a second call, which goes on with other batches, does not repeat the noise of the first.
-    """
-    return zlib.crc32(f"{seed} {first[1].id} {len(first[0])}".encode())
-
-
-@torch.inference_mode()
-def sample(
-    target: Target, prompts: list[list[int]], sampling: ReplySampling, seed: int
-) -> list[list[int]]:
-    """Return one reply for each prompt, cut behind its end token.
-
-    Runs `generate` of transformers on the prompts, padded on the left.
-    """
-    width = max(map(len, prompts))
-    pad = next(iter(target.eos_ids), 0)  # any token will do: the mask hides it
-    padded, masks = [], []
-    for prompt in prompts:
-        missing = width - len(prompt)
-        padded.append([pad] * missing + prompt)
-        masks.append([0] * missing + [1] * len(prompt))
-    ids = torch.tensor(padded, device=target.device)
-    mask = torch.tensor(masks, device=target.device)
-    torch.manual_seed(seed)
-    options: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        options = {
-            "do_sample": True,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-    # The target's own config may carry penalties that are neither recorded nor applied when drafts
-    # are verified. The last value of each is the neutral one.
-    options |= {name: PROCESSORS[name][-1] for name in target.processors}
-    options |= {"pad_token_id": pad, "eos_token_id": sorted(target.eos_ids) or None}
-    limit = min(sampling.max_new_tokens, target.max_positions - width)
-    config = GenerationConfig(max_new_tokens=limit, **options)
-    out = target.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-    # Rows that end early are padded on the right.
-    return [until_end(row, target.eos_ids) for row in out[:, width:].tolist()]
-
-
-def until_end(tokens: list[int], eos_ids: frozenset[int]) -> list[int]:
-    """Return the tokens up to the first end token, that one included; all if there is none."""
-    for i, token in enumerate(tokens):
-        if token in eos_ids:
-            return tokens[: i + 1]
-    return tokens
+def sampling_of(sampling: ReplySampling) -> Sampling:
+    """Return the settings of the decode loop for `sampling`."""
+    # The target's own config may carry a penalty, which is not recorded with the rows: none.
+    if sampling.temperature == 0:
+        return Sampling(repetition_penalty=1.0)
+    return Sampling(
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        repetition_penalty=1.0,
+        seed=sampling.seed,
+    )

@@ -16,7 +16,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.regenerate import run, take_batch
+from draftsmith.train.data.regenerate import run
 from draftsmith.train.data.tasks import mend, questions
 from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
@@ -172,14 +172,28 @@ def test_replies_of_two_samplings_or_targets_do_not_end_up_in_one_file(
         run(moved)
 
 
-def test_a_long_prompt_takes_no_room_from_a_short_one() -> None:
-    waiting: list[Any] = [([0] * n, None) for n in (62, 3, 5, 40, 50)]
-    batches = []
-    while waiting:
-        batches.append(
-            [len(p) for p, _ in take_batch(waiting, size=3, max_new_tokens=20, positions=64)]
-        )
-    assert batches == [[3, 5, 40], [50], [62]]
+def test_a_long_prompt_takes_no_room_from_a_short_one(tmp_path: Path, saved_tiny: Path) -> None:
+    target = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    fits = target.max_positions
+    rows = [{"text": "the " * 3}, {"text": "the " * (fits - 7)}]
+    run(options(tmp_path, saved_tiny, rows, ReplySampling(temperature=0, max_new_tokens=20)))
+    written = [row["response_spans"][0] for row in rows_of(tmp_path)]
+    lengths = sorted(end - start for start, end in written)
+    assert max(end for _, end in written) == fits and lengths == [fits - max(written)[0], 20]
+
+
+def test_a_reply_does_not_depend_on_the_batch_that_it_is_drawn_in(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    drawn = ReplySampling(temperature=1.0, top_p=0.9, top_k=50, max_new_tokens=12, seed=3)
+    texts = []
+    for size in (1, 2, 32):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        run(options(folder, saved_tiny, [*ROWS, TURNS], drawn, batch_size=size))
+        texts.append({row["id"]: row["token_ids"] for row in rows_of(folder)})
+    assert texts[0] == texts[1] == texts[2]
+    assert len({tuple(ids) for ids in texts[0].values()}) == 6
 
 
 def test_a_row_that_the_template_refuses_is_left_out_and_the_others_are_written(

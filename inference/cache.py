@@ -245,6 +245,20 @@ class TreeCache(Cache):
             return
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
+    def commit_chunk(
+        self, start: int, width: int, counts: Sequence[int], counts_there: Tensor
+    ) -> None:
+        """Commit what each row has in a chunk of `width` positions, the first of which is `start`.
+
+        `counts` are the positions of each row in all chunks, `counts_there` `[B]` the same on the
+        device. Example: in chunks of 3, rows of 5 and 2 positions commit 3 and 2, then 2 and 0.
+        What was written past that is overwritten later.
+        """
+        if self.static:
+            self.commit((counts_there - start).clamp(0, width))
+        else:
+            self.commit([min(max(count - start, 0), width) for count in counts])
+
     def _move(self, source: Tensor, goal: Tensor) -> None:
         """Copy slots `source` `[B, A]` to slots `goal` `[B, A]`, in every layer.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -45,3 +46,16 @@ def send(values: Sequence[object], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(values, device=device)
     return torch.tensor(values).pin_memory().to(device, non_blocking=True)
+
+
+def row_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `numbers` as a tensor `[1, N]`, cached, as every round needs the same few."""
+    if torch.compiler.is_compiling():
+        # A compiler does not look into a cache, and a captured graph takes no numbers of the host.
+        return torch.stack([torch.full((), number, device=device) for number in numbers])[None]
+    return _kept_row(numbers, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_row(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([numbers], device=device)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from .device import row_of
 from .tree import TreeShape, deepest
 
 # A residual with at most this mass is practically never reached. p takes its place, so that nothing
@@ -80,11 +81,6 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
 
 
-@lru_cache(maxsize=256)
-def node_index(nodes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(nodes, device=device)
-
-
 def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
     """Return the first node `[B]` in `order` whose coin accepts, the root if none does.
 
@@ -92,7 +88,7 @@ def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:
     """
     # `argmax` gives the first of equal values, so the coins are put into the order of the
     # questions.
-    index = node_index(order, coins.device)
+    index = row_of(order, coins.device)[0]
     ordered = coins[:, index].clone()
     # the root stands last; but for rounding its coin accepts with probability 1
     ordered[:, -1] = True

@@ -5,29 +5,15 @@ Shapes: B rows of a batch, N rows of one pass or tree nodes with the root, V voc
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
 from ..cache import TreeCache
+from ..device import row_of
 from ..proposer import Accepted
 from ..targets.causal_model import CausalModel
 from .growth import Level
 from .tree_plan import Planner
-
-
-def depth_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return `depths` as a tensor `[1, N]`, cached, as every round needs the same few."""
-    if torch.compiler.is_compiling():
-        # A compiler does not look into a cache, and a captured graph takes no numbers of the host.
-        return torch.stack([torch.full((), depth, device=device) for depth in depths])[None]
-    return _kept_row(depths, device)
-
-
-@lru_cache(maxsize=256)
-def _kept_row(depths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor([depths], device=device)
 
 
 class TreeRunner:
@@ -52,8 +38,8 @@ class TreeRunner:
         hidden = self._model.forward_tree(
             level.tokens,
             level.visible,
-            depth_row(level_depths, device),
-            depth_row(self._depths, device),
+            row_of(level_depths, device),
+            row_of(self._depths, device),
             self._cache,
         )
         # The nodes stay undecided, so that the next level stands behind them and can see them.

@@ -152,13 +152,7 @@ class DFlashProposer(Planned):
                 self._drafter.context(chunk, self._drafter.rotary(positions))
             ):
                 cache.update(keys.transpose(1, 2), values.transpose(1, 2), layer)
-            # Of this chunk each batch row has what is left of its count, from none to all. What is
-            # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
-            # positions commit 3 and 2, then 2 and 0.
-            if cache.static:
-                cache.commit((device_counts - start).clamp(0, width))
-            else:
-                cache.commit([min(max(count - start, 0), width) for count in counts])
+            cache.commit_chunk(start, width, counts, device_counts)
         self._new = None
 
     def _block(self, root: Tensor) -> Tensor:

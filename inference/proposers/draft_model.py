@@ -21,14 +21,14 @@ from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..cache import KeptCache, TreeCache
-from ..device import send
+from ..device import row_of, send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.causal_model import CausalModel
 from ..targets.target import Target
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings
-from .autoregressive import TreeRunner, commit_accepted, depth_row, fit_vocabulary
+from .autoregressive import TreeRunner, commit_accepted, fit_vocabulary
 from .tree_plan import Planned, TreePlan
 
 DEFAULT_LENGTH = 4
@@ -111,7 +111,7 @@ class DraftModelProposer(Planned):
         static = self._cache.static
         if not static:
             self._cache.lengths = [length + 1 - count for length in self._text_lengths]
-        depths = depth_row(tuple(range(count)), root.device)
+        depths = row_of(tuple(range(count)), root.device)
         causal = (
             None
             if count == 1

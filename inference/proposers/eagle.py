@@ -171,13 +171,7 @@ class EagleProposer(Planned):
             causal = torch.ones(1, count, count, dtype=torch.bool, device=tokens.device).tril()
             places = torch.arange(count, device=tokens.device)
             outputs = self._run(tokens[:, chunk], features[:, chunk], causal, places, count)
-            # Of this chunk each batch row has what is left of its count, from none to all. What is
-            # written past that is overwritten later. Example: in chunks of 3, rows of 5 and 2
-            # positions commit 3 and 2, then 2 and 0.
-            if self._cache.static:
-                self._cache.commit((counts - start).clamp(0, count))
-            else:
-                self._cache.commit([min(max(n - start, 0), count) for n in self._counts])
+            self._cache.commit_chunk(start, count, self._counts, counts)
             # Batch rows that ended in an earlier chunk keep the output from there. In a row that
             # goes on past this chunk the clamped index reads a value that a later chunk replaces.
             last = torch.where(

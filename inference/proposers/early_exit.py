@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ...heads.errors import UserError
 from ..cache import TreeCache
+from ..device import row_of
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.target import Target
 from ..tree import DraftTree
 from ..tree_settings import TreeSettings, positive
-from .autoregressive import depth_row
 from .growth import Level
 from .tree_plan import TreePlan
 
@@ -74,7 +74,7 @@ class EarlyExit:
         # All undecided slots so far, the root's first; each level adds its own.
         depths: tuple[int, ...] = (0,)
         logits = self._run(
-            root[:, None], None, depth_row(depths, root.device), depth_row(depths, root.device)
+            root[:, None], None, row_of(depths, root.device), row_of(depths, root.device)
         )
 
         def go_on(level: Level) -> Tensor:
@@ -89,8 +89,8 @@ class EarlyExit:
             return self._run(
                 level.tokens,
                 visible,
-                depth_row(of_level, root.device),
-                depth_row(depths, root.device),
+                row_of(of_level, root.device),
+                row_of(depths, root.device),
             )
 
         tree, _ = self.plan.draft(logits[:, 0], root, draws, go_on)

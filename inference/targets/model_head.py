@@ -138,7 +138,10 @@ class ModelHead:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings `[..., H]` of token ids `[...]`."""
-        return self.model.get_input_embeddings()(ids)
+        embeddings = self.model.get_input_embeddings()(ids)
+        # A target over several devices has its embedding on the first, and its head on the last,
+        # where drafters lie.
+        return embeddings.to(self.device) if self.spread == "devices" else embeddings
 
     def final_norm(self) -> nn.Module | None:
         """Return the norm before the head, by any of its usual names, or None."""

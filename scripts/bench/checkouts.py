@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="JSON list of texts")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -58,7 +59,12 @@ def serve(arguments: argparse.Namespace, options: dict[str, Any]) -> None:
     for line in sys.stdin:
         spec, texts = json.loads(line)
         wall, cpu = time.perf_counter(), time.process_time()
-        replies = decoders[spec].generate(texts, arguments.max_new_tokens, batch_size=len(texts))
+        replies = decoders[spec].generate(
+            texts,
+            arguments.max_new_tokens,
+            batch_size=len(texts),
+            temperature=arguments.temperature,
+        )
         cost = [time.process_time() - cpu, time.perf_counter() - wall]
         tokens = [reply.token_ids for reply in replies]
         rounds = sum(len(reply.rounds) for reply in replies)

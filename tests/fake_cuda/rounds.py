@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import dispatch_model
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.inference import attention, decode
 from draftsmith.inference.decision import Decision, Packed
@@ -36,6 +37,8 @@ VIEWS = {
 MODE = FakeTensorMode()  # one for all, since tables of tensors are cached
 ACCEPTED = 3  # nodes of the path of every round, with the root
 QUICK = ("plain", "medusa", "eagle3 tree", "dflash chain", "dspark tree", "draft-model tree")
+# They borrow the target's head, and the last two its embedding.
+SPREAD = ("medusa", "eagle3 tree", "dflash chain")
 WAYS = (
     *QUICK,
     *("draft-model chain", "medusa best-first", "eagle3 chain", "eagle1 tree", "dflash tree"),
@@ -190,12 +193,12 @@ def borrowed(target: Any) -> Any:
     return EmbeddingAndHead(target.embed, target.head, target.vocab_size)
 
 
-def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def cast(module: nn.Module, goal: torch.dtype | torch.device) -> nn.Module:
     """In place of `Module.to`, which cannot exchange parameters without memory."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+                part._parameters[name] = nn.Parameter(parameter.to(goal), requires_grad=False)
     return module
 
 
@@ -215,6 +218,25 @@ def models() -> tuple[Any, dict[str, Any]]:
         drafter = architecture("llama", seed=1, dtype=torch.bfloat16)
         for model in (target, drafter):
             fuse(model)
+        return target, dict(proposers(target, drafter))
+
+
+def spread_models() -> tuple[Any, dict[str, Any]]:
+    """Return a target of which each layer lies on another GPU, and proposers beside its head."""
+    first, last = "cuda:0", "cuda:1"
+    with torch.device(first):
+        target = architecture("llama", dtype=torch.bfloat16)
+        model: Any = target.model
+        for part in (model.model.layers[1], model.model.norm, model.lm_head):
+            cast(part, torch.device(last))
+        places: dict[str, Any] = dict.fromkeys(
+            ("model.embed_tokens", "model.rotary_emb", "model.layers.0"), first
+        )
+        places |= dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), last)
+        dispatch_model(model, places)
+        target.spread = "devices"
+    with torch.device(last):
+        drafter = architecture("llama", seed=1, dtype=torch.bfloat16)
         return target, dict(proposers(target, drafter))
 
 
@@ -239,6 +261,10 @@ def main(guard: str, every: bool) -> None:
             found[f"{way}, static"] = rounds(target, drafters[way], True, greedy, 1)
             if every:
                 found[f"{way}, batch of 3"] = rounds(target, drafters[way], False, greedy, 3)
+        target, drafters = spread_models()
+        for way in WAYS if every else SPREAD:
+            greedy = samplings["greedy"]
+            found[f"{way}, spread"] = rounds(target, drafters[way], False, greedy, 1)
     print(json.dumps(found, indent=1, sort_keys=True))
 
 

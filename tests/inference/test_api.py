@@ -6,6 +6,7 @@ import doctest
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -172,3 +173,20 @@ def test_a_compiled_target_writes_the_same_text() -> None:
         assert [r.token_ids for r in texts[0]] == [r.token_ids for r in texts[1]]
     assert len({len(r.token_ids) for r in texts[0]}) > 1, "rows must leave at different times"
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafter", ["medusa", "eagle3", "dspark", "distill"])
+def test_compiled_rounds_of_trained_drafters_write_the_same_text(drafter: str) -> None:
+    """By inductor, as users compile: the other tests of compiled rounds stop at dynamo."""
+    folder = str(QUICKSTART.parent / "drafters" / drafter)
+    found = []
+    for compiled in (False, True):
+        decoder = load(str(QUICKSTART), folder, device="cpu", compile=compiled)
+        drawn: tuple[dict[str, Any], ...] = (
+            {},
+            {"temperature": 0.8},
+            {"temperature": 0.8, "rule": "rejection"},
+        )
+        found.append([decoder.generate(PROMPT, 40, **how).token_ids for how in drawn])
+    assert found[0] == found[1]

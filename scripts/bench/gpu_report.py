@@ -1,0 +1,58 @@
+"""Figures of the GPU benchmark: written down one by one, and as a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class Report:
+    """Figures and checks of one stage, appended to a file as they are known."""
+
+    def __init__(self, path: Path, stage: str) -> None:
+        self._path, self._stage = path, stage
+
+    def figure(self, name: str, value: Any, expected: str = "") -> None:
+        """Note a figure. `expected`: what was predicted without a GPU."""
+        self._add({"figure": name, "value": value, "expected": expected})
+        print(f"  {name}: {value}" + (f"  (expected: {expected})" if expected else ""), flush=True)
+
+    def check(self, name: str, holds: bool, detail: str = "") -> None:
+        """Note whether something holds that has to."""
+        self._add({"check": name, "holds": bool(holds), "detail": detail})
+        print(f"  {'passed' if holds else 'FAILED'}: {name}  {detail}", flush=True)
+
+    def _add(self, entry: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"stage": self._stage, **entry}) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def write(folder: Path, entries: list[dict[str, Any]], times: dict[str, float]) -> None:
+    """Write all entries as JSON and as Markdown tables, one for each stage."""
+    (folder / "gpu.json").write_text(json.dumps({"seconds": times, "entries": entries}, indent=1))
+    lines = ["# One GPU", ""]
+    for stage, seconds in times.items():
+        lines += [f"## {stage} ({seconds:.0f} s)", "", "| | | expected |", "|---|---|---|"]
+        for entry in entries:
+            if entry["stage"] != stage:
+                continue
+            if "figure" in entry:
+                cells = [entry["figure"], shown(entry["value"]), entry["expected"]]
+            else:
+                holds = "passed" if entry["holds"] else "**FAILED**"
+                cells = [entry["check"], f"{holds} {entry['detail']}", ""]
+            lines.append("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |")
+        lines.append("")
+    (folder / "gpu.md").write_text("\n".join(lines))
+
+
+def shown(value: Any) -> str:
+    """Return a value as text; the parts of a dict one after another."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {shown(part)}" for name, part in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

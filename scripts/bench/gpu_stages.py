@@ -1,0 +1,406 @@
+"""Stages of the GPU benchmark (`gpu.py`), each a function of a report, a device and `tiny`."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from draftsmith.inference.decode import Generation, Request, decode, generate
+from draftsmith.inference.device import prepare
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposer import Accepted, Prompts, Proposer
+from draftsmith.inference.proposers.dflash import DFlashProposer
+from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.medusa import MedusaProposer
+from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.sampling import Draws
+from draftsmith.inference.settings import Sampling, TargetConfig
+from draftsmith.inference.targets.target import Target, load_for_decoding
+from draftsmith.inference.tree import DraftTree
+from draftsmith.inference.tree_settings import TreeSettings
+from gpu_report import Report
+from random_models import (
+    packed_rows,
+    random_drafter,
+    random_features,
+    random_target,
+    training_step,
+)
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "scripts" / "quickstart"
+ACCEPTED = 3  # drafts that a round accepts in the replay of a known text
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+ATTENTION = ("flash", "fmha", "attention", "flex", "sdpa")
+
+
+def synchronise(device: torch.device) -> float:
+    """Wait for the device; return the time."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def median_ms(device: torch.device, work: Callable[[], Any], repeats: int, warm: int = 2) -> float:
+    times = []
+    for turn in range(warm + repeats):
+        start = synchronise(device)
+        work()
+        if turn >= warm:
+            times.append(1000 * (synchronise(device) - start))
+    return statistics.median(times)
+
+
+def copy_speed(device: torch.device, tiny: bool) -> float:
+    """Return bytes per second, read and written, of a large copy on the device."""
+    size = 1 << (22 if tiny else 31)
+    source, goal = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / (median_ms(device, lambda: goal.copy_(source), 10) / 1000)
+
+
+def product_speed(device: torch.device, tiny: bool) -> float:
+    """Return FLOP/s of a large product of bfloat16 matrices."""
+    size = 256 if tiny else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / (median_ms(device, lambda: a @ b, 10) / 1000)
+
+
+def machine(report: Report, device: torch.device, tiny: bool) -> None:
+    """What the machine is, and what it can do at best."""
+    report.figure("torch, transformers", f"{torch.__version__}, {transformers.__version__}")
+    report.figure("bf16 product, TFLOP/s", product_speed(device, tiny) / 1e12, "H100: 600 to 800")
+    report.figure("copy, TB/s", copy_speed(device, tiny) / 1e12, "H100: 3.0, H200: 4.3")
+    lengths = [1000 + i for i in range(8 if tiny else 24)]
+    for cudnn in (False, True):
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        name = f"attention, ms a call, new length each time, cuDNN {'on' if cudnn else 'off'}"
+        expected = "on: 20 to 40 if it plans" if cudnn else "below 0.2"
+        report.figure(name, growing_attention(device, lengths), expected)
+    if device.type == "cuda":
+        report.figure("GPU", torch.cuda.get_device_name())
+        report.figure("cuDNN", torch.backends.cudnn.version())
+
+
+def growing_attention(device: torch.device, lengths: list[int]) -> float:
+    """Return the milliseconds of one call of attention over keys of ever new lengths."""
+    queries = torch.randn(1, 8, 64, 128, device=device, dtype=torch.bfloat16)
+    keys = torch.randn(1, 8, max(lengths) + 1, 128, device=device, dtype=torch.bfloat16)
+    start = synchronise(device)
+    for length in lengths:
+        wide = -(-length // 16) * 16  # rows of a mask are aligned, as in decoding
+        mask = queries.new_zeros(1, 1, 64, wide)[..., :length]
+        torch.nn.functional.scaled_dot_product_attention(
+            queries, keys[:, :, :length], keys[:, :, :length], attn_mask=mask
+        )
+    return 1000 * (synchronise(device) - start) / len(lengths)
+
+
+def tests(report: Report, device: torch.device, tiny: bool) -> None:
+    """The tests that want a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"]
+    if device.type != "cuda":
+        command.append("--collect-only")
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in ran.stdout.splitlines() if line.strip()]
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            report.check(line[:200], False)
+    report.check("pytest -m gpu", ran.returncode == 0, lines[-1] if lines else ran.stderr[-300:])
+
+
+def exactness(report: Report, device: torch.device, tiny: bool) -> None:
+    """In float32 every drafter writes on the device what plain decoding writes on the CPU."""
+    texts = [
+        "def read(path):\n",
+        "class Stack:\n    def __init__(self",
+        "import os\n\n",
+        "def add(",
+    ]
+    texts = texts[: 1 if tiny else 4]
+    targets = []
+    for name in ("cpu", device.type):
+        config = TargetConfig(str(QUICKSTART / "target"), dtype="float32", device=name)
+        targets.append(load_for_decoding(config))
+    here, there = targets
+    requests = [Request(here.tokenizer(text)["input_ids"], i) for i, text in enumerate(texts)]
+    drafters = sorted((QUICKSTART / "drafters").iterdir())[: 1 if tiny else None]
+    specs = ["none", "suffix", "early-exit", str(QUICKSTART / "draft_model"), *map(str, drafters)]
+    rules: dict[str, Sampling] = {
+        "greedy": Sampling(),
+        "coupled": Sampling(temperature=0.8, seed=3),
+    }
+    for rule, sampling in rules.items():
+        plain = generate(here, PlainDecoding(), requests, 48, sampling)
+        wanted = [reply.token_ids for reply in plain]
+        for spec in specs:
+            proposer = load_proposer(spec, there, print)
+            found = [r.token_ids for r in generate(there, proposer, requests, 48, sampling)]
+            same = sum(a == b for a, b in zip(found, wanted, strict=True))
+            detail = f"{same} of {len(wanted)} texts equal the CPU's"
+            report.check(f"{Path(spec).name}, {rule}", same == len(wanted), detail)
+
+
+class Replayed:
+    """Proposer that drafts as `inner` does, and then puts a known text on one path of its tree.
+
+    With random weights no draft would be accepted, and moving accepted paths would never be timed.
+    """
+
+    def __init__(self, inner: Proposer, text: Tensor) -> None:
+        """`text` `[T]` holds the tokens of prompt and reply, on the device."""
+        self.inner, self.text = inner, text
+        self.name, self.taps, self.max_drafted = inner.name, inner.taps, inner.max_drafted
+
+    @property
+    def static(self) -> bool:
+        return self.inner.static
+
+    def prefill(self, prompts: Prompts) -> None:
+        self.inner.prefill(prompts)
+
+    def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        tree = self.inner.propose(root, draws)
+        # The deepest path: its first nodes get the tokens that the target is about to choose.
+        leaf = tree.tables.depths.argmax(-1)
+        rows = torch.arange(len(leaf), device=leaf.device)
+        path = tree.tables.paths[rows, leaf][:, 1 : ACCEPTED + 1].clamp(min=0)
+        path = path.expand(len(root), -1)
+        ahead = torch.arange(1, path.shape[1] + 1, device=leaf.device)
+        places = (draws.lengths[:, None] + ahead).clamp(max=len(self.text) - 1)
+        tree.tokens = tree.tokens.scatter(1, path, self.text[places])
+        return tree
+
+    def commit(self, accepted: Accepted) -> None:
+        self.inner.commit(accepted)
+
+    def keep(self, rows: list[int]) -> None:
+        self.inner.keep(rows)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+
+def ways(target: Target, tiny: bool) -> Iterator[tuple[str, Callable[[], Proposer]]]:
+    """Yield the names of ways to decode, and what makes their proposers."""
+
+    def drafter(method: str, **settings: Any) -> Any:
+        made = random_drafter(method, target, **settings)
+        return made.to(target.dtype).eval().requires_grad_(False)
+
+    nodes = 8 if tiny else 60
+    tree = TreeSettings(length=4 if tiny else 7, width=3 if tiny else 10, nodes=nodes)
+    yield "plain", PlainDecoding
+    yield f"eagle, {nodes} nodes", lambda: EagleProposer(drafter("eagle"), tree)
+    yield (
+        "eagle, chain of 4",
+        lambda: EagleProposer(drafter("eagle"), TreeSettings(length=4, width=1)),
+    )
+    layers = 2 if tiny else 5
+    yield (
+        "dflash, chain",
+        lambda: DFlashProposer(drafter("dflash", num_layers=layers, block_size=8 if tiny else 16)),
+    )
+    yield "medusa, 26 nodes", lambda: MedusaProposer(drafter("medusa"), 8 if tiny else 25)
+
+
+def eager(report: Report, device: torch.device, tiny: bool) -> None:
+    rounds(report, device, tiny, compiled=False)
+
+
+def captured(report: Report, device: torch.device, tiny: bool) -> None:
+    """Rounds as CUDA graphs."""
+    rounds(report, device, tiny, compiled=True)
+
+
+def rounds(report: Report, device: torch.device, tiny: bool, compiled: bool) -> None:
+    """Rounds at 8B shape, batch 1, over a text that is known."""
+    target = random_target("tiny" if tiny else "qwen3-8b", device, torch.bfloat16)
+    prepare(device)
+    target.fuse(move=True)
+    report.check("the fused forward pass is used", target.fused is not None)
+    parts = (target.decoder.layers, target.model.lm_head)
+    weights = sum(p.nbytes for part in parts for p in part.parameters())
+    floor = 1000 * weights / copy_speed(device, tiny)
+    report.figure("ms to read the weights once", floor, "8B: 5 on an H100, 3.6 on an H200")
+    prompt = [5 + i % 400 for i in range(32 if tiny else 512)]
+    count = 24 if tiny else 96
+    text = generate(target, PlainDecoding(), [prompt], count, eos_ids=frozenset())[0].token_ids
+    known = torch.tensor([*prompt, *text], device=device)
+    target.compiled = compiled
+    plain = 0.0
+    for name, make in islice(ways(target, tiny), 2 if tiny and compiled else None):
+        proposer: Any = make()
+        if not isinstance(proposer, PlainDecoding):
+            proposer = Replayed(proposer, known)
+        start = synchronise(device)
+        once(target, proposer, prompt, count)
+        first = synchronise(device) - start
+        found = once(target, proposer, prompt, count)
+        row = summary(found)
+        plain = plain or row["round ms"]
+        row["times plain"] = row["tau"] * plain / row["round ms"]
+        row["times the floor"] = row["round ms"] / floor
+        row["first call s"] = first
+        row |= launched(device, target, proposer, prompt, count, row["round ms"])
+        same = found.token_ids == text
+        report.figure(name, row, "" if same else "near-ties: another text than plain's")
+        del proposer
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def once(target: Target, proposer: Proposer, prompt: list[int], count: int) -> Generation:
+    return generate(target, proposer, [prompt], count, eos_ids=frozenset())[0]
+
+
+def summary(found: Generation) -> dict[str, float]:
+    """Medians over rounds, without the first three."""
+    later = found.rounds[3:]
+    row = {
+        "tau": sum(len(r.tokens) for r in later) / len(later),
+        "round ms": 1000 * statistics.median(r.t_round_s for r in later),
+    }
+    for part in ("draft", "verify", "accept", "kv"):
+        row[f"{part} ms"] = 1000 * statistics.median(getattr(r, f"t_{part}_s") for r in later)
+    return row
+
+
+def launched(
+    device: torch.device,
+    target: Target,
+    proposer: Proposer,
+    prompt: list[int],
+    count: int,
+    round_ms: float,
+) -> dict[str, float]:
+    """Return kernels, launches by the host and the share of time without a kernel, of a round."""
+    if device.type != "cuda":
+        return {}
+    steps = decode(target, proposer, [Request(prompt)], count, eos_ids=frozenset())
+    for _ in range(4):
+        next(steps)
+    watched = 6
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(watched):
+            next(steps)
+        torch.cuda.synchronize()
+    steps.close()
+    events: Any = seen.events()
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    host = Counter(e.name for e in events if e.name in (*LAUNCHES, "cudaGraphLaunch"))
+    busy = sum(e.device_time for e in kernels) / 1000 / watched
+    return {
+        "kernels": len(kernels) / watched,
+        "launches": sum(host[name] for name in LAUNCHES) / watched,
+        "graphs": host["cudaGraphLaunch"] / watched,
+        "idle share": 1 - busy / round_ms,
+    }
+
+
+def training(report: Report, device: torch.device, tiny: bool) -> None:
+    """Steps of drafters of 8B shape on random features."""
+    target = random_target("tiny" if tiny else "qwen3-8b", device, torch.bfloat16, layers=8)
+    prepare(device)
+    peak = product_speed(device, tiny)
+    flex = device.type == "cuda"  # it has no gradients on a CPU
+    cases: list[tuple[str, int, dict[str, Any]]] = [
+        ("eagle", 2048, {"attention": "sdpa"}),
+        ("eagle", 8192, {"attention": "sdpa"}),
+        *([("eagle", 8192, {"attention": "flex"})] if flex else []),
+        ("eagle", 8192, {"recompute": True}),
+        ("dflash", 4096, {}),
+        ("dspark", 4096, {}),
+        ("medusa", 4096, {}),
+    ]
+    for method, length, options in cases:
+        length = length // 16 if tiny else length
+        label = ", ".join([method, f"S = {length}", *(f"{k} {v}" for k, v in options.items())])
+        with noted(report, label):
+            settings = {"num_layers": 2, "block_size": 8} if method in ("dflash", "dspark") else {}
+            drafter = random_drafter(method, target, **settings)
+            batch = packed_rows(1, length, target.vocab_size - 1, 96 if tiny else 2048)
+            taps = drafter.taps
+            features = random_features(target, batch, taps)
+            step = training_step(
+                method, target, drafter, lambda f=features: f, batch, bf16=True, **options
+            )
+            report.figure(label, cost(device, step, length, peak))
+            del drafter, features, step
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def noted(report: Report, name: str) -> Iterator[None]:
+    """Note an error as a failed check, and go on, unless the device itself is lost."""
+    try:
+        yield
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        report.check(name, False, str(error).splitlines()[0][:200])
+        if "CUDA error" in str(error):
+            raise
+
+
+class Products(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and attention.
+
+    torch's own counter follows modules too, which fails where gradients are made within a forward
+    pass.
+    """
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def cost(
+    device: torch.device, step: Callable[[], Tensor], length: int, peak: float
+) -> dict[str, Any]:
+    """Return time, memory and kernels of a training step over `length` tokens."""
+    with Products() as products:
+        loss = step()
+    cuda = device.type == "cuda"
+    resident = torch.cuda.memory_allocated() if cuda else 0
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    ms = median_ms(device, step, 5 if cuda else 1, 1)
+    row: dict[str, Any] = {
+        "ms": ms,
+        "tokens/s": length / ms * 1000,
+        # of matrix products and attention, but FlexAttention is not counted
+        "share of peak": products.flops / (ms / 1000) / peak,
+        "loss": float(loss),
+    }
+    if cuda:
+        row["GiB above resident"] = (torch.cuda.max_memory_allocated() - resident) / 2**30
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            step()
+            torch.cuda.synchronize()
+        row["attention"] = " ".join(sorted(attention_kernels(seen)))
+    return row
+
+
+def attention_kernels(seen: Any) -> set[str]:
+    """Return the names of the kernels of attention that ran, shortened."""
+    names = {event.name for event in seen.events() if event.name is not None}
+    found = {name for name in names if any(part in name.lower() for part in ATTENTION)}
+    return {name.split("<")[0].split("(")[0][-60:] for name in found} or {"none by name"}

@@ -1,0 +1,150 @@
+"""Targets and drafters of known sizes with random weights, and training steps of them.
+
+What a round or a step costs does not depend on the weights, but for the drafts that are accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftsmith.heads import dflash, dspark
+from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
+from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.data.batches import Batch, collate
+from draftsmith.train.features import Features
+from draftsmith.train.method import method_named
+from draftsmith.train.objectives import TrainingModule
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+CONFIGS = Path(__file__).parents[2] / "tests" / "targets"
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 8, "vocab_size": 512,
+}  # fmt: skip
+
+
+def random_target(
+    shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None
+) -> Target:
+    """Return a target of the sizes of tests/targets/SHAPE.json, or of its first `layers` only.
+
+    The shape "tiny" is a model of the same kind for tests on a CPU.
+    """
+    values = json.loads((CONFIGS / f"{'qwen3-8b' if shape == 'tiny' else shape}.json").read_text())
+    values.pop("torch_dtype", None)
+    values |= TINY if shape == "tiny" else {}
+    if layers is not None:
+        values["num_hidden_layers"] = min(layers, values["num_hidden_layers"])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return Target(model, None, f"random {shape}")
+
+
+def random_drafter(method: str, target: Target, **settings: Any) -> Any:
+    """Return an untrained drafter with random weights, in float32 on the target's device.
+
+    `settings` are those of the drafter's config. EAGLE drafts among a fifth of the vocabulary.
+    """
+    middle, last = target.num_layers // 2, target.num_layers - 3
+    borrowed = target.embedding_and_head
+    with torch.device(target.device):
+        if method == "medusa":
+            config = MedusaConfig(**{"shared_head": True, **settings})
+            heads = MedusaHeads(config, target.hidden_size, target.vocab_size, target.head)
+            return drawn(heads)
+        settings = {"taps": [2, middle, last], **settings}
+        if method == "eagle":
+            kept = target.vocab_size // 5
+            eagle = EagleConfig(**{"draft_vocab_size": kept, **settings})
+            drafter: Any = EagleDrafter(shape_for(eagle, target.config), borrowed)
+            drawn(drafter)
+            drafter.start_from(target.head_weight.float(), None, torch.arange(kept) * 5)
+            return drafter
+        mask = target.vocab_size - 1
+        if method == "dspark":
+            block = dspark.shape_for(DSparkConfig(**settings), target.config, mask)
+            return drawn(DSparkDrafter(block, borrowed))
+        block = dflash.shape_for(DFlashConfig(**settings), target.config, mask)
+        return drawn(DFlashDrafter(block, borrowed))
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    """Draw the weights of a module as most models do; norms are one and biases zero."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.02)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return module
+
+
+def packed_rows(rows: int, length: int, vocab: int, longest: int, seed: int = 0) -> Batch:
+    """Return packed rows of documents of `longest` / 4 to `longest` tokens, the last third of each
+    written by the target."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    packed = []
+    for _ in range(rows):
+        documents, left = [], length
+        while left > 0:
+            count = min(left, int(generator.integers(max(longest // 4, 2), longest + 1)))
+            written = np.arange(count) >= count // 3
+            documents.append((generator.integers(0, vocab, count), written))
+            left -= count
+        packed.append(documents)
+    return collate(packed)
+
+
+def random_features(target: Target, batch: Batch, taps: Sequence[int]) -> Features:
+    """Return features of a batch in the target's dtype, of size one."""
+    like: dict[str, Any] = {"device": target.device, "dtype": target.dtype}
+    states: list[Tensor] = []
+    for _ in range(len(taps) + 1):
+        states.append(torch.randn(*batch.ids.shape, target.hidden_size, **like))
+    return Features(batch, states[0], tuple(states[1:]))
+
+
+def training_step(
+    method: str,
+    target: Target,
+    drafter: Any,
+    features: Callable[[], Features],
+    batch: Batch,
+    bf16: bool,
+    **objective_options: Any,
+) -> Callable[[], Tensor]:
+    """Return a function that takes one optimiser step, and returns its loss."""
+    known = method_named(method)  # type: ignore[arg-type]
+    run = known.run_class(
+        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
+    )
+    for option, value in objective_options.items():
+        setattr(run.objective, option, value)
+    objective = known.make_objective(run, target, drafter)
+    objective.begin(1.0)
+    module = TrainingModule(drafter, objective, bf16)
+    denominators = objective.weights(batch)
+    learning = [p for p in drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-5, fused=target.device.type == "cuda")
+
+    def step() -> Tensor:
+        loss, _ = module(features(), denominators)
+        loss.backward()
+        nn.utils.clip_grad_norm_(learning, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step

@@ -33,11 +33,13 @@ STORIES = ROOT.parent / "shared" / "models" / "stories260k"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say where the server of `warm/python` is to be; workers of xdist inherit it."""
+    """Say where the server of `warm/python` is to be, and what is measured once; workers of xdist
+    inherit it."""
     if "DRAFTSMITH_WARM_SOCKET" not in os.environ:
         folder = tempfile.mkdtemp(prefix="draftsmith-tests-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["DRAFTSMITH_WARM_SOCKET"] = f"{folder}/socket"
+        os.environ["DRAFTSMITH_CACHE"] = f"{folder}/cache"
         os.environ["DRAFTSMITH_WARM_PYTHON"] = sys.executable
         os.environ["DRAFTSMITH_WARM_PARENT"] = str(os.getpid())
 

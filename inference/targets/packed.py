@@ -8,16 +8,25 @@ order, so that near-ties may be decided otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
+import os
+import platform
+import re
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from ...heads.errors import UserError
+from ...heads.files import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +123,8 @@ def packing_pays(linears: Sequence[nn.Linear]) -> bool:
     """Return True if packed matrices are faster here by a measurement of less than a second.
 
     Both orders take turns over the first of `linears`; the mean gain for one, four and eight rows
-    counts.
+    counts. It is kept on disk for the next process, which then decodes over the same matrices, with
+    the same rounding, and finds what was compiled for them.
     """
     tried: list[nn.Linear] = []
     size = 0
@@ -125,15 +135,70 @@ def packing_pays(linears: Sequence[nn.Linear]) -> bool:
     weights = [linear.weight.detach() for linear in tried]
     if not weights or weights[0].device.type != "cpu":
         return False
-    try:
-        packed = [_packed(weight) for weight in weights]
-        gains = [_gain(weights, packed, rows) for rows in TRIED_ROWS]
-    except (AttributeError, NotImplementedError, RuntimeError) as error:
-        log.debug("matrices cannot be packed here: %s", error)
-        return False
-    gain = statistics.geometric_mean(gains)
+    trial = _name_of(weights)
+    gain = _kept_gain(trial)
+    if gain is None:
+        try:
+            packed = [_packed(weight) for weight in weights]
+            gains = [_gain(weights, packed, rows) for rows in TRIED_ROWS]
+        except (AttributeError, NotImplementedError, RuntimeError) as error:
+            log.debug("matrices cannot be packed here: %s", error)
+            return False
+        gain = statistics.geometric_mean(gains)
+        _keep_gain(trial, gain)
     log.debug("packed matrices are %.2f times as fast", gain)
     return gain >= LEAST_GAIN
+
+
+def _gains_file() -> Path:
+    folder = os.environ.get("DRAFTSMITH_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder or Path(caches, "draftsmith")) / "packing.json"
+
+
+def _name_of(weights: list[Tensor]) -> str:
+    """Return the name of a trial: whatever its outcome depends on."""
+    shapes = json.dumps([list(weight.shape) for weight in weights])
+    parts = (
+        processor(),
+        f"torch {torch.__version__}",
+        f"{torch.get_num_threads()} threads",
+        str(weights[0].dtype).removeprefix("torch."),
+        f"{len(weights)} matrices {hashlib.sha256(shapes.encode()).hexdigest()[:12]}",
+    )
+    return ", ".join(parts)
+
+
+def processor() -> str:
+    """Return the name of this machine's processor, as far as the system tells."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    except OSError:
+        found = None
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{name} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _kept_gains() -> dict[str, float]:
+    try:
+        kept = json.loads(_gains_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def _kept_gain(trial: str) -> float | None:
+    gain = _kept_gains().get(trial)
+    return gain if isinstance(gain, float) else None
+
+
+def _keep_gain(trial: str, gain: float) -> None:
+    """Write a gain down. Where that cannot be done, the next process measures again."""
+    try:
+        with whole_file(_gains_file()) as aside:
+            aside.write_text(json.dumps({**_kept_gains(), trial: round(gain, 3)}, indent=1))
+    except (OSError, UserError) as error:
+        log.debug("the measured gain is not kept: %s", error)
 
 
 def _gain(weights: list[Tensor], packed: list[Tensor], rows: int) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from draftsmith.inference.targets import causal_model, packed
@@ -75,3 +78,22 @@ def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packed, "_packed", missing)
     assert not packing_pays([nn.Linear(4, 4)])
+
+
+def test_a_measured_gain_is_kept_for_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    gains = iter([2.0, 2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: next(gains))
+    small, large = [nn.Linear(8, 8)], [nn.Linear(8, 16)]
+    assert packing_pays(small) and packing_pays(small), "measured once"
+    assert not packing_pays(large), "another trial"
+    file = tmp_path / "cache" / "packing.json"
+    assert list(json.loads(file.read_text()).values()) == [2.0, 0.5]
+    file.write_text("{")
+    assert not packing_pays(small), "a damaged file is measured again, and written anew"
+    assert list(json.loads(file.read_text()).values()) == [0.5]
+    monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
+    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: 2.0)
+    assert packing_pays(small), "where nothing can be written"

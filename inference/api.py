@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
+from .compiled import prepare_to_compile
 from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, decode, generate
@@ -236,7 +237,7 @@ def load(
     given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
     or a name. `drafter` is an artifact's folder, a draft model's folder, or none, ngram, suffix,
     lookahead or early-exit, with settings after a colon; or a proposer. `compile` compiles the
-    rounds, for which shapes become static.
+    rounds: the first ones with each kind of sampling take a minute or two.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
@@ -273,6 +274,7 @@ def load(
     if isinstance(target, TargetConfig):
         target = load_for_decoding(target)
     if compile:
+        prepare_to_compile(target.device)
         target.compiled = True
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -11,11 +14,29 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..heads.errors import UserError
+
 log = logging.getLogger(__name__)
 
 _FUNCTIONS: WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
 """Compiled functions of each owner, by the function and its constants."""
 _NUMBERS = itertools.count()
+
+
+def prepare_to_compile(device: torch.device) -> None:
+    """Say what compilation will take. Raises `UserError` on a CPU without a C++ compiler."""
+    if device.type == "cpu":
+        wanted = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(wanted) is None:
+            raise UserError(
+                f"--compile needs a C++ compiler, and there is no {wanted}; install it, name "
+                "another one in CXX, or leave out --compile"
+            )
+    log.info(
+        "the first rounds with each kind of sampling are compiled, which takes one or two minutes, "
+        "or seconds where the cache on disk has them%s",
+        "; on a CPU batches of several rows are not compiled" if device.type == "cpu" else "",
+    )
 
 
 def compiled(
@@ -29,11 +50,6 @@ def compiled(
     and then for all sizes (one row is a class of its own); a tree of another shape or other
     sampling settings are compiled by themselves.
     """
-    if not _FUNCTIONS:
-        log.info(
-            "compiling: the first rounds take up to a minute, or seconds where the cache on disk "
-            "has them"
-        )
     functions = _FUNCTIONS.setdefault(owner, {})
     key = (function, *constants)
     if key not in functions:

@@ -200,7 +200,8 @@ def load_proposer(
             trees = importlib.import_module(".proposers.default_tree", __package__)
             if chosen := trees.default_tree(artifact, target):
                 drawn = ",".join(f"{key}={value}" for key, value in chosen.items())
-                log.info("%s:%s is what should pay on a %s", name, drawn, target.device.type)
+                device = target.device.type
+                log.info("%s drafts with %s, the tree that should pay on a %s", name, drawn, device)
     else:
         kind, given = MODEL_FOLDER, (name, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))

@@ -15,6 +15,7 @@ from ...heads.errors import UserError
 from ...heads.fingerprint import Fingerprint, weights_hash
 from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
+from ..compiled import prepare_to_compile
 from ..device import prepare
 from ..settings import TargetConfig
 from .causal_model import CausalModel
@@ -95,6 +96,8 @@ class Target(CausalModel, TargetSource):
 
 def load_for_decoding(config: TargetConfig) -> Target:
     """Return `load_target`, laid out for decoding, not for training. Raises `UserError`."""
+    if config.compile:
+        prepare_to_compile(resolve_device(config.device))
     target = load_target(replace(config, compile=False))
     if config.fused:
         target.pack()
@@ -105,7 +108,9 @@ def load_for_decoding(config: TargetConfig) -> Target:
 def load_target(config: TargetConfig) -> Target:
     """Return the loaded and checked target, its adapter merged. Raises `UserError`."""
     if config.compile:
-        log.warning("target.compile is for decoding; this command does not compile the target")
+        log.warning(
+            "target.compile is for decoding, and this command does not decode; leave it out"
+        )
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     path, adapter = base_and_adapter(config)

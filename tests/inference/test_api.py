@@ -159,6 +159,15 @@ def test_a_lossy_reply_says_so(quickstart: Target) -> None:
     )
 
 
+def test_compilation_without_a_compiler_is_a_clear_error(
+    quickstart: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/no/g++")
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler, and there is no /no/g\+\+"):
+        load(quickstart, compile=True)
+    assert not quickstart.compiled
+
+
 @pytest.mark.full
 def test_a_compiled_target_writes_the_same_text() -> None:
     """Few compilations, whatever the lengths of prompts and the sizes of trees, and while a batch

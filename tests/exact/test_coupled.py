@@ -102,7 +102,7 @@ def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int,
 @pytest.mark.parametrize(
     ("kind", "end"),
     [
-        ("gemma3", 11),
+        pytest.param("gemma3", 11, marks=pytest.mark.full),
         ("gpt2", 9),
         *(pytest.param(kind, 13, marks=pytest.mark.full) for kind in ("gemma3", "gpt2", "qwen2")),
     ],

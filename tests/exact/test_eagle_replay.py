@@ -73,7 +73,13 @@ def test_rounds_agree_for_trained_drafters(name: str, count: int, quickstart: Ta
     assert busy > 0.3, "a drafter that is never right would prove nothing"
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3 draft vocabulary", "eagle3.1"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "eagle3 draft vocabulary",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("eagle1", "eagle3.1")),
+    ],
+)
 def test_rounds_agree_where_replies_end_and_are_cut(kind: str) -> None:
     target = tiny_target(seed=5)
     drafter = random_eagle(target, kind)

@@ -36,12 +36,18 @@ VIEWS = {
 }
 MODE = FakeTensorMode()  # one for all, since tables of tensors are cached
 ACCEPTED = 3  # nodes of the path of every round, with the root
-QUICK = ("plain", "medusa", "eagle3 tree", "dflash chain", "dspark tree", "draft-model tree")
-# They borrow the target's head, and the last two its embedding.
-SPREAD = ("medusa", "eagle3 tree", "dflash chain")
+QUICK = ("plain", "medusa", "eagle3 tree", "dflash chain", "draft-model tree")
+SPREAD = ("eagle3 tree",)  # it borrows the target's head and embedding
 WAYS = (
     *QUICK,
-    *("draft-model chain", "medusa best-first", "eagle3 chain", "eagle1 tree", "dflash tree"),
+    *(
+        "dspark tree",
+        "draft-model chain",
+        "medusa best-first",
+        "eagle3 chain",
+        "eagle1 tree",
+        "dflash tree",
+    ),
     *("early-exit chain", "early-exit tree"),
 )
 ROUNDS = 4  # of which the first two are not counted

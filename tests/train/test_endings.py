@@ -129,7 +129,7 @@ def test_what_nobody_foresaw_is_one_line_and_a_file(
     [
         (signal.SIGTERM, True),
         pytest.param(signal.SIGKILL, True, marks=pytest.mark.full),
-        (signal.SIGINT, False),
+        pytest.param(signal.SIGINT, False, marks=pytest.mark.full),
     ],
 )
 def test_a_launcher_that_goes_takes_the_training_along(

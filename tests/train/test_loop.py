@@ -197,7 +197,10 @@ def test_gradients_of_two_ranks_equal_those_of_one_with_twice_the_accumulation(
         assert float(difference) < 1e-6, f"{name}: {difference}"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "dflash", "distill"])
+@pytest.mark.parametrize(
+    "method",
+    ["medusa", "eagle", *(pytest.param(m, marks=pytest.mark.full) for m in ("dflash", "distill"))],
+)
 def test_loss_curve_of_two_ranks_equals_that_of_one(
     tmp_path: Path, saved_tiny: Path, method: str
 ) -> None:
@@ -258,9 +261,9 @@ def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 1
         ([7], 2, "medusa"),
         ([7], 1, "eagle"),
         pytest.param([7, 13], 2, "eagle1", marks=pytest.mark.full),
-        ([7], 1, "dspark"),
+        pytest.param([7], 1, "dspark", marks=pytest.mark.full),
         pytest.param([7], 2, "dflash", marks=pytest.mark.full),
-        ([7], 1, "distill"),
+        pytest.param([7], 1, "distill", marks=pytest.mark.full),
         pytest.param([4, 13], 2, "distill", marks=pytest.mark.full),
     ],
 )
@@ -434,7 +437,7 @@ def test_early_stop_looks_at_measured_tau(tmp_path: Path, saved_tiny: Path) -> N
     assert not logged(again.stdout, "loss"), "the same command again changes nothing"
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle"])
+@pytest.mark.parametrize("method", ["medusa", pytest.param("eagle", marks=pytest.mark.full)])
 def test_bf16_keeps_fp32_masters(tmp_path: Path, saved_tiny: Path, method: str) -> None:
     done = train(
         make_config(tmp_path, saved_tiny, method, precision="bf16"),

@@ -17,7 +17,7 @@ from tests.train.test_loop import launch, logged, make_config, train
     ("method", "spread"),
     [
         ("eagle", "fsdp"),
-        ("medusa", "tensor"),
+        pytest.param("medusa", "tensor", marks=pytest.mark.full),
         *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("tensor", "devices")),
     ],
 )

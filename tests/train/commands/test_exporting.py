@@ -583,7 +583,11 @@ def as_others_write_it(name: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("eagle3_plain", {"taps": "[2,4,7]"}), ("eagle1", {}), ("medusa", {})]
+    ("name", "more"),
+    [
+        ("eagle3_plain", {"taps": "[2,4,7]"}),
+        *(pytest.param(name, {}, marks=pytest.mark.full) for name in ("eagle1", "medusa")),
+    ],
 )
 def test_an_imported_head_decodes_as_it_did(
     name: str, more: dict[str, Any], quickstart: Target, tmp_path: Path

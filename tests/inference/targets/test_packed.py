@@ -84,9 +84,12 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    gains = iter([2.0, 2.0, 2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5])
+    fast, slow = [(2.0, True)] * 3, [(0.5, True)] * 3
+    disturbed = [(0.5, True), (0.5, False), (0.5, True)]
+    gains = iter([*disturbed, *fast, *slow, *slow])
     monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: next(gains))
     small, large = [nn.Linear(8, 8)], [nn.Linear(8, 16)]
+    assert not packing_pays(small), "disturbed, and not kept"
     assert packing_pays(small) and packing_pays(small), "measured once"
     assert not packing_pays(large), "another trial"
     file = tmp_path / "cache" / "packing.json"
@@ -95,5 +98,5 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     assert not packing_pays(small), "a damaged file is measured again, and written anew"
     assert list(json.loads(file.read_text()).values()) == [0.5]
     monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
-    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: 2.0)
+    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: (2.0, True))
     assert packing_pays(small), "where nothing can be written"

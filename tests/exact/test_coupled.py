@@ -157,8 +157,16 @@ def check(seeds: tuple[int, int], kind: str, least: int) -> None:
     assert ended, "replies that end inside the batch must occur"
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(30, marks=pytest.mark.full)])
-@pytest.mark.parametrize("which", ["quickstart", "stories"])
+@pytest.mark.parametrize(
+    ("which", "count"),
+    [
+        ("stories", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("quickstart", 2), ("quickstart", 30), ("stories", 30))
+        ),
+    ],
+)
 def test_real_targets(which: str, count: int, request: pytest.FixtureRequest) -> None:
     target: Target = request.getfixturevalue(which)
     prompts = (

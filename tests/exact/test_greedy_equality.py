@@ -193,7 +193,7 @@ def test_quickstart_target(quickstart: Target, count: int) -> None:
     assert all(accepted(found[name]) > count for name in trained)
 
 
-@pytest.mark.parametrize("count", [BATCH, pytest.param(48, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [BATCH // 2, pytest.param(48, marks=pytest.mark.full)])
 def test_real_pretrained_target(stories: Target, count: int) -> None:
     found = check(stories, real_drafters(stories), story_prompts(stories, count), 48, alone=2)
     assert accepted(found["medusa"]) > count

@@ -259,7 +259,7 @@ def kill_at(config: Path, step: int, ranks: int, method: str, timeout: float = 1
         ([7], 1, "medusa"),
         pytest.param([3, 9, 12, 17], 1, "medusa", marks=pytest.mark.full),
         ([7], 2, "medusa"),
-        ([7], 1, "eagle"),
+        pytest.param([7], 1, "eagle", marks=pytest.mark.full),
         pytest.param([7, 13], 2, "eagle1", marks=pytest.mark.full),
         pytest.param([7], 1, "dspark", marks=pytest.mark.full),
         pytest.param([7], 2, "dflash", marks=pytest.mark.full),

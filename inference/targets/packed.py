@@ -185,7 +185,7 @@ def processor() -> str:
 def _kept_gains() -> dict[str, float]:
     try:
         kept = json.loads(_gains_file().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last where a user has no home folder
         return {}
     return kept if isinstance(kept, dict) else {}
 
@@ -200,7 +200,7 @@ def _keep_gain(trial: str, gain: float) -> None:
     try:
         with whole_file(_gains_file()) as aside:
             aside.write_text(json.dumps({**_kept_gains(), trial: round(gain, 3)}, indent=1))
-    except (OSError, UserError) as error:
+    except (OSError, RuntimeError, UserError) as error:
         log.debug("the measured gain is not kept: %s", error)
 
 

@@ -1,4 +1,4 @@
-"""What one GPU says of draftsmith: correctness, decoding and training at 8B shape, in ten minutes.
+"""Correctness, decoding and training on one GPU: a benchmark at 8B shape, in ten minutes.
 
     python scripts/bench/gpu.py --out runs/gpu                             # on a machine with a GPU
     python scripts/bench/gpu.py --out /tmp/gpu --device cpu --tiny         # the same code on a CPU

@@ -80,7 +80,7 @@ def product_speed(device: torch.device, tiny: bool) -> float:
 
 
 def machine(report: Report, device: torch.device, tiny: bool) -> None:
-    """What the machine is, and what it can do at best."""
+    """Note the machine, and its speed at best."""
     report.figure("torch, transformers", f"{torch.__version__}, {transformers.__version__}")
     report.figure("bf16 product, TFLOP/s", product_speed(device, tiny) / 1e12, "H100: 600 to 800")
     report.figure("copy, TB/s", copy_speed(device, tiny) / 1e12, "H100: 3.0, H200: 4.3")

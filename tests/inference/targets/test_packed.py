@@ -100,3 +100,11 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
     monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: (2.0, True))
     assert packing_pays(small), "where nothing can be written"
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("DRAFTSMITH_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert packing_pays(small), "a user without a home folder"

@@ -24,20 +24,28 @@ Divergence = Literal[
     "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"
 ]
 NEEDS_LABELS = ("ce", "ce-l1")
+LABELS_ONLY = ("ce",)  # no distribution of the target
+RENORMALISED = ("kl", "reverse-kl", "jsd", "top-k-kl")
+"""Losses that are the same for any multiple of p."""
 SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zero
 HYBRID_ETA = 3.0  # how fast `lk-hybrid` goes from KL to total variation
 TOP_K = 10
 CE_SHARE = 0.1  # of the cross-entropy in `ce-l1`
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 at least: in bfloat16 a sum would lose its small terms."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def log_probs(logits: Tensor) -> Tensor:
-    """Return the log-softmax, in float32 at least: bfloat16 would lose the tail."""
-    return torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
+    """Return the log-softmax, in float32 at least."""
+    return torch.log_softmax(logits, dim=-1, dtype=wide_dtype(logits.dtype))
 
 
 def renormalised(log_p: Tensor) -> Tensor:
     """Return `log_p` divided by its mass, so that it sums to one."""
-    return log_p - log_p.logsumexp(-1, keepdim=True)
+    return torch.log_softmax(log_p, dim=-1)
 
 
 def cross_entropy(log_q: Tensor, labels: Tensor) -> Tensor:
@@ -50,10 +58,16 @@ def forward_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 
     It is the cross-entropy of p and q minus the entropy of p, so its minimum is zero.
     """
+    p, negative_entropy = _taught(log_p)
+    return negative_entropy - _dot(log_q, p)
+
+
+def _taught(log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p, renormalised, and its negative entropy `[R]`."""
     log_p = renormalised(log_p)
     p = log_p.exp()
     # A token of probability 0 has p log p = 0 * -inf, which is NaN and should be 0.
-    return (p * log_p).nan_to_num(0.0).sum(-1) - _dot(log_q, p)
+    return p, (p * log_p).nan_to_num(0.0).sum(-1)
 
 
 def _dot(log_q: Tensor, p: Tensor) -> Tensor:
@@ -144,13 +158,15 @@ def ce_and_l1(log_q: Tensor, log_p: Tensor, labels: Tensor, ce_share: float = CE
     return ce_share * cross_entropy(log_q, labels) + (1 - ce_share) * distance
 
 
-def divergence(name: Divergence, log_q: Tensor, log_p: Tensor, labels: Tensor) -> Tensor:
+def divergence(name: Divergence, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> Tensor:
     """Return the loss of that name, `[R]`.
 
-    `labels` `[R]` are columns of q; only the losses in `NEEDS_LABELS` read them.
+    `labels` `[R]` are columns of q; only the losses in `NEEDS_LABELS` read them. Those in
+    `LABELS_ONLY` need no `log_p`.
     """
     if name == "ce":
         return cross_entropy(log_q, labels)
+    assert log_p is not None, "only cross-entropy has no teacher"
     if name == "ce-l1":
         return ce_and_l1(log_q, log_p, labels)
     return _SOFT[name](log_q, log_p)
@@ -166,6 +182,54 @@ _SOFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "top-k-kl": top_k_kl,
 }
 assert set(_SOFT) | set(NEEDS_LABELS) == set(get_args(Divergence))
+
+
+def loss_of_logits(
+    name: Divergence, logits: Tensor, log_p: Tensor | None, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the `divergence` `[R]` of the softmax of `logits` `[R, V]`, and their log-sums `[R]`.
+
+    The log-probabilities are the logits less the log-sums, which carry no gradient.
+    """
+    if name in ("ce", "kl"):
+        return _OfLogits.apply(logits, log_p if name == "kl" else None, labels)
+    log_q = log_probs(logits)
+    log_sums = (logits.amax(-1) - log_q.amax(-1)).detach()
+    return divergence(name, log_q, log_p, labels), log_sums
+
+
+class _OfLogits(torch.autograd.Function):
+    """Cross-entropy with labels, or KL(p || q), of logits: d/dz is q - onehot(x*), or q - p.
+
+    The gradient is made in the table of q; autograd would fill two more tables `[R, V]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, log_p: Tensor | None, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, p = torch.softmax(logits, -1, dtype=wide_dtype(logits.dtype)), None
+        # The largest q is exp(z - log-sum) of the largest logit z, and at least 1 / V.
+        log_sums = logits.amax(-1) - q.amax(-1).log()
+        if log_p is None:
+            losses = log_sums - logits.gather(-1, labels[..., None])[..., 0]
+        else:
+            p, negative_entropy = _taught(log_p)
+            losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
+        ctx.q, ctx.p, ctx.labels, ctx.dtype = q, p, labels, logits.dtype
+        ctx.mark_non_differentiable(log_sums)
+        return losses, log_sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        # Taken out, so that a second pass over the same graph fails instead of being wrong.
+        q, ctx.q = ctx.q, None
+        if ctx.p is not None:
+            q.sub_(ctx.p)
+        else:
+            index = ctx.labels[..., None]
+            q.scatter_add_(-1, index, q.new_full((1,), -1.0).expand(index.shape))
+        return q.mul_(gradient[..., None]).to(ctx.dtype), None, None
 
 
 def sum_in_chunks(
@@ -241,7 +305,7 @@ class _InChunks(torch.autograd.Function):
         ctx: Any, function: Any, rows: Any, rows_per_chunk: int, hidden: Tensor, *parameters: Tensor
     ) -> Any:
         learning = [i for i, p in enumerate(parameters) if p.requires_grad]
-        parameter_grads = [torch.zeros_like(parameters[i]) for i in learning]
+        found: list[Tensor | None] = [None] * len(learning)
         hidden_grad = torch.zeros_like(hidden)
         total, tables = None, []
         # An empty `hidden` still makes one chunk, so that the loss has a value and tables a shape.
@@ -266,9 +330,17 @@ class _InChunks(torch.autograd.Function):
             # None stands for a tensor that the loss does not depend on.
             if grads[0] is not None:
                 hidden_grad[chunk] = grads[0]
-            for summed, grad in zip(parameter_grads, grads[1:], strict=True):
-                if grad is not None:
+            for i, grad in enumerate(grads[1:]):
+                if grad is None:
+                    continue
+                if (summed := found[i]) is None:
+                    found[i] = grad.clone()  # it may share memory with another one
+                else:
                     summed += grad
+        # Zero, and not none at all: engines wait for the gradient of every parameter.
+        parameter_grads = []
+        for i, summed in zip(learning, found, strict=True):
+            parameter_grads.append(torch.zeros_like(parameters[i]) if summed is None else summed)
         ctx.learning, ctx.count = learning, len(parameters)
         ctx.save_for_backward(hidden_grad, *parameter_grads)
         joined = [torch.cat(parts) for parts in zip(*tables, strict=True)]

@@ -38,14 +38,15 @@ def read_later(tensor: Tensor) -> Callable[[], Any]:
     return read
 
 
-def send(values: Sequence[object], device: torch.device) -> Tensor:
-    """Return `values` as a tensor on `device`, without waiting for the device.
+def send(values: Tensor | Sequence[object], device: torch.device) -> Tensor:
+    """Return `values`, numbers or a tensor on the host, on `device`, without waiting for it.
 
     A CUDA copy from pageable memory waits for all queued work; one from pinned memory does not.
     """
-    if device.type != "cuda":
-        return torch.tensor(values, device=device)
-    return torch.tensor(values).pin_memory().to(device, non_blocking=True)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def row_of(numbers: tuple[int, ...], device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..heads.errors import UserError
+from ..inference.device import send
 from ..inference.targets.causal_model import CausalModel, Hidden
 from ..inference.targets.target import Target
 from .data.batches import Batch
@@ -59,8 +60,8 @@ class LiveTarget:
     @torch.no_grad()
     def features(self, batch: Batch) -> Features:
         device = self._target.device
-        ids = batch.ids.to(device, non_blocking=True)
-        positions = batch.positions.to(device, non_blocking=True)
+        ids = send(batch.ids, device)
+        positions = send(batch.positions, device)
         if self._target.spread == "tensor":
             hidden = self._in_turn(ids, positions)
         else:

@@ -249,6 +249,11 @@ def run_loop(
     def evaluation_due():
         return state.step == total or (state.step and state.step % run.evaluation.every == 0)
 
+    def measured(step: int) -> bool:
+        """Whether a log is due after `step` steps, by whose last step metrics are measured."""
+        intervals = (run.log_every, run.evaluation.every, run.checkpoints.every)
+        return step == total or any(step % every == 0 for every in intervals)
+
     # A run that was asked to stop left this step's evaluation to the one that goes on.
     if evaluation_due() and state.evaluated != state.step:
         evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
@@ -256,7 +261,7 @@ def run_loop(
     trainer.pace.restart()
     with profiler(run.profile, folder.path, accelerator.process_index) as profiled:
         while not finished:
-            more, norm, positions = trainer.step(state.step)
+            more, norm, positions = trainer.step(state.step, measured(state.step + 1))
             profiled()
             state.step += 1
             # Ranks differ a little in padding; an exact number would need one more reduction a

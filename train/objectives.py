@@ -53,15 +53,19 @@ class Objective(Protocol):
         ...
 
     def forward(
-        self, drafter: Any, features: Features, denominators: dict[str, float]
+        self,
+        drafter: Any,
+        features: Features,
+        denominators: dict[str, float],
+        measured: bool = True,
     ) -> tuple[Tensor, Sums]:
-        """Return the loss and metric sums of a batch.
+        """Return the loss and metric sums of a batch; without `measured` there are no sums.
 
-        The loss is a sum over the batch, with each term divided by its global denominator:
-        `denominators` are the sums of `weights` over all ranks and micro-batches of a step. The
-        metric named `loss` is added by the trainer. Every trainable parameter takes part even if
-        the batch has nothing to learn from; otherwise ranks would wait for each other's gradients
-        forever.
+        What only metrics need is left out then, and the loss stays the same in every bit. It is a
+        sum over the batch, with each term divided by its global denominator: `denominators` are the
+        sums of `weights` over all ranks and micro-batches of a step. The metric named `loss` is
+        added by the trainer. Every trainable parameter takes part even if the batch has nothing to
+        learn from; otherwise ranks would wait for each other's gradients forever.
         """
         ...
 
@@ -79,9 +83,11 @@ class TrainingModule(nn.Module):
         self.objective = objective
         self._bf16 = bf16
 
-    def forward(self, features: Features, denominators: dict[str, float]) -> tuple[Tensor, Sums]:
+    def forward(
+        self, features: Features, denominators: dict[str, float], measured: bool = True
+    ) -> tuple[Tensor, Sums]:
         with torch.autocast(features.last.device.type, torch.bfloat16, enabled=self._bf16):
-            loss, sums = self.objective.forward(self.drafter, features, denominators)
+            loss, sums = self.objective.forward(self.drafter, features, denominators, measured)
         # Autocast may leave the loss in bf16, which is too coarse to add up.
         return loss.float(), sums
 

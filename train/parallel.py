@@ -88,6 +88,15 @@ def twin_of(drafter: nn.Module, accelerator: Accelerator) -> nn.Module:
     return copy.deepcopy(drafter).to(accelerator.device)
 
 
+def fuses_optimizer(accelerator: Accelerator) -> bool:
+    """Return whether the optimiser's step should be one kernel: on CUDA, but for DeepSpeed.
+
+    DeepSpeed gives the optimiser parts of flattened weights, maybe on another device.
+    """
+    deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return accelerator.device.type == "cuda" and not deepspeed
+
+
 def prepare(
     accelerator: Accelerator,
     module: TrainingModule,

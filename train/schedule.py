@@ -33,11 +33,15 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
     return optim.lr
 
 
-def make_optimizer(optim: Optim, module: nn.Module) -> torch.optim.AdamW:
-    """Return AdamW over all trainable parameters; vectors (biases, norms) have no weight decay."""
+def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torch.optim.AdamW:
+    """Return AdamW over all trainable parameters; vectors (biases, norms) have no weight decay.
+
+    With `fused` one kernel does a step for many parameters.
+    """
     trainable = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=fused or None)

@@ -25,7 +25,7 @@ from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
 from .pace import Pace
-from .parallel import gather, norm_of, prepare, twin_of
+from .parallel import fuses_optimizer, gather, norm_of, prepare, twin_of
 from .provenance import provenance
 from .schedule import make_optimizer, rate_at
 
@@ -67,7 +67,7 @@ class Trainer:
         module = TrainingModule(self._trained, self.objective, run.precision == "bf16")
         # Of drafter and objective, since an objective may have parameters too (the projection of
         # `DistillObjective`).
-        optimizer = make_optimizer(run.optim, module)
+        optimizer = make_optimizer(run.optim, module, fuses_optimizer(accelerator))
         self.module, self.optimizer = prepare(
             accelerator, module, optimizer, run.batch_rows, run.optim.clip_norm
         )
@@ -138,12 +138,13 @@ class Trainer:
 
         return gathered
 
-    def step(self, index: int) -> tuple[Sums, float, int]:
+    def step(self, index: int, measured: bool = True) -> tuple[Sums, float, int]:
         """Do one optimiser step (`index` from 0); all ranks call this.
 
-        Returns the metric sums of this rank, the global gradient norm, and the positions that this
-        rank has seen, padding included. If the norm is not finite, nothing was changed: the step is
-        left out here, and DeepSpeed, which steps on its own, leaves it out itself.
+        Returns the metric sums of this rank (without `measured` only that of the loss), the global
+        gradient norm, and the positions that this rank has seen, padding included. If the norm is
+        not finite, nothing was changed: the step is left out here, and DeepSpeed, which steps on
+        its own, leaves it out itself.
         """
         # Before the weights are counted, since the objective may change its terms here.
         self.objective.begin(index / self.total_steps)
@@ -156,7 +157,7 @@ class Trainer:
             group["lr"] = rate_at(self.run.optim, index, self.total_steps)
         positions = sum(batch.ids.numel() for batch in micro)
         self.pace.flops_per_position = self._flops()
-        sums = self._forward_backward(micro, denominators)
+        sums = self._forward_backward(micro, denominators, measured)
         with self.pace.part("optimiser"):
             norm = norm_of(
                 self.accelerator.clip_grad_norm_(self.module.parameters(), self.run.optim.clip_norm)
@@ -184,7 +185,9 @@ class Trainer:
             for a in range(self.batches.accumulation)
         ]
 
-    def _forward_backward(self, micro: list[Batch], denominators: dict[str, float]) -> Sums:
+    def _forward_backward(
+        self, micro: list[Batch], denominators: dict[str, float], measured: bool
+    ) -> Sums:
         """Run all micro-batches forward and backward; return their metric sums, `loss` included.
 
         `denominators` are the global weights of the loss's terms.
@@ -200,7 +203,7 @@ class Trainer:
                 with self.pace.part("target"):
                     features = self.source.features(batch)
                 with self.pace.part("drafter"):
-                    loss, more = self.module(features, denominators)
+                    loss, more = self.module(features, denominators, measured)
                     self.accelerator.backward(loss * scale)
             # The losses of a step's micro-batches add up to one loss, hence their counts to 1.
             # Detached, or the sums would keep every graph until the next log.

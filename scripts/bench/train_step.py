@@ -3,26 +3,34 @@
 In float32, every row supervised, teacher logits given.
 
     OMP_NUM_THREADS=1 python scripts/bench/train_step.py
-    OMP_NUM_THREADS=1 python scripts/bench/train_step.py --length 32768 --recompute  # one long row
+    OMP_NUM_THREADS=1 python scripts/bench/train_step.py --length 32768 --recompute --repeats 1
+    OMP_NUM_THREADS=1 python scripts/bench/train_step.py --length 512 --against ../other-checkout
 
 Two shapes: seven steps at hidden 256, 8 heads, 4 KV heads, MLP 1024, vocabulary 8192, draft
 vocabulary 2048, batch 2 x 256; and three steps at hidden 256, 4 heads, 2 KV heads, MLP 704,
 vocabulary 4096, draft vocabulary 1024, one row of 512. A step is forward, backward, clipping and
-AdamW. The speed of a large matrix product on the same thread is printed beside it, so that figures
-of different machines can be compared. Peak memory is the process's, each shape in a process of its
+AdamW, with metrics in every tenth step. Best tokens are random, so that of a draft vocabulary of a
+quarter of the tokens only a quarter of the positions has a loss (`--vocab 2048`: all). The speed of
+a large matrix product on the same thread is printed beside it, so that figures of different
+machines can be compared. Peak memory is the process's, each shape in a process of its
 own.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import resource
+import runpy
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from draftsmith.heads.eagle import EagleDrafter, EagleShape
@@ -33,7 +41,9 @@ from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
 from rich.console import Console
 from rich.table import Table
 
+ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = 256
+LOG_EVERY = 10
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,12 @@ def make_step(case: Case, recompute: bool):
     denominators = objective.weights(batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4)
 
+    turns = itertools.count(1)
+
     def step() -> None:
-        loss, _ = objective.forward(drafter, features, denominators)
+        # metrics are measured where a log is due, as in training
+        measured = next(turns) % LOG_EVERY == 0
+        loss, _ = objective.forward(drafter, features, denominators, measured)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
@@ -138,66 +152,121 @@ def measure(case: Case, repeats: int, recompute: bool) -> dict[str, float]:
     }
 
 
+def obey(case: Case, recompute: bool, code: str, weights: str) -> None:
+    """Take a step for each line of standard input, and print its CPU-seconds.
+
+    The code is that of the checkout `code`, its own version of this file included. After 20 steps
+    the weights are written to the file `weights`.
+    """
+    parts: list[torch.Tensor] = []
+
+    class Noted(torch.optim.AdamW):
+        def __init__(self, parameters, **options):
+            parts.extend(parameters)
+            super().__init__(parts, **options)
+
+    torch.optim.AdamW = Noted
+    there = runpy.run_path(str(Path(code, "scripts/bench/train_step.py")))
+    step = there["make_step"](there["Case"](**case.__dict__), recompute)
+    for turn, _ in enumerate(sys.stdin, 1):
+        start = time.process_time()
+        step()
+        print(time.process_time() - start, flush=True)
+        if turn == 20:
+            torch.save([part.detach() for part in parts], weights)
+
+
+def compare(case: Case, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the speed of this checkout and of another, whose steps take turns."""
+    options = ["--case", json.dumps(case.__dict__), *["--recompute"] * arguments.recompute]
+    folder = Path(tempfile.mkdtemp())
+    workers = []
+    for name, code in (("there", arguments.against), ("here", ROOT)):
+        Path(folder, name).mkdir()
+        Path(folder, name, "draftsmith").symlink_to(Path(code).resolve())
+        file = str(folder / f"{name}.pt")
+        command = [sys.executable, __file__, *options, "--obey", str(code), "--weights", file]
+        environment = {**os.environ, "PYTHONPATH": str(folder / name)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        workers.append((subprocess.Popen(command, env=environment, **pipes), file))  # type: ignore
+    times: list[list[float]] = [[], []]
+    for turn in range(max(arguments.repeats, 20)):
+        for (worker, _), seconds in zip(workers, times, strict=True):
+            print("step", file=worker.stdin, flush=True)
+            taken = float(worker.stdout.readline())
+            seconds += [taken] * (turn > 1)
+    for worker, _ in workers:
+        worker.stdin.close()
+        worker.wait()
+    there, here = (torch.load(file) for _, file in workers)
+    distance = sum((a - b).square().sum() for a, b in zip(there, here, strict=True)) ** 0.5
+    tokens = case.rows * case.length
+    return {
+        "there": tokens / statistics.median(times[0]),
+        "here": tokens / statistics.median(times[1]),
+        "ratio": statistics.median(a / b for a, b in zip(*times, strict=True)),
+        "weights_differ": float(distance / sum(a.square().sum() for a in there) ** 0.5),
+    }
+
+
+def alone(case: Case, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return what `measure` finds in a process of its own, whose memory is nobody else's."""
+    command = [sys.executable, __file__, "--case", json.dumps(case.__dict__)]
+    command += ["--repeats", str(arguments.repeats), *["--recompute"] * arguments.recompute]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+HEADINGS = {
+    "tokens_per_cpu_s": ("tokens / CPU-s (median)", ",.0f"),
+    "best": ("best", ",.0f"),
+    "peak_mib": ("peak MiB", ",.0f"),
+    "matmul_gflops": ("matmul GFLOP/s", ".0f"),
+    "there": ("tokens / CPU-s there", ",.0f"),
+    "here": ("here", ",.0f"),
+    "ratio": ("ratio (median of pairs)", ".3f"),
+    "weights_differ": ("weights differ after 20 steps", ".1e"),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument(
-        "--length",
-        type=int,
-        help="instead: one row of this length, in the first shape, for its memory",
-    )
+    parser.add_argument("--length", type=int, help="instead: one row of this length, first shape")
+    parser.add_argument("--vocab", type=int, default=8192, help="vocabulary of that row's target")
     parser.add_argument("--steps", type=int, default=7, help="unrolled steps of that row")
     parser.add_argument(
         "--recompute", action="store_true", help="keep only the states between steps"
     )
+    parser.add_argument("--against", help="another checkout: its steps and ours take turns")
     parser.add_argument("--json", help="write the numbers to this file")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    for hidden in ("--case", "--obey", "--weights"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.case:
         case = Case(**json.loads(arguments.case))
-        print(json.dumps(measure(case, arguments.repeats, arguments.recompute)))
+        if arguments.obey:
+            obey(case, arguments.recompute, arguments.obey, arguments.weights)
+        else:
+            print(json.dumps(measure(case, arguments.repeats, arguments.recompute)))
         return
     cases = CASES
     if arguments.length:
-        cases = {
-            f"{arguments.steps} steps, 1 x {arguments.length}": Case(
-                8, 4, 1024, 8192, 2048, 1, arguments.length, arguments.steps
-            )
-        }
-        arguments.repeats = 1
+        row = Case(8, 4, 1024, arguments.vocab, 2048, 1, arguments.length, arguments.steps)
+        cases = {f"{arguments.steps} steps, 1 x {arguments.length}": row}
     found = {}
     for name, case in cases.items():
-        command = [
-            sys.executable,
-            __file__,
-            "--case",
-            json.dumps(case.__dict__),
-            "--repeats",
-            str(arguments.repeats),
-        ]
-        done = subprocess.run(
-            command + ["--recompute"] * arguments.recompute,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        found[name] = json.loads(done.stdout)
-    table = Table("case", "tokens / CPU-s (median)", "best", "peak MiB", "matmul GFLOP/s")
-    for name, row in found.items():
-        table.add_row(
-            name,
-            f"{row['tokens_per_cpu_s']:,.0f}",
-            f"{row['best']:,.0f}",
-            f"{row['peak_mib']:,.0f}",
-            f"{row['matmul_gflops']:.0f}",
-        )
+        found[name] = (compare if arguments.against else alone)(case, arguments)
+    names = list(next(iter(found.values())))
+    table = Table("case", *(HEADINGS[name][0] for name in names))
+    for case_name, figures in found.items():
+        table.add_row(case_name, *(format(figures[name], HEADINGS[name][1]) for name in names))
     Console(width=100).print(table)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(found, file, indent=1)
+        Path(arguments.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from draftsmith.distill.divergences import (
     jensen_shannon,
     lk_alpha,
     log_probs,
+    loss_of_logits,
     overlap,
     renormalised,
     sum_in_chunks,
@@ -194,6 +195,22 @@ def test_one_teacher_of_several_drafts_equals_its_copies() -> None:
     for name in NAMES:
         copied = divergence(name, log_q, log_p.expand(-1, 3, -1).contiguous(), labels)
         torch.testing.assert_close(divergence(name, log_q, log_p, labels), copied)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_losses_of_logits_have_the_values_and_gradients_of_divergences(
+    name: Divergence, drafts: int
+) -> None:
+    z = (3 * torch.randn(5, drafts, V, dtype=torch.float64)).requires_grad_()
+    log_p = torch.log_softmax(torch.randn(5, 1, V, dtype=torch.float64), -1)
+    labels, weights = torch.randint(0, V, (5, drafts)), torch.randn(5, drafts, dtype=torch.float64)
+    losses, log_sums = loss_of_logits(name, z, log_p, labels)
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), z)
+    expected = divergence(name, log_probs(z), log_p, labels)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(gradient, *torch.autograd.grad((expected * weights).sum(), z))
+    torch.testing.assert_close(log_sums, z.detach().logsumexp(-1))
 
 
 def test_top_k_looks_at_the_targets_best_tokens_only() -> None:

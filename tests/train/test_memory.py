@@ -67,7 +67,7 @@ def test_recomputing_keeps_a_fraction_and_changes_no_gradient(make: Maker) -> No
         gradients.append(
             torch.autograd.grad(forward(), [p for p in drafter.parameters() if p.requires_grad])
         )
-    assert kept[1] < 0.6 * kept[0], kept
+    assert kept[1] < 0.65 * kept[0], kept
     for other in gradients[1:]:
         for one, two in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-7)

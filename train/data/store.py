@@ -33,6 +33,7 @@ from torch import Tensor
 from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ...heads.files import checksum, differs, whole_file, write_json
+from ...inference.device import send
 from ...inference.targets.stored import Manifest, manifest_of
 from ...inference.targets.target import TargetSource
 from ..documents import ShardNote, Wanted
@@ -266,7 +267,7 @@ class StoredFeatures:
                     states[name][r, has_last[r]] = row
                 else:
                     states[name][r, : len(row)] = row
-        last, *taps = (states[name].to(device, non_blocking=True) for name in names)
+        last, *taps = (send(states[name], device) for name in names)
         return Features(batch, last, tuple(taps))
 
     def _shard(self, index: int) -> Shard:

@@ -30,9 +30,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...heads.dflash import DFlashDrafter, Pair
+from ...inference.attention import aligned
+from ...inference.device import send
 from ..data.batches import Batch
 from ..memory import Memory, recomputing
-from .unroll import Backend, bucket, flex_for
+from .backends import Backend, backend_for, block_mask, bucket, flex_for
 
 GROUP_ROWS = 128  # rows of blocks that share one slice of the context, at most
 
@@ -98,7 +100,7 @@ class Anchors:
         # A draft past the end has weight 0, so what it reads does not matter; only the index has to
         # exist.
         index = (self.places[..., None] + steps).clamp(max=row.shape[1] - 1).to(row.device)
-        return row.gather(1, index.flatten(1)).view(index.shape).to(device, non_blocking=True)
+        return send(row.gather(1, index.flatten(1)).view(index.shape), device)
 
 
 def runs_at(batch: Batch, places: Tensor, drafts: int) -> Tensor:
@@ -129,9 +131,7 @@ class BlockAttention:
         backend: Backend = "auto",
     ) -> None:
         """`places` `[B, Sa]` are the anchors, on the CPU; `size` is the number of slots a block."""
-        if backend == "auto":
-            backend = "flex" if device.type == "cuda" else "sdpa"
-        self.backend = backend
+        self._backend: Backend = backend
         self._places, self._size, self._device = places, size, device
         # Where each anchor's document begins: positions count from 0 in every document, so an
         # anchor at 7 of the row with position 2 in its document has one that begins at 5.
@@ -145,7 +145,8 @@ class BlockAttention:
         `context` are keys and values of the text `[B, Gkv, S, E]`, `own` those of the blocks'
         rows `[B, Gkv, Sa * b, E]`. Slot j of the block at anchor number i is row i * b + j.
         """
-        run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[self.backend]
+        backend = backend_for(self._backend, self._device, queries.shape[-1])
+        run = {"sdpa": self._sdpa, "flex": self._flex, "plain": self._plain}[backend]
         return run(queries, context, own)
 
     def _plain(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
@@ -175,18 +176,18 @@ class BlockAttention:
         context_keys, context_values = (x.repeat_interleave(shared, dim=1) for x in context)
         own_keys, own_values = (x.repeat_interleave(shared, dim=1) for x in own)
         outputs = []
-        for group in self._in_groups():
+        for group in self._in_groups(queries.dtype):
             rows = slice(group.start * self._size, group.end * self._size)
             before = slice(group.first, group.last)
             keys = torch.cat([context_keys[:, :, before], own_keys[:, :, rows]], dim=2)
             values = torch.cat([context_values[:, :, before], own_values[:, :, rows]], dim=2)
             group_output = functional.scaled_dot_product_attention(
-                queries[:, :, rows], keys, values, attn_mask=group.visible[:, None]
+                queries[:, :, rows], keys, values, attn_mask=group.mask
             )
             outputs.append(group_output)
         return torch.cat(outputs, dim=2)
 
-    def _in_groups(self) -> list[_Group]:
+    def _in_groups(self, dtype: torch.dtype) -> list[_Group]:
         """Return groups of neighbouring blocks with their masks, made at the first call.
 
         Anchors ascend, so neighbours see nearly the same context, and little of a group's slice of
@@ -196,25 +197,26 @@ class BlockAttention:
             # Blocks of a group: with 16 slots a block 128 // 16 = 8, and one at least where blocks
             # are longer than `GROUP_ROWS`.
             count, self._groups = max(GROUP_ROWS // self._size, 1), []
+            all_anchors, all_firsts = (send(x, self._device) for x in (self._places, self._first))
             for start in range(0, self._places.shape[1], count):
                 end = min(start + count, self._places.shape[1])
-                anchors, firsts = self._places[:, start:end, None], self._first[:, start:end, None]
                 # `last` is excluded: no block sees the feature of its own anchor.
-                first, last = int(firsts.min()), int(anchors.max())
+                first = int(self._first[:, start:end].min())
+                last = int(self._places[:, start:end].max())
+                anchors, firsts = all_anchors[:, start:end, None], all_firsts[:, start:end, None]
                 # The slice is one for all packed rows: from the earliest beginning of a document to
                 # the latest anchor in any of them. The mask cuts it for each row.
-                positions = torch.arange(first, last)
+                positions = torch.arange(first, last, device=self._device)
                 before = (positions >= firsts) & (positions < anchors)
                 before = before.repeat_interleave(self._size, dim=1)
                 # The identity, each 1 grown to b x b: with two blocks of two slots
                 # 1 1 0 0 / 1 1 0 0 / 0 0 1 1 / 0 0 1 1.
-                same_block = torch.eye(end - start, dtype=torch.bool)
+                same_block = torch.eye(end - start, dtype=torch.bool, device=self._device)
                 same_block = same_block.repeat_interleave(self._size, 0)
                 same_block = same_block.repeat_interleave(self._size, 1)
                 visible = torch.cat([before, same_block.expand(len(before), -1, -1)], dim=-1)
-                self._groups.append(
-                    _Group(start, end, first, last, visible.to(self._device, non_blocking=True))
-                )
+                mask = aligned(visible, dtype)[:, None]
+                self._groups.append(_Group(start, end, first, last, mask))
         return self._groups
 
     def _flex(self, queries: Tensor, context: Pair, own: Pair) -> Tensor:
@@ -237,9 +239,7 @@ class BlockAttention:
     def _flex_mask(self, length: int) -> Any:
         """Return the block mask for a context padded to `length`, made at the first call."""
         if self._block_mask is None:
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            anchors, firsts = self._places.to(self._device), self._first.to(self._device)
+            anchors, firsts = (send(x, self._device) for x in (self._places, self._first))
             size, rows = self._size, self._places.shape[1] * self._size
 
             def visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -249,13 +249,8 @@ class BlockAttention:
                 before = (key < anchors[b, block]) & (key >= firsts[b, block])
                 return before | ((key >= length) & ((key - length) // size == block))
 
-            make: Any = create_block_mask
-            if self._device.type == "cuda":
-                # uncompiled, it makes all bools of rows x keys before it looks at them in blocks
-                make = torch.compile(create_block_mask)
-            self._block_mask = make(
-                visible, len(anchors), None, rows, length + rows, device=str(self._device)
-            )
+            keys = length + rows
+            self._block_mask = block_mask(visible, len(anchors), rows, keys, self._device)
         return self._block_mask
 
 
@@ -263,15 +258,15 @@ class BlockAttention:
 class _Group:
     """Blocks `start` .. `end - 1`, which see nothing of the context outside `first` .. `last - 1`.
 
-    `visible` `[B, (end - start) * b, N]` is true where a row may see a key; the N keys are the
-    context's slice and then the rows of these blocks.
+    `mask` `[B, 1, (end - start) * b, N]` is added to the scores; the N keys are the context's slice
+    and then the rows of these blocks.
     """
 
     start: int
     end: int
     first: int
     last: int
-    visible: Tensor
+    mask: Tensor
 
 
 def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> list[Pair]:
@@ -281,7 +276,7 @@ def contexts(drafter: DFlashDrafter, batch: Batch, taps: tuple[Tensor, ...]) -> 
     decides how much of them its block sees.
     """
     fused = drafter.fuse(taps)
-    rotary = drafter.rotary(batch.positions.to(fused.device, non_blocking=True))
+    rotary = drafter.rotary(send(batch.positions, fused.device))
     pairs = drafter.context(fused, rotary)
     return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in pairs]
 
@@ -301,10 +296,10 @@ def run_blocks(
     """
     device, size = context[0][0].device, drafter.shape.block_size
     attention = BlockAttention(batch, places, size, device, backend)
-    state = drafter.embed(batch.ids.gather(1, places).to(device, non_blocking=True))
+    state = drafter.embed(send(batch.ids.gather(1, places), device))
     # Slot j stands at a + j, counted within the anchor's document.
     positions = batch.positions.gather(1, places)[..., None] + torch.arange(size)
-    cosines, sines = drafter.rotary(positions.flatten(1).to(device, non_blocking=True))
+    cosines, sines = drafter.rotary(send(positions.flatten(1), device))
 
     def step(index: int, state: Tensor, cosines: Tensor, sines: Tensor, *pair: Tensor) -> Tensor:
         """Return the output of layer `index`, whose context has the keys and values `pair`."""

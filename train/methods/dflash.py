@@ -23,19 +23,28 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
+from ...distill.divergences import (
+    LABELS_ONLY,
+    Divergence,
+    log_probs,
+    loss_of_logits,
+    overlap,
+    sum_in_chunks,
+)
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashConfig, DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
+from ...inference.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
 from ..config import RunConfig
@@ -45,6 +54,7 @@ from ..memory import Memory
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
 from ..outline import ConfigOnly, Outline
+from .backends import Backend, check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .mask_token import mask_token_for
@@ -55,7 +65,6 @@ from .ranks import (
     rank_calibration,
     ranks_in,
 )
-from .unroll import Backend, check_backend
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +140,8 @@ class BlockObjective:
     """Objective of random blocks, whose drafts are weighed within each block."""
 
     all_last = False
+    reads_overlaps = False
+    """True if `further_loss` needs the overlaps in every step, measured or not."""
 
     def __init__(
         self,
@@ -165,7 +176,11 @@ class BlockObjective:
         }
 
     def forward(
-        self, drafter: DFlashDrafter, features: Features, denominators: dict[str, float]
+        self,
+        drafter: DFlashDrafter,
+        features: Features,
+        denominators: dict[str, float],
+        measured: bool = True,
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device, config = features.batch, features.last.device, self.config
@@ -175,7 +190,7 @@ class BlockObjective:
         # Weights only fall within a block, so a block whose first draft has none has none at all.
         # The index is made on the CPU, where its length is known without waiting; it may be empty.
         blocks = anchors.weights[..., 0].flatten().nonzero()[:, 0]
-        device_blocks = blocks.to(device, non_blocking=True)
+        device_blocks = send(blocks, device)
         # Draft d of anchor a: the token before it x[a+d-1], the label x[a+d], the teacher p[a+d-1].
         before = anchors.ahead(batch.ids, device, 0).flatten(0, 1)[device_blocks]
         labels = anchors.ahead(batch.ids, device, 1).flatten(0, 1)[device_blocks]
@@ -183,17 +198,19 @@ class BlockObjective:
         # is number r * S + t.
         numbers = torch.arange(batch.ids.numel()).view(batch.ids.shape)
         teachers = anchors.ahead(numbers, torch.device("cpu"), 0).flatten(0, 1)[blocks]
-        weights = anchors.weights.flatten(0, 1)[blocks].to(device, non_blocking=True)
+        weights = send(anchors.weights.flatten(0, 1)[blocks], device)
         last = features.last.flatten(0, 1)
         # In a batch without any draft there is nothing to divide, but the denominator may be 0.
-        factors = weights * self._decay.to(device) / max(denominators["drafts"], 1e-9)
+        factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
-            lambda state, *rows: self._table(drafter, last, state, *rows),
+            partial(self._table, drafter, last, measured),
             drafter.state(outputs.flatten(0, 1)[device_blocks], before),
             (teachers, labels, weights, factors),
             drafter.head_parameters,
             config.rows_per_chunk,
         )
+        if not measured:
+            return loss, {}
         losses, right, alpha, *more_tables = tables
         sums = depth_metrics(losses, right, alpha, weights)
         return loss, sums | self.more_metrics(weights, *more_tables)
@@ -206,13 +223,14 @@ class BlockObjective:
         self,
         drafter: DFlashDrafter,
         last: Tensor,
+        measured: bool,
         state: Tensor,
         teachers: Tensor,
         labels: Tensor,
         weights: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the loss of R blocks, then tables `[R, D]`.
+        """Return the loss of R blocks, then tables `[R, D]` if it is `measured`.
 
         The tables are: losses, 1 where the best token is the target's, overlap, and those of
         `further_loss`. `state` `[R, D, ..]` is as the drafter's head reads it, `last`
@@ -222,35 +240,48 @@ class BlockObjective:
         # Blocks at neighbouring anchors share most of their teachers (draft 2 of anchor 4 and draft
         # 1 of anchor 5 both have p[5]), so the target's head runs once for each distinct position.
         positions, position_of = (
-            t.to(last.device, non_blocking=True) for t in teachers.unique(return_inverse=True)
+            send(t, last.device) for t in teachers.unique(return_inverse=True)
         )
-        with torch.no_grad():
-            log_p = log_probs(self._target_head(last[positions]))[position_of]
-        log_q = log_probs(drafter.logits(state))
-        losses = self.config.token_weight * divergence(self.config.loss, log_q, log_p, labels)
-        if self.config.feature_weight:
+        config, log_p, alpha = self.config, None, None
+        overlaps = measured or self.reads_overlaps or config.weighting == "survival"
+        if overlaps or config.loss not in LABELS_ONLY:
+            with torch.no_grad():
+                log_p = log_probs(self._target_head(last[positions]))[position_of]
+        logits = drafter.logits(state)
+        losses, log_sums = loss_of_logits(config.loss, logits, log_p, labels)
+        losses = config.token_weight * losses
+        if config.feature_weight:
             target_state = last[positions][position_of].to(state.dtype)
             # DSpark's states have columns for the token before the draft behind the hidden ones.
             draft_state = drafter.norm(state[..., : target_state.shape[-1]])
             distances = functional.smooth_l1_loss(draft_state, target_state, reduction="none")
-            losses = losses + self.config.feature_weight * distances.mean(-1)
+            losses = losses + config.feature_weight * distances.mean(-1)
         with torch.no_grad():
-            right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-            alpha = overlap(log_q, log_p)
+            if log_p is not None and overlaps:
+                alpha = overlap(logits - log_sums[..., None], log_p)
             scale = factors
-            if self.config.weighting != "decay":
+            if config.weighting != "decay":
                 chances = alpha
-                if self.config.weighting == "d-pace":
-                    label_probs = log_q.gather(-1, labels[..., None])[..., 0].exp()
-                    chances = smoothed(label_probs, self.config.smoothing)
+                if config.weighting == "d-pace":
+                    label_logits = logits.gather(-1, labels[..., None])[..., 0]
+                    label_probs = (label_logits - log_sums).exp()
+                    chances = smoothed(label_probs, config.smoothing)
+                assert chances is not None
                 scale = factors * survival_weights(chances, weights > 0)
         more, tables = self.further_loss(drafter, state, alpha)
-        return ((losses + more) * scale).sum(), losses, right, alpha, *tables
+        loss = ((losses + more) * scale).sum()
+        if log_p is None or alpha is None or not measured:
+            return (loss,)
+        right = (logits.argmax(-1) == log_p.argmax(-1)).float()
+        return loss, losses, right, alpha, *tables
 
     def further_loss(
-        self, drafter: DFlashDrafter, state: Tensor, alpha: Tensor
+        self, drafter: DFlashDrafter, state: Tensor, alpha: Tensor | None
     ) -> tuple[Tensor | float, tuple[Tensor, ...]]:
-        """Return what a method adds to the losses `[R, D]`, and its tables `[R, D]` for metrics."""
+        """Return what a method adds to the losses `[R, D]`, and its tables `[R, D]` for metrics.
+
+        The overlaps `alpha` `[R, D]` are given in any case to a method that `reads_overlaps`.
+        """
         return 0.0, ()
 
 
@@ -270,7 +301,9 @@ def forced_blocks(
     depths = torch.arange(1, drafter.drafts + 1, device=ids.device)
     for start in range(0, length, PLACES):
         roots = torch.arange(start, min(start + PLACES, length))
-        outputs = run_blocks(drafter, batch, roots[None], context)[0]
+        # Always as many blocks: kernels of other sizes would be compiled for each.
+        padded = functional.pad(roots, (0, PLACES - len(roots)), value=length - 1)
+        outputs = run_blocks(drafter, batch, padded[None], context)[0, : len(roots)]
         positions = roots.to(ids.device)[:, None] + depths
         labels = torch.where(positions < length, ids[positions.clamp(max=length - 1)], -1)
         before = ids[(positions - 1).clamp(max=length - 1)]

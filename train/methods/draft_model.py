@@ -43,6 +43,7 @@ from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layout import place
+from ...inference.device import send
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
@@ -158,35 +159,39 @@ class DistillObjective(nn.Module):
         return {"rows": float(self.row_weights(batch).sum(dtype=torch.float64))}
 
     def forward(
-        self, drafter: DraftModel, features: Features, denominators: dict[str, float]
+        self,
+        drafter: DraftModel,
+        features: Features,
+        denominators: dict[str, float],
+        measured: bool = True,
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, device = features.batch, features.last.device
         draft_model = self._draft_model[0]
-        send = partial(torch.Tensor.to, device=device, non_blocking=True)
-        ids = send(batch.ids)
+        on_device = partial(send, device=device)
+        ids = on_device(batch.ids)
         # Tokens that a trimmed draft model does not have are read as its last one, as in decoding.
         known_ids = ids.clamp(max=draft_model.vocab_size - 1)
         layers = []
         if self.config.recompute:
             layers = decoder_layers(draft_model.decoder, draft_model.num_layers)[1]
         with recomputed(layers, self.config.offload):
-            hidden = draft_model.forward(known_ids, send(batch.positions)).last.flatten(0, 1)
+            hidden = draft_model.forward(known_ids, on_device(batch.positions)).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.
         rows = weights.nonzero()[:, 0]
-        device_rows = send(rows)
+        device_rows = on_device(rows)
         # The denominator is 0 where no rank has a row with weight, and may lie between 0 and 1,
         # since accepted drafts weigh `accepted_weight`.
-        factors = send(weights[rows]) / max(denominators["rows"], 1e-9)
+        factors = on_device(weights[rows]) / max(denominators["rows"], 1e-9)
         last = features.last.flatten(0, 1)
         # A row with weight has its label in its own packed row, so the remainder never wraps; it
         # keeps the index in range.
         labels = ids.flatten()[(device_rows + 1) % ids.numel()]
         hidden = hidden[device_rows]
-        temperatures = send(self._temperatures(batch).flatten()[rows])
-        loss, losses, right, alpha = sum_in_chunks(
-            partial(self._table, draft_model, last),
+        temperatures = on_device(self._temperatures(batch).flatten()[rows])
+        loss, *tables = sum_in_chunks(
+            partial(self._table, draft_model, last, measured),
             hidden,
             (device_rows, labels, temperatures, factors),
             draft_model.head_parameters,
@@ -196,8 +201,10 @@ class DistillObjective(nn.Module):
             projected, target_states = self.projection(hidden), last[device_rows].to(hidden.dtype)
             distances = functional.smooth_l1_loss(projected, target_states, reduction="none")
             loss = loss + self.config.hidden_weight * (distances.mean(-1) * factors).sum()
-        tables = (table[:, None] for table in (losses, right, alpha, torch.ones_like(losses)))
-        return loss, depth_metrics(*tables)
+        if not measured:
+            return loss, {}
+        by_depth = (table[:, None] for table in (*tables, torch.ones_like(factors)))
+        return loss, depth_metrics(*by_depth)
 
     def _temperatures(self, batch: Batch) -> Tensor:
         """Return the temperature of each row `[B, S]`, on the CPU: one for each document.
@@ -219,13 +226,14 @@ class DistillObjective(nn.Module):
         self,
         draft_model: CausalModel,
         last: Tensor,
+        measured: bool,
         hidden: Tensor,
         rows: Tensor,
         labels: Tensor,
         temperatures: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the loss of R rows, then tables `[R]`.
+        """Return the loss of R rows, then tables `[R]` if it is `measured`.
 
         The tables are: losses, 1 where the best token is the target's, overlap; the last two at
         temperature 1. `last` `[positions, Ht]` are the target's states, `hidden` `[R, H]` the draft
@@ -261,12 +269,15 @@ class DistillObjective(nn.Module):
             greedy_losses = divergence("ce", log_q, log_p, best.clamp(max=size - 1))
             greedy_losses = greedy_losses.masked_fill(best >= size, 0.0)
             losses = torch.where(temperatures > 0, losses, greedy_losses)
+        loss = (losses * factors).sum()
+        if not measured:
+            return (loss,)
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
             if scaled:  # metrics are at temperature 1, whatever is taught
                 log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
             alpha = overlap(log_q, log_p)
-        return (losses * factors).sum(), losses, right, alpha
+        return loss, losses, right, alpha
 
 
 def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:

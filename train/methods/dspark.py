@@ -68,15 +68,17 @@ class DSparkObjective(BlockObjective):
     """Objective of blocks whose drafts have a confidence."""
 
     config: DSparkLoss
+    reads_overlaps = True
 
     def further_loss(
-        self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor
+        self, drafter: DSparkDrafter, state: Tensor, alpha: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the weighted loss of the confidences `[R, D]`, and the loss itself as a table.
 
         It is a binary cross-entropy with the overlap `alpha` `[R, D]` as a soft label, which has
         less variance than whether one draft was accepted (docs/objectives.md#confidence).
         """
+        assert alpha is not None
         confidences = drafter.confidence(state).float()
         # An overlap is a sum of many numbers, and rounding may lift it above 1.
         losses = functional.binary_cross_entropy_with_logits(

@@ -19,16 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ...distill.divergences import Divergence, divergence, log_probs, overlap, sum_in_chunks
+from ...distill.divergences import (
+    LABELS_ONLY,
+    Divergence,
+    log_probs,
+    loss_of_logits,
+    overlap,
+    sum_in_chunks,
+)
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.medusa import MedusaConfig, MedusaHeads
+from ...inference.device import send
 from ...inference.proposers.growth import grow
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
@@ -105,7 +114,11 @@ class MedusaObjective:
         return totals
 
     def forward(
-        self, drafter: MedusaHeads, features: Features, denominators: dict[str, float]
+        self,
+        drafter: MedusaHeads,
+        features: Features,
+        denominators: dict[str, float],
+        measured: bool = True,
     ) -> tuple[Tensor, Sums]:
         """Return the loss of a batch and its metric sums, see `Objective.forward`."""
         batch, last = features.batch, features.last.flatten(0, 1)
@@ -115,7 +128,7 @@ class MedusaObjective:
         # index is made on the CPU, where its length is known without waiting.
         rows = valid[:, 0].nonzero()[:, 0]
         valid = valid[rows]
-        device_valid = valid.to(last.device, non_blocking=True)
+        device_valid = send(valid, last.device)
         # w_i / N_i, N_i being the global count of head i: deep heads have fewer rows, and with one
         # count for all they would weigh less than w_i.
         scales = []
@@ -123,18 +136,21 @@ class MedusaObjective:
             # A count is a whole number here, so `max` changes only a count of 0, where no row has
             # weight.
             scales.append(head_weight / max(denominators[f"head{i}"], 1.0))
-        factors = device_valid * last.new_tensor(scales, dtype=torch.float32)
+        factors = device_valid * send(scales, last.device)
         # The target's states may be in bfloat16, the heads learn in float32.
         dtype = next(drafter.parameters()).dtype
-        loss, losses, right, alpha = sum_in_chunks(
-            lambda *chunk: self._table(drafter, last, batch.ids.flatten(), *chunk),
-            last[rows.to(last.device)].to(dtype),
+        loss, *tables = sum_in_chunks(
+            partial(self._table, drafter, last, batch.ids.flatten(), measured),
+            last[send(rows, last.device)].to(dtype),
             (rows, factors),
             # all of them: the states are frozen, so each parameter learns within the chunks or not
             # at all
             list(drafter.parameters()),
             self._config.rows_per_chunk,
         )
+        if not measured:
+            return loss, {}
+        losses, right, alpha = tables
         return loss, depth_metrics(losses, right, alpha, device_valid)
 
     def _table(
@@ -142,11 +158,12 @@ class MedusaObjective:
         drafter: MedusaHeads,
         last: Tensor,
         ids: Tensor,
+        measured: bool,
         hidden: Tensor,
         rows: Tensor,
         factors: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return the loss of R rows, then tables `[R, D]`.
+        """Return the loss of R rows, then tables `[R, D]` if it is `measured`.
 
         The tables are: losses, 1 where the best token is the target's, overlap. `last`
         `[positions, H]` are the target's states on the device, `hidden` `[R, H]` those of the rows.
@@ -158,24 +175,30 @@ class MedusaObjective:
         # the clamps; their factor is 0.
         ahead = rows[:, None] + torch.arange(1, self._num_heads + 1)
         ahead = ahead.clamp(max=ids.shape[0] - 1)
-        labels = ids[(ahead + 1).clamp(max=ids.shape[0] - 1)].to(last.device, non_blocking=True)
+        labels = send(ids[(ahead + 1).clamp(max=ids.shape[0] - 1)], last.device)
         # A position teaches up to D heads (p[6] teaches head 0 of row 5, head 1 of row 4, head 2 of
         # row 3); its distribution is made once.
-        positions, teacher = (
-            t.to(last.device, non_blocking=True) for t in ahead.unique(return_inverse=True)
-        )
-        with torch.no_grad():
-            target_log_probs = log_probs(self._target_head(last[positions]))
+        target_log_probs, teacher = None, ahead
+        if measured or self._config.loss not in LABELS_ONLY:
+            positions, teacher = (send(t, last.device) for t in ahead.unique(return_inverse=True))
+            with torch.no_grad():
+                target_log_probs = log_probs(self._target_head(last[positions]))
         tables = []
         for i in range(self._num_heads):
-            log_q, log_p = log_probs(drafter.logits(hidden, i)), target_log_probs[teacher[:, i]]
-            losses = divergence(self._config.loss, log_q, log_p, labels[:, i])
-            with torch.no_grad():
-                right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
-                tables.append((losses, right, overlap(log_q, log_p)))
-        # From three tables `[R]` for each head to three tables `[R, D]` of all heads.
-        losses, right, alpha = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
-        return (losses * factors).sum(), losses, right, alpha
+            logits, log_p = drafter.logits(hidden, i), None
+            if target_log_probs is not None:
+                log_p = target_log_probs[teacher[:, i]]
+            losses, log_sums = loss_of_logits(self._config.loss, logits, log_p, labels[:, i])
+            entry = [losses]
+            if log_p is not None and measured:
+                with torch.no_grad():
+                    right = (logits.argmax(-1) == log_p.argmax(-1)).float()
+                    entry += [right, overlap(logits - log_sums[:, None], log_p)]
+            tables.append(entry)
+        # From tables `[R]` for each head to tables `[R, D]` of all heads.
+        losses, *rest = (torch.stack(column, dim=-1) for column in zip(*tables, strict=True))
+        loss = (losses * factors).sum()
+        return (loss, losses, *rest) if measured else (loss,)
 
 
 class MedusaMethod(Method[MedusaRun, MedusaHeads]):

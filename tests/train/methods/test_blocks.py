@@ -14,11 +14,11 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.memory import Memory
 from draftsmith.train.methods import dflash, dspark
+from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.blocks import Anchors, BlockAttention, contexts, run_blocks
 from draftsmith.train.methods.dflash import BlockLoss, BlockObjective
 from draftsmith.train.methods.dspark import DSparkLoss, DSparkObjective
 from draftsmith.train.methods.mask_token import mask_token_for, spare, unused
-from draftsmith.train.methods.unroll import Backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -144,7 +144,7 @@ def gradient_rows(drafter: EagleDrafter, batch: Batch, **options: Any) -> list[i
             probe.retain_grad()
         return kept
 
-    with patch("draftsmith.train.methods.eagle.unroll", probed):
+    with patch("draftsmith.train.methods.eagle_loss.unroll", probed):
         loss, _ = aim.forward(drafter, features, aim.weights(batch))
         loss.backward()
     for probe in kept:
@@ -165,6 +165,20 @@ def test_gradient_support_is_exactly_the_rows_with_weight(loss: str, weighting: 
         [3, 4, 5],
         [3, 4],
     ]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce", "tv"])
+def test_measuring_metrics_changes_no_bit_of_loss_and_gradients(loss: str) -> None:
+    """With a draft vocabulary, outside of which some of the target's best tokens lie."""
+    drafter = random_eagle(TARGET, "eagle3 draft vocabulary").requires_grad_(True)
+    batch = batch_of((40, [(4, 40)]))
+    features, aim = features_of(batch, drafter), objective(drafter, loss=loss)
+    found = []
+    for measured in (True, False):
+        value, sums = aim.forward(drafter, features, aim.weights(batch), measured)
+        assert bool(sums) == measured
+        found.append((value.detach(), *torch.autograd.grad(value, list(drafter.parameters()))))
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
 def test_the_tail_of_the_features_is_never_a_teacher() -> None:

@@ -11,7 +11,8 @@ import torch
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.memory import Memory
-from draftsmith.train.methods.unroll import Backend, UnrolledAttention, unroll
+from draftsmith.train.methods.backends import Backend
+from draftsmith.train.methods.unroll import UnrolledAttention, unroll
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

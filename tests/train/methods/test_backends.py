@@ -1,0 +1,63 @@
+"""Which attention training chooses, and that FlexAttention never leaves its kernels."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from draftsmith.train.methods import backends
+from draftsmith.train.methods.backends import GRAPHS, backend_for, bucket
+from torch.nn.attention.flex_attention import flex_attention
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "head", "triton", "chosen"),
+    [
+        (CPU, 64, True, "sdpa"),
+        (CUDA, 128, True, "flex"),
+        (CUDA, 8, True, "sdpa"),  # its kernels take heads of 16 at least
+        (CUDA, 128, False, "sdpa"),
+        (torch.device("mps"), 64, True, "plain"),
+    ],
+)
+def test_auto_by_device(device: torch.device, head: int, triton: bool, chosen: str) -> None:
+    with patch.object(backends, "find_spec", lambda name: object() if triton else None):
+        assert backend_for("auto", device, head) == chosen
+        assert backend_for("plain", device, head) == "plain"
+
+
+def test_lengths_fall_into_few_buckets() -> None:
+    assert [bucket(n) for n in (1, 128, 129, 192, 193, 256, 257, 400)] == [
+        *(128, 128, 192, 192, 256, 256, 384, 512)
+    ]
+    for length in range(1, 5000, 7):
+        assert length <= bucket(length) <= max(128, 1.5 * length)
+    # a process trains with one batch size and judges with another
+    assert 2 * len({bucket(n) for n in range(1, 32769)}) <= GRAPHS
+
+
+def test_flex_is_compiled_for_every_one_of_fifty_lengths() -> None:
+    """As on a GPU, with dynamo alone: `fullgraph` turns a fallback into an error."""
+    compiled = []
+    original = torch.compile
+
+    def compile_here(function: object, **options: object) -> object:
+        compiled.append(options)
+        return original(function, backend="eager", **options)  # type: ignore[call-overload]
+
+    limit = torch.compiler.config.recompile_limit
+    with patch.object(torch, "compile", compile_here), patch.dict(backends._COMPILED, clear=True):
+        try:
+            attend = backends.flex_for(CUDA)
+            for number in range(50):
+                width = bucket(70 * (number + 1))
+                queries = torch.zeros(1, 1, width, 16)
+                assert attend(queries, queries, queries).shape == queries.shape
+        finally:
+            torch.compiler.config.recompile_limit = limit
+            torch._dynamo.reset()
+    assert compiled == [{"dynamic": False, "fullgraph": True}]
+    assert flex_attention is backends.flex_for(CPU)

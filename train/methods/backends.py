@@ -1,0 +1,80 @@
+"""Which kernel computes attention in training, by device.
+
+On a CPU it is torch's flash attention, chunk by chunk of queries. On CUDA it is FlexAttention,
+whose block masks have (S / 128)^2 numbers; `sdpa` is the memory-efficient kernel with masks of
+chunks, about half of S x S numbers. Neither of the two ends in the kernel that holds all scores:
+the one is compiled or raises an error, the other is called by its name.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from ...heads.errors import UserError
+
+Backend = Literal["auto", "sdpa", "flex", "plain"]
+SMALLEST_HEAD = 16  # size of an attention head from which on FlexAttention's kernels take it
+GRAPHS = 64  # shapes of FlexAttention of one process: `bucket` leaves two for each power of two
+
+_COMPILED: dict[str, Any] = {}
+
+
+def check_backend(backend: Backend, device: torch.device) -> None:
+    """Raise `UserError` for a backend of attention that has no gradients on this device."""
+    if backend == "flex" and device.type == "cpu":
+        raise UserError("objective.attention is flex, which has no gradients on a CPU; use auto")
+
+
+def backend_for(backend: Backend, device: torch.device, head: int) -> Backend:
+    """Return what `auto` stands for on a device, with attention heads of size `head`."""
+    if backend != "auto":
+        return backend
+    if device.type == "cpu":
+        return "sdpa"
+    if device.type != "cuda":
+        return "plain"
+    # Without triton (on Windows) nothing can be compiled for a GPU.
+    return "flex" if head >= SMALLEST_HEAD and find_spec("triton") else "sdpa"
+
+
+def bucket(length: int) -> int:
+    """Return the next of 128, 192, 256, 384, 512, .. that is at least `length`.
+
+    A batch is as wide as its longest row, and a compiled kernel is made for one width. Rounding up
+    to few widths compiles few kernels. Example: 129 .. 192 become 192, 193 .. 256 become 256.
+    """
+    power = max(128, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if length <= power * 3 // 4 and power > 128 else power
+
+
+def flex_for(device: torch.device) -> Any:
+    """Return FlexAttention for a device: as it is on a CPU, else compiled once for the process.
+
+    Uncompiled it holds all scores. torch goes there without an error after eight shapes, unless
+    the limit is higher and the whole graph is asked for.
+    """
+    return _compiled("attention", flex_attention, device)
+
+
+def block_mask(visible: Any, rows: int, queries: int, keys: int, device: torch.device) -> Any:
+    """Return FlexAttention's mask of `visible(b, h, query, key)`, for all heads alike."""
+    # Uncompiled, it makes all queries x keys bools before it looks at them in blocks.
+    make = _compiled("mask", create_block_mask, device)
+    return make(visible, rows, None, queries, keys, device=str(device))
+
+
+def _compiled(name: str, function: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return function
+    if name not in _COMPILED:
+        limit = torch.compiler.config.recompile_limit
+        torch.compiler.config.recompile_limit = max(limit, GRAPHS)
+        # Kernels are made for fixed shapes, of which `bucket` leaves few. The mask's function is
+        # compiled for any length.
+        options: Any = {"dynamic": False, "fullgraph": True} if name == "attention" else {}
+        _COMPILED[name] = torch.compile(function, **options)
+    return _COMPILED[name]

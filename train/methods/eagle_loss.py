@@ -1,0 +1,362 @@
+"""Loss of EAGLE drafters: rows, teachers and weights of the unrolled steps.
+
+Index table (docs/objectives.md#index-tables): step k at row t reads its own state of step k - 1
+(step 0: the target's features of t) and the token x[t+1+k]; its label is x[t+2+k], its teacher
+p[t+1+k], its weight R(t+1 .. t+2+k).
+
+Example: prompt 0 .. 3, reply 4 .. 8, three steps. The root of row t is t + 1.
+
+    row   tokens read      labels           teachers         weights
+    3     x4   x5   x6     x5   x6   x7     p4   p5   p6     1  1  1
+    4     x5   x6   x7     x6   x7   x8     p5   p6   p7     1  1  1
+    5     x6   x7   x8     x7   x8   -      p6   p7   -      1  1  0
+    6     x7   x8   -      x8   -    -      p7   -    -      1  0  0
+
+Shapes: B packed rows, S positions, D unrolled steps, J teacher positions, R roots, H hidden size,
+Ht the target's, V vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...distill.divergences import (
+    LABELS_ONLY,
+    NEEDS_LABELS,
+    RENORMALISED,
+    Divergence,
+    log_probs,
+    loss_of_logits,
+    overlap,
+    sum_in_chunks,
+)
+from ...heads.eagle import EagleDrafter
+from ...heads.errors import UserError
+from ...inference.device import send
+from ..data.batches import Batch
+from ..features import Features
+from ..memory import Memory
+from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
+from .backends import Backend
+from .teachers import TeacherPlaces, VocabularyMap
+from .unroll import unroll
+
+NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
+
+
+@dataclass
+class EagleLoss(Memory):
+    """Settings of an EAGLE drafter's loss."""
+
+    loss: Divergence = "kl"
+    """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
+    ce-l1: both)."""
+    steps: int | None = None
+    """Unrolled steps; if not given, 7 for version 3, 1 for version 1."""
+    single_step_share: float = 0.0
+    """Share of the run that trains the first step alone, at a fraction of the cost, before the
+    others join: worth it for short runs, in which a drafter that is wrong at once learns little
+    from going on."""
+    weighting: Literal["decay", "survival", "d-pace"] = "decay"
+    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
+    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
+    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
+    decay: float = 0.8
+    """Base of the steps' weights with weighting decay."""
+    smoothing: float = 0.5
+    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
+    out_of_vocabulary: Literal["drop", "keep"] = "drop"
+    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
+    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
+    miss either way."""
+    feature_weight: float | None = None
+    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
+    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
+    version 3 too, together with token_weight 0.1 and freeze_head."""
+    token_weight: float | None = None
+    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
+    freeze_head: bool = False
+    """Version 3: keep final norm and head as they begin, the target's own."""
+    noise: float | None = None
+    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
+    0.1 for version 1, 0 for version 3."""
+    attention: Backend = "auto"
+    """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
+    score), or whichever fits."""
+    rows_per_chunk: int = 128
+    """Teacher positions whose logits exist at one time, each for all steps."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
+            raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
+        super().__post_init__()
+        if not (
+            0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1
+        ):
+            raise UserError(
+                "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
+                "objective.single_step_share in [0, 1)"
+            )
+        sizes = (self.feature_weight, self.token_weight, self.noise)
+        if any(value is not None and value < 0 for value in sizes):
+            raise UserError("objective.feature_weight, token_weight and noise must not be negative")
+
+    def resolved(self, version: int) -> EagleLoss:
+        """Return these settings with the defaults of an EAGLE version filled in.
+
+        Raises `UserError` for noise with version 3.
+        """
+        defaults = {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
+        if version == 1:
+            defaults = {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
+        if version == 3 and self.noise:
+            raise UserError(
+                "objective.noise is for version 1; the taps of version 3 differ in size too much "
+                "for one noise"
+            )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+class EagleObjective:
+    """Objective of both versions.
+
+    By default EAGLE-1 is one step with a feature loss and noise, EAGLE-3 seven steps with neither.
+    """
+
+    def __init__(
+        self,
+        config: EagleLoss,
+        taps: tuple[int, ...],
+        target_head: Callable[[Tensor], Tensor],
+        seed: int = 0,
+        accepted_weight: float = 1.0,
+        all_last: bool = False,
+    ) -> None:
+        """`config` is resolved; `target_head` maps last states `[..., Ht]` to logits `[..., V]`.
+
+        `accepted_weight` is that of accepted drafts in texts decoded with the drafter. With
+        `all_last` rows read the last state too, as in version 1.
+        """
+        assert config.steps is not None, "resolve the config first"
+        self.all_last = all_last
+        self._accepted_weight = accepted_weight
+        self.config, self.taps, self._target_head, self._seed = config, taps, target_head, seed
+        self.begin(1.0)  # all steps, for callers that have no run
+
+    @property
+    def passes(self) -> float:
+        return float(self.steps)
+
+    def begin(self, progress: float) -> None:
+        """Set the steps of an optimiser step that begins after this share of the run."""
+        assert self.config.steps is not None
+        self.steps = 1 if progress < self.config.single_step_share else self.config.steps
+        self.step_weights = static_decay(self.steps, self.config.decay)
+
+    def row_weights(self, batch: Batch) -> Tensor:
+        """Return the weight of each row at each step, `[B, S, D]`, on the CPU."""
+        runs = torch.stack([batch.reply_run(1, 2 + k) for k in range(self.steps)], dim=-1)
+        # Row t drafts from the root at t + 1, so the weights of drafts, which stand at their roots,
+        # move one row up; the last row has no root.
+        draft_weights = batch.draft_weights(self.steps, self._accepted_weight)
+        return runs * functional.pad(draft_weights[:, 1:], (0, 0, 0, 1))
+
+    def weights(self, batch: Batch) -> dict[str, float]:
+        """Return the sum of the rows' weights at each step, from masks alone."""
+        totals = self.row_weights(batch).sum((0, 1), dtype=torch.float64).tolist()
+        return {f"step{k}": total for k, total in enumerate(totals)}
+
+    def forward(
+        self,
+        drafter: EagleDrafter,
+        features: Features,
+        denominators: dict[str, float],
+        measured: bool = True,
+    ) -> tuple[Tensor, Sums]:
+        """Return the loss of a batch and its metric sums, see `Objective.forward`."""
+        batch, last = features.batch, features.last
+        taps, noisy_last = self._disturbed(batch, features)
+        outputs = unroll(
+            drafter, batch, taps, noisy_last, self.steps, self.config.attention, memory=self.config
+        )
+        places = TeacherPlaces(self.row_weights(batch), last.device)
+        hidden = places.by_teacher(outputs)
+        # Teachers are the target's states without the noise that the drafter reads.
+        vocabulary = VocabularyMap(drafter, last.device)
+        measure = partial(self._table, drafter, last.flatten(0, 1), vocabulary)
+        ids = send(batch.ids.flatten(), last.device)
+        # The label stands one after its teacher. A teacher with weight is not the last position, so
+        # the remainder never wraps; it keeps the index in range.
+        labels = ids[(places.teachers + 1) % batch.ids.numel()]
+        rows = (places.teachers, labels)
+        factors = self._factors(places, measure, hidden, rows, denominators)
+        loss, *tables = sum_in_chunks(
+            partial(measure, measured=measured),
+            hidden,
+            (*rows, factors),
+            drafter.head_parameters,
+            self.config.rows_per_chunk,
+        )
+        if not measured:
+            return loss, {}
+        losses, right, alpha, _ = tables
+        # Survival is a product along the steps of a root, so metrics need tables by root.
+        by_root = (places.by_root(table) for table in (losses, right, alpha, places.weights))
+        return loss, depth_metrics(*by_root)
+
+    def _disturbed(self, batch: Batch, features: Features) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return taps and last state with the uniform noise of EAGLE-1.
+
+        The noise lies in +-`noise` * 512 / document length. It is a pure function of seed and place
+        in the data, whatever the ranks.
+        """
+        if not self.config.noise:
+            return features.taps, features.last
+        device, shape = features.last.device, features.last.shape
+        generator = torch.Generator(device)
+        noise = []
+        for number in batch.numbers:
+            generator.manual_seed(self._seed * 1_000_003 + number)
+            # from [0, 1) to [-1, 1)
+            noise.append(2 * torch.rand(shape[1:], generator=generator, device=device) - 1)
+        lengths = batch.document_lengths().to(device)[..., None]
+        scaled = torch.stack(noise) * self.config.noise * NOISE_LENGTH / lengths
+        return tuple(tap + scaled for tap in features.taps), features.last + scaled
+
+    def _factors(
+        self,
+        places: TeacherPlaces,
+        measure: Callable[..., tuple[Tensor, ...]],
+        hidden: Tensor,
+        rows: tuple[Tensor, ...],
+        denominators: dict[str, float],
+    ) -> Tensor:
+        """Return the factor of each loss, `[J, D]`, 0 where a draft has no weight.
+
+        `measure` is `_table` without its last arguments; `hidden` `[J, D, H]`, and `rows` are
+        teachers and labels `[J]`.
+        """
+        # A step for which no rank has a draft has the count 0; its weights are 0 too, and 0 / 0 is
+        # NaN. Counts are sums of weights, which may be fractions, so the least one is far below 1.
+        counts = [max(denominators[f"step{k}"], 1e-9) for k in range(self.steps)]
+        if self.config.weighting == "decay":
+            scaled = []
+            for step_weight, count in zip(self.step_weights, counts, strict=True):
+                scaled.append(step_weight / count)
+            return places.weights * send(scaled, hidden.device)
+        # Dynamic weights of a root depend on all its steps, which have different teachers and so
+        # may lie in different chunks. A pass without gradients over all chunks comes first.
+        with torch.no_grad():
+            zeros = torch.zeros(places.weights.shape, device=hidden.device)
+            _, _, _, alpha, label_probs = sum_in_chunks(
+                measure, hidden, (*rows, zeros), [], self.config.rows_per_chunk
+            )
+        chances = alpha
+        if self.config.weighting == "d-pace":
+            chances = smoothed(label_probs, self.config.smoothing)
+        weights = survival_weights(places.by_root(chances), places.by_root(places.weights).bool())
+        # Divided by the number of drafts: the weights themselves were not known when denominators
+        # were summed over the ranks.
+        return places.to_teacher(weights) * places.weights / sum(counts)
+
+    def _table(
+        self,
+        drafter: EagleDrafter,
+        last: Tensor,
+        vocabulary: VocabularyMap,
+        hidden: Tensor,
+        teachers: Tensor,
+        labels: Tensor,
+        factors: Tensor,
+        measured: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Return the loss of J teacher positions, then tables `[J, D]` if it is `measured`.
+
+        The tables are: losses, 1 where the best token is the target's, overlap, q(label). A
+        position's distribution serves the D drafts about it: `hidden` `[J, D, H]`, `factors`
+        `[J, D]`; `teachers` and `labels` are `[J]`, `last` `[positions, Ht]` the target's states.
+        """
+        config = self.config
+        with torch.no_grad():
+            target_logits = self._target_head(last[teachers])
+            # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
+            best = vocabulary.columns(target_logits.argmax(-1))
+            labels = vocabulary.columns(labels)
+        kept: Tensor | slice = slice(None)
+        drops = vocabulary.reduced and config.out_of_vocabulary == "drop"
+        if drops and not config.feature_weight and hidden.device.type == "cpu":
+            # Positions without a loss need no logits of the drafter. On a GPU the host would have
+            # to wait for their number.
+            kept = (best >= 0).nonzero()[:, 0]
+        logits = drafter.logits(hidden[kept])
+        kept_losses = self._losses(
+            drafter, logits, hidden[kept], last[teachers[kept]],
+            vocabulary, target_logits[kept], best[kept], labels[kept],
+        )  # fmt: skip
+        loss = (kept_losses * factors[kept]).sum()
+        if not measured:
+            return (loss,)
+        with torch.no_grad():
+            losses = kept_losses.new_zeros(factors.shape)
+            losses[kept] = kept_losses
+            if isinstance(kept, Tensor):
+                logits = drafter.logits(hidden)
+            log_q = log_probs(logits)
+            # A best token of -1 equals no column, so a position that cannot be drafted is a miss.
+            right = log_q.argmax(-1) == best[:, None]
+            log_p = vocabulary.restrict(log_probs(target_logits))
+            alpha = overlap(log_q, log_p[:, None])
+            columns = labels.clamp(min=0)[:, None].expand(factors.shape)
+            label_probs = log_q.gather(-1, columns[..., None])[..., 0].exp()
+            label_probs = label_probs * (labels >= 0)[:, None]
+        return loss, losses, right.float(), alpha, label_probs
+
+    def _losses(
+        self,
+        drafter: EagleDrafter,
+        logits: Tensor,
+        hidden: Tensor,
+        last: Tensor,
+        vocabulary: VocabularyMap,
+        target_logits: Tensor,
+        best: Tensor,
+        labels: Tensor,
+    ) -> Tensor:
+        """Return the losses `[J, D]` of J teacher positions.
+
+        `logits` `[J, D, Vd]` are the drafter's for the states `hidden` `[J, D, H]`; `last`
+        `[J, Ht]` and `target_logits` `[J, V]` are the target's; `best` and `labels` `[J]` are
+        columns or -1.
+        """
+        config, teacher = self.config, None
+        with torch.no_grad():
+            if config.loss in RENORMALISED:
+                teacher = log_probs(vocabulary.restrict(target_logits))[:, None]
+            elif config.loss not in LABELS_ONLY:
+                # with the mass that they have in the whole vocabulary
+                teacher = vocabulary.restrict(log_probs(target_logits))[:, None]
+        # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`. A label without a
+        # column is clamped to have one; what is computed of it counts as 0 below.
+        columns = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])
+        losses, _ = loss_of_logits(config.loss, logits, teacher, columns)
+        losses = losses * (config.token_weight or 0.0)
+        if config.out_of_vocabulary == "drop":
+            losses = losses.masked_fill((best < 0)[:, None], 0.0)
+        if config.loss in NEEDS_LABELS:
+            losses = losses.masked_fill((labels < 0)[:, None], 0.0)
+        if config.feature_weight:
+            # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
+            target_feature = last.to(hidden.dtype)[:, None].expand_as(hidden)
+            distances = functional.smooth_l1_loss(
+                drafter.feature(hidden), target_feature, reduction="none"
+            )
+            losses = losses + config.feature_weight * distances.mean(-1)
+        return losses

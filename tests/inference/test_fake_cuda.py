@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +12,7 @@ from draftsmith.inference.attention import aligned
 from draftsmith.inference.cache import TreeCache
 
 from tests.conftest import ROOT
+from tests.fake_cuda.build import run_with_guard
 
 BUDGET = ROOT / "tests/fake_cuda/operators.json"
 """Operators of a round of each method on a target of two layers. They may grow by 5%; what grows
@@ -30,27 +26,8 @@ def fixture_found(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """Facts of rounds, by method and setting."""
-    if shutil.which("g++") is None:
-        pytest.skip("no C++ compiler")
-    library = tmp_path_factory.mktemp("guard") / "guard.so"
-    home = Path(torch.__file__).parent
-    subprocess.run(
-        [
-            *("g++", "-shared", "-fPIC", "-std=c++20", f"-I{home / 'include'}"),
-            *(str(ROOT / "tests/fake_cuda/guard.cpp"), "-o", str(library)),
-            *(f"-L{home / 'lib'}", "-lc10"),
-        ],
-        check=True,
-    )
-    command = [sys.executable, "-m", "tests.fake_cuda.rounds", str(library)]
-    if request.param == "every":
-        command.append("--every")
-    # In a process of its own: the guard stays in the process that loads it.
-    ran = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return json.loads(ran.stdout)
+    folder = tmp_path_factory.mktemp("guard")
+    return run_with_guard(folder, "rounds", *["--every"] * (request.param == "every"))
 
 
 def test_rounds_stay_on_the_device(found: dict[str, Any]) -> None:

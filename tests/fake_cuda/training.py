@@ -1,0 +1,191 @@
+"""The forward pass of one training step of every method on CUDA tensors without memory.
+
+    python -m tests.fake_cuda.training GUARD    (GUARD: the library made of guard.cpp)
+
+Numbers on the host are real, since a batch's rows are found there; what lies on the device has
+none. It prints JSON: operators that mix devices or cross them, and the calls of attention.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.config import Data, Source, TargetConfig
+from draftsmith.train.data.batches import collate
+from draftsmith.train.features import LiveTarget
+from draftsmith.train.method import method_named
+from draftsmith.train.methods import blocks, dflash, unroll
+from draftsmith.train.objectives import TrainingModule
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.architectures import architecture
+from tests.blocks import random_block
+from tests.conftest import random_heads
+from tests.eagles import random_eagle
+from tests.fake_cuda.rounds import MODE, Watch, borrowed, cast
+
+
+class Cuda(TorchDispatchMode):
+    """Runs operators of fake tensors and of the device "cuda" without memory, all others really."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fake = any(isinstance(x, FakeTensor) for x in tree_leaves((args, kwargs)))
+        device = kwargs.get("device")
+        if not fake and (device is None or torch.device(device).type != "cuda"):
+            return func(*args, **kwargs)
+
+        def without_memory(x: Any) -> Any:
+            real = isinstance(x, Tensor) and not isinstance(x, FakeTensor)
+            return MODE.from_tensor(x) if real else x
+
+        args, kwargs = tree_map(without_memory, (args, kwargs))
+        with MODE:
+            return func(*args, **kwargs)
+
+
+class Crossings(Watch):
+    """Notes operators that mix devices, and what crosses them; work of the host is its own."""
+
+    def note(self, name: str, given: list[Any], made: list[Any]) -> None:
+        tensors = [x for x in (*given, *made) if isinstance(x, Tensor)]
+        if any(x.device.type == "cuda" for x in tensors):
+            super().note(name, given, made)
+
+
+class Kernels:
+    """Calls of attention, by what kernels ask for. Every one of them is answered by shape alone."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self.calls = watch, Counter[str]()
+
+    def dispatched(
+        self, queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Any = None, **_: Any
+    ) -> Tensor:
+        """In place of torch's attention, which chooses a kernel itself; the target calls it too."""
+        if self._watch.on:
+            self.masked(queries, keys, values, attn_mask)
+        return queries.new_empty(*queries.shape[:-1], values.shape[-1])
+
+    def flex(self, queries: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
+        facts = {"kernel": "flex", "head": queries.shape[-1], "rows": queries.shape[2]}
+        shared = queries.shape[1] != keys.shape[1]
+        facts |= {"keys": keys.shape[2], "grouped": shared and not options.get("enable_gqa")}
+        self.calls[json.dumps(facts)] += 1
+        output = queries.new_empty(*queries.shape[:-1], values.shape[-1]) * keys.sum()
+        if "return_aux" not in options:
+            return output
+        return output, SimpleNamespace(lse=output.float().sum(-1))
+
+    def masked(self, queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *_: Any) -> Any:
+        facts = {
+            "kernel": "masked",
+            "grouped": queries.shape[1] != keys.shape[1],
+            "head": queries.shape[-1],
+            "type": str(queries.dtype) == str(bias.dtype) == str(keys.dtype),
+            "row": bias.stride(-2) * bias.element_size() % 16,
+            "start": bias.storage_offset() * bias.element_size() % 16,
+            "last": [x.stride(-1) for x in (queries, keys, values, bias)],
+        }
+        self.calls[json.dumps(facts)] += 1
+        output = queries.new_empty(queries.shape)
+        return output, output[..., 0].float(), None, None
+
+
+def step(method: str, target: Target, drafter: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return what the forward pass of a training step of a method did."""
+    known = method_named(method)  # type: ignore[arg-type]
+    run = known.run_class(
+        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
+    )
+    for option, value in options.items():
+        setattr(run.objective, option, value)
+    with patch.object(dflash, "ready"):  # it looks at numbers
+        objective = known.make_objective(run, target, drafter)
+    documents = [(np.arange(n) % 90, np.arange(n) > n // 3) for n in (150, 90, 41)]
+    batch = collate([documents, documents[:2]])
+    source = object.__new__(LiveTarget)  # its check of packed rows compares numbers
+    source._target, source._taps = target, objective.taps
+    watch, pinned = Crossings(), Counter[str]()
+    kernels = Kernels(watch)
+
+    def pin_memory(tensor: Any) -> Any:
+        pinned["pinned"] += 1
+        return tensor
+
+    def grad(loss: Any, inputs: Any, **_: Any) -> Any:
+        """In place of the gradients that a chunk makes: the engine needs a device."""
+        return [torch.zeros_like(x) for x in inputs]
+
+    aten = torch.ops.aten
+    with (
+        patch.object(unroll, "flex_for", lambda device: kernels.flex),
+        patch.object(blocks, "flex_for", lambda device: kernels.flex),
+        patch.object(unroll, "block_mask", lambda *_: None),
+        patch.object(blocks, "block_mask", lambda *_: None),
+        patch.object(functional, "scaled_dot_product_attention", kernels.dispatched),
+        patch.object(aten, "_scaled_dot_product_efficient_attention", kernels.masked),
+        patch.object(torch.autograd, "grad", grad),
+        patch.object(torch.Tensor, "pin_memory", pin_memory),
+    ):
+        denominators = objective.weights(batch)
+        with Cuda(), watch:
+            features = source.features(batch)
+            watch.on = True
+            module = TrainingModule(drafter, objective, bf16=True)
+            loss, sums = module(features, denominators)
+            watch.on = False
+    assert loss.device.type == "cuda" and sums, method
+    return {
+        "faults": dict(watch.faults),
+        "uploads": watch.uploads,
+        "pinned": pinned["pinned"],
+        "attention": dict(kernels.calls),
+    }
+
+
+def steps() -> dict[str, Any]:
+    """Return the facts of all methods, by name and backend of attention."""
+    with MODE, torch.device("cuda"):
+        target = architecture("llama", dtype=torch.bfloat16)
+        drafters: dict[str, Any] = {
+            "medusa": random_heads(target),
+            "eagle": random_eagle(target, "eagle3 draft vocabulary"),
+            "dflash": random_block(target, "dflash"),
+            "dspark": random_block(target, "dspark"),
+        }
+    found = {}
+    for method, drafter in drafters.items():
+        drafter.requires_grad_(True)
+        backends = ("sdpa", "flex") if method != "medusa" else ("",)
+        for backend in backends:
+            options = {"attention": backend} if backend else {}
+            found[f"{method} {backend}".strip()] = step(method, target, drafter, options)
+    return found
+
+
+def main(guard: str) -> None:
+    torch.ops.load_library(guard)
+    with (
+        patch.object(torch.cuda, "_lazy_init", lambda: None),
+        patch.object(nn.Module, "to", cast),
+        patch.object(Target, "embedding_and_head", property(borrowed)),
+        patch.object(Target, "final_norm_weight", lambda target: None),
+    ):
+        print(json.dumps(steps(), indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

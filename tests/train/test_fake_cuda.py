@@ -1,0 +1,40 @@
+"""Hazards of training on a GPU, found without one: see tests/fake_cuda/training.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from draftsmith.train.methods.backends import bucket
+
+from tests.fake_cuda.build import run_with_guard
+
+
+@pytest.fixture(scope="module", name="found")
+def fixture_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Facts of a step's forward pass, by method and backend of attention."""
+    return run_with_guard(tmp_path_factory.mktemp("guard"), "training")
+
+
+def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:
+    """No operator mixes devices, none brings a number to the host; what is sent is pinned."""
+    assert {way.split()[0] for way in found} == {"medusa", "eagle", "dflash", "dspark"}
+    for way, facts in found.items():
+        assert facts["faults"] == {}, way
+        assert 0 < facts["uploads"] <= facts["pinned"], way
+
+
+def test_kernels_of_attention_take_every_call(found: dict[str, Any]) -> None:
+    """Masks are additive in the queries' type and their rows are aligned; no heads are left to be
+    grouped; FlexAttention gets lengths that are compiled once."""
+    for way, facts in found.items():
+        assert bool(facts["attention"]) == (way != "medusa"), way
+        for call in map(json.loads, facts["attention"]):
+            assert call["head"] % 8 == 0 and not call["grouped"], (way, call)
+            if call["kernel"] == "flex":
+                context = call["keys"] - (0 if way.startswith("eagle") else call["rows"])
+                assert context == bucket(context), (way, call)
+            else:
+                assert call["type"] and call["last"] == [1, 1, 1, 1], (way, call)
+                assert call["row"] == call["start"] == 0, (way, call)

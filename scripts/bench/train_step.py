@@ -10,9 +10,9 @@ Two shapes: seven steps at hidden 256, 8 heads, 4 KV heads, MLP 1024, vocabulary
 vocabulary 2048, batch 2 x 256; and three steps at hidden 256, 4 heads, 2 KV heads, MLP 704,
 vocabulary 4096, draft vocabulary 1024, one row of 512. A step is forward, backward, clipping and
 AdamW, with metrics in every tenth step. Best tokens are random, so that of a draft vocabulary of a
-quarter of the tokens only a quarter of the positions has a loss (`--vocab 2048`: all). The speed of
-a large matrix product on the same thread is printed beside it, so that figures of different
-machines can be compared. Peak memory is the process's, each shape in a process of its
+quarter of the tokens only a quarter of the positions has a loss (`--vocab 2049`: nearly all). The
+speed of a large matrix product on the same thread is printed beside it, so that figures of
+different machines can be compared. Peak memory is the process's, each shape in a process of its
 own.
 """
 
@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import resource
-import runpy
 import statistics
 import subprocess
 import sys
@@ -152,40 +151,16 @@ def measure(case: Case, repeats: int, recompute: bool) -> dict[str, float]:
     }
 
 
-def obey(case: Case, recompute: bool, code: str, weights: str) -> None:
-    """Take a step for each line of standard input, and print its CPU-seconds.
-
-    The code is that of the checkout `code`, its own version of this file included. After 20 steps
-    the weights are written to the file `weights`.
-    """
-    parts: list[torch.Tensor] = []
-
-    class Noted(torch.optim.AdamW):
-        def __init__(self, parameters, **options):
-            parts.extend(parameters)
-            super().__init__(parts, **options)
-
-    torch.optim.AdamW = Noted
-    there = runpy.run_path(str(Path(code, "scripts/bench/train_step.py")))
-    step = there["make_step"](there["Case"](**case.__dict__), recompute)
-    for turn, _ in enumerate(sys.stdin, 1):
-        start = time.process_time()
-        step()
-        print(time.process_time() - start, flush=True)
-        if turn == 20:
-            torch.save([part.detach() for part in parts], weights)
-
-
 def compare(case: Case, arguments: argparse.Namespace) -> dict[str, float]:
     """Return the speed of this checkout and of another, whose steps take turns."""
-    options = ["--case", json.dumps(case.__dict__), *["--recompute"] * arguments.recompute]
+    options = [json.dumps(case.__dict__), *["--recompute"] * arguments.recompute]
     folder = Path(tempfile.mkdtemp())
     workers = []
     for name, code in (("there", arguments.against), ("here", ROOT)):
         Path(folder, name).mkdir()
         Path(folder, name, "draftsmith").symlink_to(Path(code).resolve())
         file = str(folder / f"{name}.pt")
-        command = [sys.executable, __file__, *options, "--obey", str(code), "--weights", file]
+        command = [sys.executable, ROOT / "scripts/bench/steps_of.py", code, file, *options]
         environment = {**os.environ, "PYTHONPATH": str(folder / name)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         workers.append((subprocess.Popen(command, env=environment, **pipes), file))  # type: ignore
@@ -242,16 +217,12 @@ def main() -> None:
     )
     parser.add_argument("--against", help="another checkout: its steps and ours take turns")
     parser.add_argument("--json", help="write the numbers to this file")
-    for hidden in ("--case", "--obey", "--weights"):
-        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.case:
         case = Case(**json.loads(arguments.case))
-        if arguments.obey:
-            obey(case, arguments.recompute, arguments.obey, arguments.weights)
-        else:
-            print(json.dumps(measure(case, arguments.repeats, arguments.recompute)))
+        print(json.dumps(measure(case, arguments.repeats, arguments.recompute)))
         return
     cases = CASES
     if arguments.length:

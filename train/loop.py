@@ -250,7 +250,7 @@ def run_loop(
         return state.step == total or (state.step and state.step % run.evaluation.every == 0)
 
     def measured(step: int) -> bool:
-        """Whether a log is due after `step` steps, by whose last step metrics are measured."""
+        """Return whether a log may be due after `step` steps: metrics are of its last step."""
         intervals = (run.log_every, run.evaluation.every, run.checkpoints.every)
         return step == total or any(step % every == 0 for every in intervals)
 

@@ -8,6 +8,7 @@ the one is compiled or raises an error, the other is called by its name.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -37,8 +38,13 @@ def backend_for(backend: Backend, device: torch.device, head: int) -> Backend:
         return "sdpa"
     if device.type != "cuda":
         return "plain"
-    # Without triton (on Windows) nothing can be compiled for a GPU.
-    return "flex" if head >= SMALLEST_HEAD and find_spec("triton") else "sdpa"
+    return "flex" if head >= SMALLEST_HEAD and has_triton() else "sdpa"
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether functions can be compiled for a GPU; on Windows they cannot."""
+    return find_spec("triton") is not None
 
 
 def bucket(length: int) -> int:

@@ -26,7 +26,6 @@ from ...inference.device import send
 from ..data.batches import Batch
 
 SHORTEST, LONGEST = 128, 1024  # query rows of a chunk
-KERNELS = ("cpu", "cuda")  # types of devices that have one
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,8 @@ class EagleObjective:
         """
         config = self.config
         with torch.no_grad():
-            target_logits = self._target_head(last[teachers])
+            target_states = last[teachers]
+            target_logits = self._target_head(target_states)
             # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
             best = vocabulary.columns(target_logits.argmax(-1))
             labels = vocabulary.columns(labels)
@@ -298,7 +299,7 @@ class EagleObjective:
             kept = (best >= 0).nonzero()[:, 0]
         logits = drafter.logits(hidden[kept])
         kept_losses = self._losses(
-            drafter, logits, hidden[kept], last[teachers[kept]],
+            drafter, logits, hidden[kept], target_states,
             vocabulary, target_logits[kept], best[kept], labels[kept],
         )  # fmt: skip
         loss = (kept_losses * factors[kept]).sum()
@@ -324,7 +325,7 @@ class EagleObjective:
         drafter: EagleDrafter,
         logits: Tensor,
         hidden: Tensor,
-        last: Tensor,
+        target_states: Tensor,
         vocabulary: VocabularyMap,
         target_logits: Tensor,
         best: Tensor,
@@ -332,9 +333,9 @@ class EagleObjective:
     ) -> Tensor:
         """Return the losses `[J, D]` of J teacher positions.
 
-        `logits` `[J, D, Vd]` are the drafter's for the states `hidden` `[J, D, H]`; `last`
-        `[J, Ht]` and `target_logits` `[J, V]` are the target's; `best` and `labels` `[J]` are
-        columns or -1.
+        `logits` `[J, D, Vd]` are the drafter's for the states `hidden` `[J, D, H]`;
+        `target_states` `[J, Ht]`, read with a feature loss only, and `target_logits` `[J, V]` are
+        the target's; `best` and `labels` `[J]` are columns or -1.
         """
         config, teacher = self.config, None
         with torch.no_grad():
@@ -354,7 +355,7 @@ class EagleObjective:
             losses = losses.masked_fill((labels < 0)[:, None], 0.0)
         if config.feature_weight:
             # The feature to come is h_{t+1+k}, the state that the teacher's logits are made of.
-            target_feature = last.to(hidden.dtype)[:, None].expand_as(hidden)
+            target_feature = target_states.to(hidden.dtype)[:, None].expand_as(hidden)
             distances = functional.smooth_l1_loss(
                 drafter.feature(hidden), target_feature, reduction="none"
             )

@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_auto_by_device(device: torch.device, head: int, triton: bool, chosen: str) -> None:
-    with patch.object(backends, "find_spec", lambda name: object() if triton else None):
+    with patch.object(backends, "has_triton", lambda: triton):
         assert backend_for("auto", device, head) == chosen
         assert backend_for("plain", device, head) == "plain"
 
@@ -40,7 +40,7 @@ def test_lengths_fall_into_few_buckets() -> None:
 
 
 def test_flex_is_compiled_for_every_one_of_fifty_lengths() -> None:
-    """As on a GPU, with dynamo alone: `fullgraph` turns a fallback into an error."""
+    """Done with dynamo alone, else as on a GPU: `fullgraph` turns a fallback into an error."""
     compiled = []
     original = torch.compile
 

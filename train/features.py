@@ -65,7 +65,9 @@ class LiveTarget:
         if self._target.spread == "tensor":
             hidden = self._in_turn(ids, positions)
         else:
-            hidden = self._target.forward(ids, positions, taps=self._taps)
+            hidden = self._target.forward(
+                ids, positions, taps=self._taps, documents=batch.documents
+            )
         return Features(batch, hidden.last, hidden.taps)
 
     def _in_turn(self, ids: Tensor, positions: Tensor) -> Hidden:
@@ -94,15 +96,18 @@ class LiveTarget:
 def check_packing(model: CausalModel, name: str) -> None:
     """Check that documents in one packed row get the features that each gets alone.
 
-    A model that does not separate documents by positions that restart at 0 is given an explicit
-    mask with every packed row from here on. Raises `UserError` if even that does not help. `name`
-    is the model's in the message.
+    The model attends to each document by itself from here on, if it can. If not, transformers makes
+    a mask from positions that restart at 0; where that does not separate documents, every packed
+    row is given an explicit mask. Raises `UserError` if even that does not help. `name` is the
+    model's in the message.
     """
-    error = packing_error(model)
     # In low precision the rows are computed in another shape than each document alone, and rounding
     # grows with depth: 3% of the largest feature in 32 layers of bfloat16.
+    tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if attend_in_documents(model, tolerance):
+        return
     # `not error <= tolerance` instead of `error > tolerance`: an error of NaN must fail too.
-    if not error <= (tolerance := 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1):
+    if not (error := packing_error(model)) <= tolerance:
         model.masks_packed_rows = True
         error = packing_error(model)
     if not error <= tolerance:
@@ -113,6 +118,24 @@ def check_packing(model: CausalModel, name: str) -> None:
         )
 
 
+def attend_in_documents(model: CausalModel, tolerance: float) -> bool:
+    """Let a model attend to each document of a packed row by itself, and return whether it can.
+
+    Layers with a sliding window would need a mask even within a document, and other attention
+    than torch's is what the user has asked for. All ranks of a target that is split within its
+    layers run the same rows, whose documents only one of them knows.
+    """
+    torchs = getattr(model.decoder.config, "_attn_implementation", None) == "sdpa"
+    if not torchs or model.window is not None or model.spread == "tensor":
+        return False
+    model.attends_in_documents = True
+    try:
+        model.attends_in_documents = packing_error(model) <= tolerance
+    except TypeError:  # a model whose layers take no further arguments
+        model.attends_in_documents = False
+    return model.attends_in_documents
+
+
 def packing_error(model: CausalModel) -> float:
     """Return how far features of two packed documents are from those of each document alone.
 
@@ -121,7 +144,8 @@ def packing_error(model: CausalModel) -> float:
     # Documents of 5 and 7 tokens; multiples of 7 give different tokens.
     ids = (torch.arange(12, device=model.device) * 7 % model.vocab_size)[None]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=model.device)
-    packed = model.forward(ids, positions).last.float()
-    documents = (ids[:, :5], ids[:, 5:])
-    alone = torch.cat([model.forward(document).last for document in documents], dim=1).float()
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    packed = model.forward(ids, positions, documents=documents).last.float()
+    pieces = (ids[:, :5], ids[:, 5:])
+    alone = torch.cat([model.forward(piece).last for piece in pieces], dim=1).float()
     return float((packed - alone).norm() / alone.norm())

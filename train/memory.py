@@ -9,7 +9,7 @@ that own them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,12 +62,27 @@ def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable
 
 
 @contextmanager
-def recomputed(layers: Iterable[nn.Module], offload: bool = False) -> Iterator[None]:
-    """Make each of the layers `recomputing` within this context, whatever mode the model is in."""
+def recomputed(
+    layers: Iterable[nn.Module],
+    offload: bool = False,
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[None]:
+    """Make each of the layers `recomputing` within this context, whatever mode the model is in.
+
+    Both runs of a layer are in a context of `within`; the second comes after this one has ended.
+    """
+
+    def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with within():
+                return function(*arguments, **options)
+
+        return call
+
     # Gone through twice, so that a generator would be empty the second time.
     layers = list(layers)
     for layer in layers:
-        layer.forward = recomputing(layer.forward, offload)
+        layer.forward = recomputing(inside(layer.forward), offload)
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...heads.errors import UserError, first_line
 from ...heads.layout import dtype_name
 from ..cache import KeptCache, TreeCache
 from ..tree import TreeShape
+from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import packed_mask, tree_mask
 from .model_head import ModelHead
@@ -67,6 +69,8 @@ class CausalModel(ModelHead):
         self.kept_cache = KeptCache()
         self.masks_packed_rows = False
         """True for models that keep documents of a row apart only by `packed_mask`: GPT-OSS."""
+        self.attends_in_documents = False
+        """True for models that attend to each document of a packed row by itself."""
 
     @property
     def window(self) -> int | None:
@@ -80,14 +84,19 @@ class CausalModel(ModelHead):
         mask: Any = None,
         cache: TreeCache | None = None,
         taps: tuple[int, ...] = (),
+        documents: Tensor | None = None,
     ) -> Hidden:
         """Run the decoder over `ids` `[B, N]`, and return its last hidden states and `taps`.
 
         Without a cache and a mask, `positions` `[B, N]` that restart mark the documents of a packed
-        row, and no document sees another. `mask` `[1 | B, 1, N, slots]` is additive (0 = visible),
-        or a dict with a mask for each kind of layer.
+        row, and no document sees another. With `documents` `[B, N]` on the CPU, their numbers, no
+        mask is made for that by a model that `attends_in_documents`. `mask` `[1 | B, 1, N, slots]`
+        is additive (0 = visible), or a dict with a mask for each kind of layer.
         """
-        if cache is not None:
+        spans = None
+        if documents is not None and self.attends_in_documents:
+            spans = spans_of(documents)
+        elif cache is not None:
             cache.open(ids.shape[1], masked=mask is not None)
         elif mask is None and positions is not None and self.masks_packed_rows:
             mask = packed_mask(positions, self.dtype, self.window, self._mixed)
@@ -102,7 +111,8 @@ class CausalModel(ModelHead):
             if positions is None:
                 start = cache.get_seq_length()
                 positions = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-        last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps)
+        with nullcontext() if spans is None else in_documents(decoder):
+            last, tapped = run_decoder(decoder, ids, positions, mask, cache, taps, spans)
         if self.spread == "devices":  # each layer's states lie where the layer does
             last, tapped = last.to(self.device), tuple(tap.to(self.device) for tap in tapped)
         return Hidden(last, tapped)
@@ -351,8 +361,12 @@ def run_decoder(
     mask: Any,
     cache: TreeCache | None,
     taps: tuple[int, ...],
+    documents: Spans | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the last hidden state and the `taps` of a transformers decoder or a fused one."""
+    """Return the last hidden state and the `taps` of a transformers decoder or a fused one.
+
+    `documents` are for a decoder within `in_documents`.
+    """
     if isinstance(decoder, FusedDecoder):
         assert positions is not None and cache is not None
         return decoder(ids, positions, mask, cache, taps)
@@ -365,6 +379,7 @@ def run_decoder(
         past_key_values=cache,
         use_cache=cache is not None,
         output_hidden_states=list(taps) or False,
+        **({} if documents is None else {"documents": documents}),
     )
     return output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.distill.draft_models import DraftModelConfig, make_draft_model
 from draftsmith.heads.errors import UserError
-from draftsmith.train.features import Features, LiveTarget
+from draftsmith.train.features import Features, LiveTarget, check_packing
 from draftsmith.train.memory import recomputed, recomputing
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
 from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
@@ -43,8 +43,11 @@ def distilling(**options: bool) -> tuple[nn.Module, Callable[[], Tensor]]:
     draft_model = make_draft_model(
         DraftModelConfig(layers=4), TARGET, lambda: [torch.arange(3, 20)]
     ).requires_grad_(True)
-    aim = DistillObjective(DistillLoss(**options), runner_of(draft_model), TARGET)  # type: ignore[arg-type]
-    batch = batch_of((120, [(4, 120)]))
+    runner = runner_of(draft_model)
+    check_packing(runner, "draft model")
+    assert runner.attends_in_documents
+    aim = DistillObjective(DistillLoss(**options), runner, TARGET)  # type: ignore[arg-type]
+    batch = batch_of((60, [(4, 60)]), (60, [(4, 60)]))
     return draft_model, lambda: aim.forward(
         draft_model, LiveTarget(TARGET).features(batch), aim.weights(batch)
     )[0]

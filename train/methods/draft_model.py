@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -45,6 +46,7 @@ from ...heads.files import JsonObject
 from ...heads.layout import place
 from ...inference.device import send
 from ...inference.targets.causal_model import CausalModel, Hidden
+from ...inference.targets.documents import in_documents
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
 from ..config import RunConfig
@@ -175,8 +177,13 @@ class DistillObjective(nn.Module):
         layers = []
         if self.config.recompute:
             layers = decoder_layers(draft_model.decoder, draft_model.num_layers)[1]
-        with recomputed(layers, self.config.offload):
-            hidden = draft_model.forward(known_ids, on_device(batch.positions)).last.flatten(0, 1)
+        within = nullcontext
+        if draft_model.attends_in_documents:
+            within = partial(in_documents, draft_model.decoder)
+        with recomputed(layers, self.config.offload, within):
+            hidden = draft_model.forward(
+                known_ids, on_device(batch.positions), documents=batch.documents
+            ).last.flatten(0, 1)
         weights = self.row_weights(batch).flatten()
         # Found on the CPU, where their number is known without waiting.
         rows = weights.nonzero()[:, 0]

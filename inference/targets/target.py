@@ -42,10 +42,9 @@ class TargetSource(ModelHead, ABC):
         """Embedding and head that drafters borrow."""
         embedding = self.model.get_input_embeddings()
         # Gemma's embedding rounds its factor to the dtype of its weights before it multiplies.
-        scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0)).to(embedding.weight.dtype)
-        return EmbeddingAndHead(
-            self.embed, self.head, self.vocab_size, self.tokenizer, float(scale)
-        )
+        scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0), device="cpu")
+        factor = float(scale.to(embedding.weight.dtype))
+        return EmbeddingAndHead(self.embed, self.head, self.vocab_size, self.tokenizer, factor)
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:

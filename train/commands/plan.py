@@ -1,7 +1,8 @@
 """`draftsmith data plan`: prints the bytes, GPU-hours and GPU memory that a training run will take.
 
-They follow from the configs alone, by arithmetic on shapes: target and drafter are built without
-weights, and nothing is run. Assumptions are printed beside the figures.
+They follow from the configs alone: target and drafter are built without weights. Bytes and hours
+are arithmetic on shapes; the memory is that of one training step on tensors without memory.
+Assumptions are printed beside the figures.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..arguments import parse
 from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
 from ..method import method_for, method_named
 from ..options import PlanOptions as Options
+from ..step_memory import StepMemory, memory_of_step
 
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
@@ -24,11 +26,15 @@ TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 def run(options: Options) -> None:
     """Print the plan, and write it to a file if one is named."""
     check_output(options.json, "--json")
-    _, shape, plan = planned(options)
+    config, shape, plan = planned(options)
+    method = method_named(method_for(options.run, options.method))
+    memory = memory_of_step(method, config, options.reply_share)
     if options.json is not None:
         with whole_file(options.json) as aside:
-            write_json(aside, {"options": asdict(options), "shape": asdict(shape), "plan": plan})
-    show(shape, plan, options)
+            found = {"options": asdict(options), "shape": asdict(shape), "plan": plan}
+            sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
+            write_json(aside, {**found, "memory": sizes})
+    show(shape, plan, memory, options)
 
 
 def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
@@ -46,7 +52,7 @@ def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
     return config, shape, plan_for(shape, options, config)
 
 
-def show(shape: RunSizes, plan: dict[str, float], options: Options) -> None:
+def show(shape: RunSizes, plan: dict[str, float], memory: StepMemory, options: Options) -> None:
     """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
     once = f"forward at {options.mfu:.0%} of peak"
@@ -58,31 +64,21 @@ def show(shape: RunSizes, plan: dict[str, float], options: Options) -> None:
     per_token = f"{states} in bf16: {plan['feature_bytes_per_token']:,.0f} B a token"
     decoding = f"decoding at {DECODE_SHARE:.0%} of peak"
     sharded = f"bf16; sharded {size(plan['target_bytes'] / options.gpus)} a GPU"
-    bound = "a rough upper bound for one forward pass of a rank"
     table = Table("what", "how much", "of it")
     table.add_row("stored features", size(plan["feature_bytes"]), per_token)
     table.add_row("stored in fp8", size(plan["feature_bytes_fp8"]), "")
     table.add_row("regenerate replies", hours(plan["regenerate_gpu_hours"]), decoding)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    table.add_row(
-        "GPU memory: target",
-        size(plan["target_bytes"]),
-        f"{count(shape.target_params)}, {sharded}",
-    )
-    table.add_row(
-        "GPU memory: drafter",
-        size(plan["drafter_bytes"]),
-        "fp32 weights, gradients, AdamW's moments",
-    )
-    table.add_row("GPU memory: activations", size(plan["activation_bytes"]), bound)
+    for name, bytes_, note in memory_rows(shape, memory, sharded):
+        table.add_row(f"GPU memory: {name}", size(bytes_), note)
     total = plan["total_gpu_hours"]
     console = Console()
     console.print(table)
     console.print(
         f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu}, "
         f"{total / options.gpus:,.1f} hours on {options.gpus}. "
-        "Estimates from shapes; nothing was run."
+        "Estimates from shapes: nothing was run with numbers."
     )
     if plan["feature_bytes"] > TOO_MUCH:
         console.print(
@@ -90,6 +86,20 @@ def show(shape: RunSizes, plan: dict[str, float], options: Options) -> None:
             "train live, or keep a bounded ring "
             "beside the training (draftsmith data extract --ring 8)."
         )
+
+
+def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple[str, float, str]]:
+    """Return name, bytes and remark of each row of the plan that is about a GPU's memory."""
+    extraction = "beside these, before the drafter's step" if memory.extraction else "from a store"
+    return [
+        ("target", memory.target, f"{count(shape.target_params)}, {sharded}"),
+        ("drafter", memory.drafter + memory.moments, "fp32 weights and AdamW's moments"),
+        ("features", memory.features, "of one batch"),
+        ("activations", memory.activations, "kept by the drafter's forward pass"),
+        ("step", memory.step, "both passes at their peak, with gradients"),
+        ("target's forward pass", memory.extraction, extraction),
+        ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),
+    ]
 
 
 def hours(gpu_hours: float) -> str:

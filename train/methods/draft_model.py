@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ from ...heads.draft_model import DraftModel
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layout import place
+from ...heads.pretrained import make_causal_lm
 from ...inference.device import send
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
@@ -56,10 +58,11 @@ from ..features import Features, check_packing
 from ..memory import Memory, recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics
-from ..outline import ConfigOnly, Outline, config_at, empty
+from ..outline import ConfigOnly, Outline, config_at
 from .adaptive import accepted_runs, adaptive_calibration
 
 log = logging.getLogger(__name__)
+_RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 
 ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
@@ -333,8 +336,14 @@ def check_draft_model(draft_model: CausalModel, longest: int) -> None:
 
 
 def runner_of(drafter: DraftModel) -> CausalModel:
-    """Return the draft model behind the interface of a target: prefill, trees, head."""
-    return CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
+    """Return the draft model behind the interface of a target: prefill, trees, head.
+
+    It is one object for each drafter, since `check_packing` notes in it how packed rows are run.
+    """
+    if drafter not in _RUNNERS:
+        model = CausalModel(drafter.model, drafter.tokenizer, "the draft model", frozen=False)
+        _RUNNERS[drafter] = model
+    return _RUNNERS[drafter]
 
 
 class DistillMethod(Method[DistillRun, DraftModel]):
@@ -348,8 +357,10 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         return (), False
 
     def outline(self, run: DistillRun, target: ConfigOnly) -> Outline:
-        model = empty(_draft_model_config(run.draft_model, target))
-        return Outline(model, logit_rows=run.objective.rows_per_chunk)
+        config = _draft_model_config(run.draft_model, target)
+        model = make_causal_lm(config, dtype=torch.float32)
+        drafter = DraftModel(model, None, target.vocab_size)
+        return Outline(drafter, logit_rows=run.objective.rows_per_chunk)
 
     def make_drafter(
         self, run: DistillRun, target: TargetSource, batches: Batches, before: Artifact | None

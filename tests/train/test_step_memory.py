@@ -1,0 +1,122 @@
+"""Memory of a step without memory: by hand, and beside what autograd really holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.train.commands import plan
+from draftsmith.train.commands.plan import Options
+from draftsmith.train.features import LiveTarget
+from draftsmith.train.method import AnyMethod, method_named
+from draftsmith.train.step_memory import (
+    DEVICE,
+    KernelShapes,
+    Tracker,
+    full_batch,
+    memory_of_step,
+    step_of,
+    without_memory,
+)
+from transformers import Gemma3TextConfig
+
+from tests.architectures import GEMMA, HEADS
+from tests.conftest import tiny_target
+from tests.train.commands.test_plan import run_of
+from tests.train.test_loop import make_config
+
+
+def test_bytes_that_can_be_counted_by_hand() -> None:
+    """1,000 numbers in fp32, twice them, and their sum; numbers of the host do not count."""
+    with without_memory():
+        before = torch.zeros(5000, device=DEVICE)
+        with Tracker() as tracker:
+            x = torch.zeros(1000, device=DEVICE)
+            y = x * 2
+            before.add_(1)
+            assert torch.ones(70).sum().item() == 70, "the host computes"
+            assert (tracker.now, tracker.peak) == (8000, 8000)
+            del x
+            y = y.view(10, 100)[2:]
+            assert (tracker.now, tracker.peak) == (4000, 8000), "a view keeps the whole"
+            y = y.sum()
+            assert (tracker.now, tracker.peak) == (4, 8000)
+
+
+def test_attention_holds_rows_and_no_scores() -> None:
+    """Two heads that share one of keys, 100 rows of 8: 2 x 100 x 8 queries, as many outputs, 2 x
+    100 log-sums, and 800 keys and values each. The gradients are like queries, keys and values,
+    with a product for each row, and what the output's gradient takes."""
+    with without_memory(), Tracker() as tracker:
+        queries = torch.zeros(1, 2, 100, 8, device=DEVICE, requires_grad=True)
+        keys, values = (torch.zeros(1, 1, 100, 8, device=DEVICE, requires_grad=True) for _ in "kv")
+        output, _ = KernelShapes.apply(queries, keys, values)
+        assert tracker.now == 4 * (1600 + 800 + 800 + 1600 + 200)
+        output.backward(torch.zeros_like(output))
+        assert tracker.now == 4 * (1600 + 800 + 800 + 1600 + 200 + 1600 + 800 + 800)
+
+
+def with_numbers(method: AnyMethod, run: Any) -> tuple[int, int]:
+    """Return peak and activations of the same step with numbers, in float32 on the CPU."""
+    target = tiny_target()
+    drafter = method.outline(run, target).drafter  # type: ignore[arg-type]
+    for layer in drafter.modules():
+        if isinstance(layer, torch.nn.Linear):
+            torch.nn.init.normal_(layer.weight, std=0.02)
+    objective = method.make_objective(run, target, drafter)
+    objective.begin(1.0)
+    features = LiveTarget(target, objective.taps).features(full_batch(run, 1.0))
+    return step_of(objective, drafter, features, False, torch.device("cpu"))[:2]
+
+
+# Attention has masks on a CPU that FlexAttention needs not; blocks repeat keys, too.
+@pytest.mark.parametrize(
+    ("method", "within"),
+    [("medusa", 0.01), ("eagle", 0.05), ("dflash", 0.25), ("dspark", 0.25), ("distill", 0.05)],
+)
+def test_a_step_takes_what_it_takes_with_numbers(
+    tmp_path: Path, saved_tiny: Path, method: str, within: float
+) -> None:
+    config, module, run = run_of(tmp_path, saved_tiny, method)
+    found = memory_of_step(module, run)
+    parameters = plan.planned(Options(str(config), method))[1].drafter_params  # type: ignore[arg-type]
+    assert found.drafter == found.gradients == 4 * parameters
+    assert found.moments == 8 * parameters
+    assert found.target == sum(p.nbytes for p in tiny_target().model.parameters()) / 2
+    assert found.peak >= found.resident + found.step + found.features
+    peak, activations = with_numbers(module, run)
+    assert found.step == pytest.approx(peak, rel=within)
+    assert found.activations == pytest.approx(activations, rel=within)
+
+
+def test_recomputation_and_a_store_take_less(tmp_path: Path, saved_tiny: Path) -> None:
+    _, module, run = run_of(tmp_path, saved_tiny, "eagle")
+    whole = memory_of_step(module, run)
+    run.objective.recompute = True
+    less = memory_of_step(module, run)
+    assert less.activations < 0.7 * whole.activations and less.resident == whole.resident
+    run.features.store = "store"
+    stored = memory_of_step(module, run)
+    assert stored.extraction == 0 < less.extraction and stored.target < less.target
+
+
+def test_a_target_with_windows_has_masks(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=4)
+    config = Gemma3TextConfig(**{**HEADS, **GEMMA}, **sizes, vocab_size=100)
+    config.save_pretrained(tmp_path / "target")
+    (tmp_path / "run").mkdir()
+    _, module, run = run_of(tmp_path / "run", tmp_path / "target", "medusa")
+    assert memory_of_step(module, run).extraction > run.batch_rows * run.data.max_length**2 * 2
+
+
+def test_the_plan_prints_it(tmp_path: Path, saved_tiny: Path, capsys: Any) -> None:
+    config = str(make_config(tmp_path, saved_tiny, "eagle"))
+    plan.run(Options(config, "eagle", json=str(tmp_path / "plan.json"), reply_share=0.5))
+    found = json.loads((tmp_path / "plan.json").read_text())["memory"]
+    run, _, _ = plan.planned(Options(config, "eagle"))
+    assert found["peak"] == memory_of_step(method_named("eagle"), run, 0.5).peak
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "GPU memory: at the peak" in printed

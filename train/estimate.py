@@ -16,6 +16,7 @@ from ..heads.errors import UserError
 from ..heads.files import check_space
 from ..inference.evaluation.gains import GPUS
 from ..inference.targets.target import resolve_device
+from .communication import Step
 from .config import RunConfig
 from .method import AnyMethod
 from .options import PlanOptions
@@ -59,6 +60,7 @@ class RunSizes:
     borrowed_params: int = 0
     layers: int = 1
     logit_rows: int = 1024
+    target_layers: int = 1
 
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
@@ -87,6 +89,7 @@ def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     return RunSizes(
         target.config.hidden_size, total, active, target.vocab_size, trained, len(taps), all_last,
         outline.passes, outline.borrowed_params, outline.layers, outline.logit_rows,
+        target.num_layers,
     )  # fmt: skip
 
 
@@ -140,6 +143,19 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
         "activation_bytes": float(activations + logits),
     }
+
+
+def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
+    """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
+    positions = config.batch_rows * config.data.max_length
+    operations = (6 * shape.drafter_params + 4 * shape.borrowed_params) * shape.passes
+    if config.features.store is None:
+        operations += 2 * shape.active_params
+    speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
+    return Step(
+        shape.drafter_params, shape.target_params, shape.target_layers, shape.hidden, positions,
+        config.accumulation, operations * positions * config.accumulation / speed,
+    )  # fmt: skip
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:

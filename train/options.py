@@ -43,6 +43,10 @@ class PlanOptions:
     """Number of GPUs."""
     mfu: float = 0.4
     """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
+    link: float = 450.0
+    """GB/s that a GPU sends to the others of its node; 450: NVLink of an H100."""
+    network: float = 400.0
+    """GB/s that a node of 8 GPUs sends to others; 400: eight cards of 400 Gbit/s."""
     json: str | None = None
     """File that the numbers are written to."""
     set: list[str] = field(default_factory=list)
@@ -61,6 +65,8 @@ class PlanOptions:
             or not 0 < self.reply_share <= 1
         ):
             raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
+        if self.link <= 0 or self.network <= 0:
+            raise UserError("link and network must be above 0")
 
 
 @dataclass

@@ -15,7 +15,9 @@ from rich.table import Table
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
 from ..arguments import parse
-from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
+from ..communication import COUNTS as GPU_COUNTS
+from ..communication import Network, Step, limits, seconds, sent
+from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size, step_for
 from ..method import method_for, method_named
 from ..options import PlanOptions as Options
 from ..step_memory import StepMemory, memory_of_step
@@ -33,8 +35,17 @@ def run(options: Options) -> None:
         with whole_file(options.json) as aside:
             found = {"options": asdict(options), "shape": asdict(shape), "plan": plan}
             sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
-            write_json(aside, {**found, "memory": sizes})
+            step = step_for(shape, options, config)
+            sending = {
+                gpus: {
+                    "bytes": sent(step, gpus),
+                    "seconds": seconds(step, network_of(options), gpus),
+                }
+                for gpus in GPU_COUNTS
+            }
+            write_json(aside, {**found, "memory": sizes, "step": asdict(step), "sending": sending})
     show(shape, plan, memory, options)
+    show_sending(step_for(shape, options, config), options)
 
 
 def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
@@ -86,6 +97,28 @@ def show(shape: RunSizes, plan: dict[str, float], memory: StepMemory, options: O
             "train live, or keep a bounded ring "
             "beside the training (draftsmith data extract --ring 8)."
         )
+
+
+def network_of(options: Options) -> Network:
+    return Network(options.link, options.network)
+
+
+def show_sending(step: Step, options: Options) -> None:
+    """Print what GPUs send each other in a step, and what stops growing with their number."""
+    network = network_of(options)
+    table = Table("a step sends", "GB a GPU", *(f"on {gpus} GPUs, s" for gpus in GPU_COUNTS))
+    times = [seconds(step, network, gpus) for gpus in GPU_COUNTS]
+    for name, bytes_ in sent(step, GPU_COUNTS[-1]).items():
+        cells = [f"{taken[name]:.2g} (+{taken[name] / step.seconds:.0%})" for taken in times]
+        table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"A GPU computes {step.seconds:.2g} s in a step of {step.accumulation} micro-batches. "
+        "Beside it: the time to send, if nothing overlaps."
+    )
+    for sentence in limits(step, network, options.gpus):
+        console.print(sentence)
 
 
 def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple[str, float, str]]:

@@ -34,6 +34,7 @@ LAYERS = (  # packages of one line may import each other and all lines above
     ("distill",),
     ("train", "train.data"),
     ("train.methods",),
+    ("train.planning",),
     ("train.commands",),
 )
 LAYER = {package: level for level, packages in enumerate(LAYERS) for package in packages}

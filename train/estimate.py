@@ -16,7 +16,6 @@ from ..heads.errors import UserError
 from ..heads.files import check_space
 from ..inference.evaluation.gains import GPUS
 from ..inference.targets.target import resolve_device
-from .communication import Step
 from .config import RunConfig
 from .method import AnyMethod
 from .options import PlanOptions
@@ -143,19 +142,6 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
         "drafter_bytes": float(STATE_BYTES * shape.drafter_params),
         "activation_bytes": float(activations + logits),
     }
-
-
-def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
-    """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
-    positions = config.batch_rows * config.data.max_length
-    operations = (6 * shape.drafter_params + 4 * shape.borrowed_params) * shape.passes
-    if config.features.store is None:
-        operations += 2 * shape.active_params
-    speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
-    return Step(
-        shape.drafter_params, shape.target_params, shape.target_layers, shape.hidden, positions,
-        config.accumulation, operations * positions * config.accumulation / speed,
-    )  # fmt: skip
 
 
 def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:

@@ -5,7 +5,7 @@
 
 One packed row in bf16 precision of documents of up to 4,096 tokens, all written by the target,
 which runs live. EAGLE-3 (7 steps) drafts among 32,000 tokens, Medusa has heads of its own. Nothing
-is run with numbers, and no GPU is needed (train/step_memory.py); the figures are those of
+is run with numbers, and no GPU is needed (train/planning/step_memory.py); the figures are those of
 `draftsmith data plan`, in GiB. `recompute` is `objective.recompute`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.method import method_named
-from draftsmith.train.step_memory import StepMemory, memory_of_step
+from draftsmith.train.planning.step_memory import StepMemory, memory_of_step
 from rich.console import Console
 from rich.table import Table
 

@@ -15,12 +15,12 @@ from rich.table import Table
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
 from ..arguments import parse
-from ..communication import COUNTS as GPU_COUNTS
-from ..communication import Network, Step, limits, seconds, sent
-from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size, step_for
+from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
 from ..method import method_for, method_named
 from ..options import PlanOptions as Options
-from ..step_memory import StepMemory, memory_of_step
+from ..planning.communication import COUNTS as GPU_COUNTS
+from ..planning.communication import Network, Step, limits, seconds, sent, step_for
+from ..planning.step_memory import StepMemory, memory_of_step
 
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 

@@ -297,9 +297,10 @@ def test_a_draft_model_by_hand(recipe: Path, plans: Any) -> None:
     layer = 2 * hidden * turned * per_head + 3 * hidden * draft_model["intermediate_size"] + norms
     # each is tied
     size = draft_model["vocab_size"] * hidden + draft_model["num_hidden_layers"] * layer + hidden
-    assert drafter.get_output_embeddings().weight is drafter.get_input_embeddings().weight
+    model: Any = drafter.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert shape.drafter_params == size == sum(p.numel() for p in drafter.parameters())
-    assert drafter.config.max_position_embeddings >= run.data.max_length
+    assert model.config.max_position_embeddings >= run.data.max_length
     missing = target["vocab_size"] - draft_model["vocab_size"]
     assert missing == (64 if recipe.stem == "gemma-3-12b" else 0)
     assert bool(missing) == ("262,144 tokens to the target's 262,208" in header(recipe))

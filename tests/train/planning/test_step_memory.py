@@ -12,7 +12,7 @@ from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.method import AnyMethod, method_named
-from draftsmith.train.step_memory import (
+from draftsmith.train.planning.step_memory import (
     DEVICE,
     KernelShapes,
     Tracker,

@@ -32,17 +32,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..heads.draft_model import DraftModel
-from ..heads.pretrained import make_causal_lm
-from ..inference.targets.target import Target
-from .config import RunConfig
-from .data.batches import Batch, collate
-from .features import Features
-from .method import AnyMethod
-from .methods.backends import standing_in
-from .methods.draft_model import runner_of
-from .objectives import TrainingModule
-from .outline import ConfigOnly, config_at
+from ...heads.draft_model import DraftModel
+from ...heads.pretrained import make_causal_lm
+from ...inference.targets.target import Target
+from ..config import RunConfig
+from ..data.batches import Batch, collate
+from ..features import Features
+from ..method import AnyMethod
+from ..methods.backends import standing_in
+from ..methods.draft_model import runner_of
+from ..objectives import TrainingModule
+from ..outline import ConfigOnly, config_at
 
 # The CPU by another name, so that its tensors differ from those of the host.
 DEVICE = torch.device("cpu", 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from draftsmith.train.communication import Network, Step, limits, seconds, sent
+from draftsmith.train.planning.communication import Network, Step, limits, seconds, sent
 
 STEP = Step(
     drafter_params=1000, target_params=8000, target_layers=3, hidden=10, positions=100,

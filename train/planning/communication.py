@@ -10,6 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...inference.evaluation.gains import GPUS
+from ..config import RunConfig
+from ..estimate import RunSizes
+from ..options import PlanOptions
+
 GPUS_OF_A_NODE = 8
 COUNTS = (8, 64, 512)  # GPUs
 WEIGHT_BYTES = 4  # of the drafter, whose weights and gradients are in float32
@@ -48,6 +53,19 @@ class Network:
         there are cards run beside each other.
         """
         return 1e9 * (self.link if gpus <= GPUS_OF_A_NODE else min(self.link, self.node))
+
+
+def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
+    """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
+    positions = config.batch_rows * config.data.max_length
+    operations = (6 * shape.drafter_params + 4 * shape.borrowed_params) * shape.passes
+    if config.features.store is None:
+        operations += 2 * shape.active_params
+    speed = GPUS[options.gpu].tflops * 1e12 * options.mfu
+    return Step(
+        shape.drafter_params, shape.target_params, shape.target_layers, shape.hidden, positions,
+        config.accumulation, operations * positions * config.accumulation / speed,
+    )  # fmt: skip
 
 
 def sent(step: Step, gpus: int) -> dict[str, float]:

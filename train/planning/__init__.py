@@ -1,0 +1,1 @@
+"""Plans of a training run: memory and communication of its steps, before it runs."""

@@ -7,11 +7,13 @@ Assumptions are printed beside the figures.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
+from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
 from ..arguments import parse
@@ -22,6 +24,7 @@ from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
 from ..planning.step_memory import StepMemory, memory_of_step
 
+log = logging.getLogger(__name__)
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 
@@ -30,22 +33,28 @@ def run(options: Options) -> None:
     check_output(options.json, "--json")
     config, shape, plan = planned(options)
     method = method_named(method_for(options.run, options.method))
-    memory = memory_of_step(method, config, options.reply_share)
+    memory, step = None, step_for(shape, options, config)
+    try:
+        memory = memory_of_step(method, config, options.reply_share)
+    except UserError as error:
+        log.warning("%s", error)
     if options.json is not None:
+        found = {"options": asdict(options), "shape": asdict(shape), "plan": plan}
         with whole_file(options.json) as aside:
-            found = {"options": asdict(options), "shape": asdict(shape), "plan": plan}
-            sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
-            step = step_for(shape, options, config)
-            sending = {
-                gpus: {
-                    "bytes": sent(step, gpus),
-                    "seconds": seconds(step, network_of(options), gpus),
-                }
-                for gpus in GPU_COUNTS
-            }
-            write_json(aside, {**found, "memory": sizes, "step": asdict(step), "sending": sending})
+            write_json(aside, {**found, **as_json(memory, step, network_of(options))})
     show(shape, plan, memory, options)
-    show_sending(step_for(shape, options, config), options)
+    show_sending(step, options)
+
+
+def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str, Any]:
+    """Return the memory of a step, and what it sends, in bytes and seconds."""
+    sizes = None
+    if memory is not None:
+        sizes = {**asdict(memory), "resident": memory.resident, "peak": memory.peak}
+    sending = {}
+    for gpus in GPU_COUNTS:
+        sending[gpus] = {"bytes": sent(step, gpus), "seconds": seconds(step, network, gpus)}
+    return {"memory": sizes, "step": asdict(step), "sending": sending}
 
 
 def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
@@ -63,7 +72,9 @@ def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
     return config, shape, plan_for(shape, options, config)
 
 
-def show(shape: RunSizes, plan: dict[str, float], memory: StepMemory, options: Options) -> None:
+def show(
+    shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, options: Options
+) -> None:
     """Print the plan, and advice where its features do not fit on a disk."""
     states = f"{shape.taps} taps and the last state" if shape.taps else "the last state"
     once = f"forward at {options.mfu:.0%} of peak"
@@ -81,7 +92,7 @@ def show(shape: RunSizes, plan: dict[str, float], memory: StepMemory, options: O
     table.add_row("regenerate replies", hours(plan["regenerate_gpu_hours"]), decoding)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
-    for name, bytes_, note in memory_rows(shape, memory, sharded):
+    for name, bytes_, note in memory_rows(shape, memory, sharded) if memory else []:
         table.add_row(f"GPU memory: {name}", size(bytes_), note)
     total = plan["total_gpu_hours"]
     console = Console()

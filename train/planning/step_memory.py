@@ -25,7 +25,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...heads.draft_model import DraftModel
+from ...heads.errors import UserError, first_line
 from ...heads.pretrained import make_causal_lm
 from ...inference.targets.target import Target
 from ..config import RunConfig
@@ -47,6 +54,11 @@ from ..outline import ConfigOnly, config_at
 # The CPU by another name, so that its tensors differ from those of the host.
 DEVICE = torch.device("cpu", 0)
 LONGEST = 4096  # tokens of a document
+NEEDS_NUMBERS = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 MOMENT_BYTES = 8  # of a trained parameter: AdamW's two moments in float32
 
 
@@ -155,7 +167,8 @@ class KernelShapes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         queries, keys, values, _, log_sums = ctx.saved_tensors
-        _products = torch.empty_like(log_sums)  # of output and gradient, row by row
+        # Kernels make the products of output and gradient first, one number for each row.
+        _products = torch.empty_like(log_sums)
         return tuple(torch.empty_like(x) for x in (queries, keys, values))
 
 
@@ -191,9 +204,18 @@ def memory_of_step(method: AnyMethod, run: Any, reply_share: float = 1.0) -> Ste
     """Return the memory of a step of `run`, a `RunConfig` of the method, on a GPU.
 
     Batches are full, and `reply_share` of each document is the reply. Raises `UserError` for a
-    target without a config, or heads that do not fit it.
+    target without a config, heads that do not fit it, or a target whose code looks at numbers.
     """
-    run = copy.deepcopy(run)
+    try:
+        return _memory_of_step(method, copy.deepcopy(run), reply_share)
+    except NEEDS_NUMBERS as error:
+        raise UserError(
+            f"the memory of a step cannot be told for {run.target.path}, whose code looks at "
+            f"numbers ({first_line(error)}); train a few steps on a GPU"
+        ) from error
+
+
+def _memory_of_step(method: AnyMethod, run: Any, reply_share: float) -> StepMemory:
     if hasattr(run.objective, "out_of_vocabulary"):
         # Positions that lose nothing are only found and left out on a CPU.
         run.objective.out_of_vocabulary = "keep"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.inference.targets.target import Target
 from draftsmith.train.commands import plan
 from draftsmith.train.commands.plan import Options
 from draftsmith.train.features import LiveTarget
@@ -118,5 +119,20 @@ def test_the_plan_prints_it(tmp_path: Path, saved_tiny: Path, capsys: Any) -> No
     found = json.loads((tmp_path / "plan.json").read_text())["memory"]
     run, _, _ = plan.planned(Options(config, "eagle"))
     assert found["peak"] == memory_of_step(method_named("eagle"), run, 0.5).peak
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "GPU memory: at the peak" in printed
+    assert "GPU memory: at the peak" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_target_whose_code_looks_at_numbers_still_has_a_plan(
+    tmp_path: Path, saved_tiny: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    plain = Target.forward
+
+    def curious(self: Target, ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        assert ids.max() < self.vocab_size
+        return plain(self, ids, *rest, **options)
+
+    monkeypatch.setattr(Target, "forward", curious)
+    plan.run(Options(str(make_config(tmp_path, saved_tiny, "eagle")), "eagle"))
+    assert "whose code looks at numbers" in caplog.text
+    printed = capsys.readouterr().out
+    assert "train the drafter" in printed and "GPU memory" not in printed

@@ -61,6 +61,15 @@ class RunSizes:
     logit_rows: int = 1024
     target_layers: int = 1
 
+    @property
+    def training_operations(self) -> float:
+        """Operations of the drafter in a step, for each position.
+
+        2 forward and 4 backward for a parameter that is trained; 2 and 2 for a borrowed one, which
+        is frozen: the gradient passes on through it to the states, and it has none of its own.
+        """
+        return (6 * self.drafter_params + 4 * self.borrowed_params) * self.passes
+
 
 def shape_of(method: AnyMethod, config: RunConfig) -> RunSizes:
     """Return the sizes of the run's target and drafter.
@@ -111,10 +120,6 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     last = 1.0 if shape.all_last else options.reply_share
     per_token = 2 * shape.hidden * (shape.taps + last)
     peak_hour = 3600 * GPUS[options.gpu].tflops * 1e12  # operations of a GPU at its peak
-    # Borrowed parameters are frozen, so their own gradients are not computed.
-    # 2 forward and 4 backward for a parameter that is trained, 2 and 2 for a borrowed one, through
-    # which the gradient passes on to the states.
-    per_pass = 6 * shape.drafter_params + 4 * shape.borrowed_params
     positions = config.batch_rows * config.data.max_length
     # A rank holds the features of its rows in bfloat16, with two more vectors a position; and for
     # the backward pass about 20 vectors in fp32 for each state of each layer.
@@ -125,7 +130,7 @@ def plan_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> dict[s
     decoding_hour = peak_hour * DECODE_SHARE
     regenerate = 2 * shape.active_params * options.tokens * options.reply_share / decoding_hour
     extract = 2 * shape.active_params * options.tokens / (peak_hour * options.mfu)
-    train = per_pass * shape.passes * options.tokens * config.epochs / (peak_hour * options.mfu)
+    train = shape.training_operations * options.tokens * config.epochs / (peak_hour * options.mfu)
     # Without a store, features are made anew in each epoch. So they are through a ring, but a
     # config does not say whether its store is one.
     extractions = config.epochs if config.features.store is None else 1.0

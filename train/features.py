@@ -104,7 +104,7 @@ def check_packing(model: CausalModel, name: str) -> None:
     # In low precision the rows are computed in another shape than each document alone, and rounding
     # grows with depth: 3% of the largest feature in 32 layers of bfloat16.
     tolerance = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if attend_in_documents(model, tolerance):
+    if takes_documents(model, tolerance):
         return
     # `not error <= tolerance` instead of `error > tolerance`: an error of NaN must fail too.
     if not (error := packing_error(model)) <= tolerance:
@@ -118,7 +118,7 @@ def check_packing(model: CausalModel, name: str) -> None:
         )
 
 
-def attend_in_documents(model: CausalModel, tolerance: float) -> bool:
+def takes_documents(model: CausalModel, tolerance: float) -> bool:
     """Let a model attend to each document of a packed row by itself, and return whether it can.
 
     Layers with a sliding window would need a mask even within a document, and other attention

@@ -139,7 +139,7 @@ def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple
         ("target", memory.target, f"{count(shape.target_params)}, {sharded}"),
         ("drafter", memory.drafter + memory.moments, "fp32 weights and AdamW's moments"),
         ("features", memory.features, "of one batch"),
-        ("activations", memory.activations, "kept by the drafter's forward pass"),
+        ("activations", memory.activations, "left by the drafter's forward pass"),
         ("step", memory.step, "both passes at their peak, with gradients"),
         ("target's forward pass", memory.extraction, extraction),
         ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),

@@ -23,7 +23,7 @@ TARGET_BYTES = 2  # of a weight or state of the target
 
 @dataclass(frozen=True)
 class Step:
-    """What a step of one GPU does, whatever the number of GPUs."""
+    """Work of one GPU in a step, whatever the number of GPUs."""
 
     drafter_params: int
     target_params: int
@@ -42,9 +42,9 @@ class Network:
     """Rates in GB/s of 1e9 bytes, in one direction."""
 
     link: float
-    """What a GPU sends to the others of its node."""
+    """Rate at which a GPU sends to the others of its node."""
     node: float
-    """What a node sends to others, through all its network cards."""
+    """Rate at which a node sends to others, through all its network cards."""
 
     def rate(self, gpus: int) -> float:
         """Return the bytes a second that each GPU of a ring sends.
@@ -58,7 +58,7 @@ class Network:
 def step_for(shape: RunSizes, options: PlanOptions, config: RunConfig) -> Step:
     """Return a GPU's step: its sizes, and the time to compute it, target included if it is live."""
     positions = config.batch_rows * config.data.max_length
-    operations = (6 * shape.drafter_params + 4 * shape.borrowed_params) * shape.passes
+    operations = shape.training_operations
     if config.features.store is None:
         operations += 2 * shape.active_params
     speed = GPUS[options.gpu].tflops * 1e12 * options.mfu

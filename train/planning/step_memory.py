@@ -80,7 +80,7 @@ class StepMemory:
     extraction: int
     """The most that the target's forward pass takes beside these; 0 from a feature store."""
     activations: int
-    """What the drafter's forward pass leaves for its backward pass."""
+    """Bytes that the drafter's forward pass leaves for its backward pass."""
     step: int
     """The most that both passes take beside weights, moments and features, gradients included."""
 
@@ -155,7 +155,7 @@ class Tracker(TorchDispatchMode):
 
 
 class KernelShapes(torch.autograd.Function):
-    """What a fused attention kernel holds, without numbers: `[B, G, S, E]` and `[B, G, S]`."""
+    """Output `[B, G, S, E]` and log-sums `[B, G, S]` of a fused kernel, without numbers."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,7 +210,7 @@ def memory_of_step(method: AnyMethod, run: Any, reply_share: float = 1.0) -> Ste
         return _memory_of_step(method, copy.deepcopy(run), reply_share)
     except NEEDS_NUMBERS as error:
         raise UserError(
-            f"the memory of a step cannot be told for {run.target.path}, whose code looks at "
+            f"the memory of a step cannot be found for {run.target.path}, whose code looks at "
             f"numbers ({first_line(error)}); train a few steps on a GPU"
         ) from error
 

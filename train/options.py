@@ -174,7 +174,7 @@ class RegenerateOptions:
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
     the hub."""
     out: str
-    """JSONL file to write; one that was not finished is continued."""
+    """JSONL file to write; one that was not finished is continued. With `share` a folder."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
     server: ServerOptions = field(default_factory=ServerOptions)
     bad_rows: BadRows = "stop"
@@ -188,10 +188,21 @@ class RegenerateOptions:
     target's context decides."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
+    share: str | None = None
+    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), every 64th
+    conversation. It adds a file to the folder `out`. What any file there has is not answered again,
+    so that fewer workers, with other shares, can finish what lost ones left."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or (self.limit is not None and self.limit < 1):
             raise UserError("batch_size and limit must be at least 1")
+        if self.share is not None:
+            found = re.fullmatch(r"(\d+)/(\d+)", self.share)
+            if found is None or int(found[1]) >= int(found[2]):
+                raise UserError(
+                    f"share is {self.share!r}; write number/workers with a number from 0, such as "
+                    "0/4, 1/4, 2/4 and 3/4 for four workers"
+                )
 
 
 # The form of the names that the hub knows licences by.

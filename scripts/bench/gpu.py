@@ -4,10 +4,12 @@
     python scripts/bench/gpu.py --out /tmp/gpu --device cpu --tiny         # the same code on a CPU
 
 It needs no network, and of the packages torch, transformers, accelerate, safetensors, msgspec,
-rich and, for the tests, pytest, hypothesis and peft. Each stage runs in a process of its own with a
-limit of its own, so that a fault of the GPU ends that stage alone. Every figure is printed and
-appended to OUT/figures.jsonl when it is known: a stage that is cut off leaves what it had. After
-each stage OUT/gpu.json and OUT/gpu.md hold everything. Exit code 1: a check failed.
+rich and, for the tests, pytest, hypothesis and peft. What a machine lacks of them can be given as
+wheels (`gpu_wheels.sh` gets msgspec and, for the stage `peers`, speculators). Each stage runs in a
+process of its own with a limit of its own, so that a fault of the GPU ends that stage alone. Every
+figure is printed and appended to OUT/figures.jsonl when it is known: a stage that is cut off leaves
+what it had. After each stage OUT/gpu.json and OUT/gpu.md hold everything. Exit code 1: a check
+failed.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ STAGES = {  # seconds that each may take, in the order of their worth
     "eager": 75,
     "captured": 170,
     "training": 110,
+    "peers": 60,
 }
 LEAST = 15  # seconds under which no stage is begun
 
@@ -42,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program")
     parser.add_argument("--stages", default=",".join(STAGES), help="some of them, with commas")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
     parser.add_argument("--minutes", type=float, default=9.5, help="limit of all stages together")
     parser.add_argument("--stage", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -63,6 +68,7 @@ def main() -> None:
 
 def run_stage(options: argparse.Namespace) -> None:
     """Run one stage in this process."""
+    sys.path.append(str(Path(__file__).parent / "peers"))
     import gpu_stages
     import torch
     from gpu_report import Report
@@ -82,6 +88,11 @@ def run_all(options: argparse.Namespace, stages: list[str]) -> int:
 
     figures = options.out / "figures.jsonl"
     figures.unlink(missing_ok=True)
+    if options.wheels is not None:
+        unpacked = tempfile.mkdtemp()
+        for wheel in options.wheels.glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(unpacked)
+        os.environ["PYTHONPATH"] = os.pathsep.join([unpacked, os.environ.get("PYTHONPATH", "")])
     if importlib.util.find_spec("draftsmith") is None:  # not installed: this checkout
         folder = tempfile.mkdtemp()
         Path(folder, "draftsmith").symlink_to(Path(__file__).resolve().parents[2])

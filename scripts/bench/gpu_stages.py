@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -342,6 +343,23 @@ def training(report: Report, device: torch.device, tiny: bool) -> None:
             del drafter, features, step
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def peers(report: Report, device: torch.device, tiny: bool) -> None:
+    """speculators' training step of EAGLE-3 beside ours, on the same features, in turns."""
+    from speed import EIGHT_B, Sizes, compare, make_data, missing
+
+    libraries = ["draftsmith", "speculators"]
+    if (reason := missing("speculators")) is not None:
+        report.figure("speculators", reason)
+        libraries.remove("speculators")
+    length, repeats = (64, 2) if tiny else (2048, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(Path(folder), length, 7, Sizes() if tiny else EIGHT_B)
+        options = ("--device", device.type, "--bf16")
+        found = compare(Path(folder), libraries, length, repeats, *options)
+    for library, row in found.items():
+        report.figure(f"{library}, S = {length}", row)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.method import method_named
-from draftsmith.train.objectives import TrainingModule
+from random_models import training_step
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -67,8 +67,6 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     run = method.run_class(
         output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
     )
-    for option, value in options.items():
-        setattr(run.objective, option, value)
     if name == "distill":
         run.draft_model = DraftModelConfig(layers=max(arguments.layers // 2, 1))
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))
@@ -78,17 +76,10 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
         sample=lambda count: [ids[0, :64]], token_counts=lambda vocab: torch.ones(vocab)
     )
     drafter = method.make_drafter(run, target, texts, None).to(arguments.device)
-    objective = method.make_objective(run, target, drafter)
-    module = TrainingModule(drafter, objective).to(arguments.device)
-    source, denominators = LiveTarget(target, objective.taps), objective.weights(batch)
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-5)
-
-    def step() -> None:
-        loss, _ = module(source.features(batch), denominators)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    source = LiveTarget(target, drafter.taps)
+    step = training_step(
+        name, target, drafter, lambda: source.features(batch), batch, False, **options
+    )
     return step, sum(p.numel() for p in drafter.parameters() if p.requires_grad)
 
 

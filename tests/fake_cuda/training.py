@@ -17,12 +17,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
 from draftsmith.train.features import LiveTarget
 from draftsmith.train.method import method_named
 from draftsmith.train.methods import blocks, dflash, unroll
+from draftsmith.train.methods.draft_model import runner_of
 from draftsmith.train.objectives import TrainingModule
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -68,14 +70,23 @@ class Crossings(Watch):
 class Kernels:
     """Calls of attention, by what kernels ask for. Every one of them is answered by shape alone."""
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self.calls = watch, Counter[str]()
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
 
     def dispatched(
         self, queries: Tensor, keys: Tensor, values: Tensor, attn_mask: Any = None, **_: Any
     ) -> Tensor:
         """In place of torch's attention, which chooses a kernel itself; the target calls it too."""
-        if self._watch.on:
+        if attn_mask is None:
+            facts = {
+                "kernel": "maskless",
+                "grouped": queries.shape[1] != keys.shape[1],
+                "head": queries.shape[-1],
+                "types": sorted({str(x.dtype) for x in (queries, keys, values)}),
+                "last": [x.stride(-1) for x in (queries, keys, values)],
+            }
+            self.calls[json.dumps(facts)] += 1
+        else:
             self.masked(queries, keys, values, attn_mask)
         return queries.new_empty(*queries.shape[:-1], values.shape[-1])
 
@@ -104,8 +115,10 @@ class Kernels:
         return output, output[..., 0].float(), None, None
 
 
-def step(method: str, target: Target, drafter: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return what the forward pass of a training step of a method did."""
+def step(
+    method: str, target: Target, drafter: Any, options: dict[str, Any], bf16: bool = True
+) -> dict[str, Any]:
+    """Return what the forward pass of a training step of a method did, and its live target's."""
     known = method_named(method)  # type: ignore[arg-type]
     run = known.run_class(
         output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
@@ -118,8 +131,10 @@ def step(method: str, target: Target, drafter: Any, options: dict[str, Any]) -> 
     batch = collate([documents, documents[:2]])
     source = object.__new__(LiveTarget)  # its check of packed rows compares numbers
     source._target, source._taps = target, objective.taps
+    for packed in [target, *([runner_of(drafter)] if method == "distill" else [])]:
+        packed.attends_in_documents = True  # what that check finds
     watch, pinned = Crossings(), Counter[str]()
-    kernels = Kernels(watch)
+    kernels = Kernels()
 
     def pin_memory(tensor: Any) -> Any:
         pinned["pinned"] += 1
@@ -143,8 +158,9 @@ def step(method: str, target: Target, drafter: Any, options: dict[str, Any]) -> 
         denominators = objective.weights(batch)
         with Cuda(), watch:
             features = source.features(batch)
+            extraction = dict(kernels.calls)
             watch.on = True
-            module = TrainingModule(drafter, objective, bf16=True)
+            module = TrainingModule(drafter, objective, bf16)
             loss, sums = module(features, denominators)
             watch.on = False
     assert loss.device.type == "cuda" and sums, method
@@ -152,7 +168,8 @@ def step(method: str, target: Target, drafter: Any, options: dict[str, Any]) -> 
         "faults": dict(watch.faults),
         "uploads": watch.uploads,
         "pinned": pinned["pinned"],
-        "attention": dict(kernels.calls),
+        "extraction": extraction,
+        "attention": dict(kernels.calls - Counter(extraction)),
     }
 
 
@@ -165,15 +182,18 @@ def steps() -> dict[str, Any]:
             "eagle": random_eagle(target, "eagle3 draft vocabulary"),
             "dflash": random_block(target, "dflash"),
             "dspark": random_block(target, "dspark"),
+            "distill": DraftModel(architecture("llama").model, None, target.vocab_size),
         }
+        exact = architecture("llama", dtype=torch.float32)
     found = {}
     for method, drafter in drafters.items():
         drafter.requires_grad_(True)
-        backends = ("sdpa", "flex") if method != "medusa" else ("",)
+        backends = ("sdpa", "flex") if method not in ("medusa", "distill") else ("",)
         for backend in backends:
             options = {"attention": backend} if backend else {}
             found[f"{method} {backend}".strip()] = step(method, target, drafter, options)
-    return found
+    float32 = step("distill", exact, drafters["distill"], {}, bf16=False)
+    return found | {"distill float32": float32}
 
 
 def main(guard: str) -> None:

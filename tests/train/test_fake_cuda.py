@@ -19,7 +19,7 @@ def fixture_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:
     """No operator mixes devices, none brings a number to the host; what is sent is pinned."""
-    assert {way.split()[0] for way in found} == {"medusa", "eagle", "dflash", "dspark"}
+    assert {way.split()[0] for way in found} == {"medusa", "eagle", "dflash", "dspark", "distill"}
     for way, facts in found.items():
         assert facts["faults"] == {}, way
         assert 0 < facts["uploads"] <= facts["pinned"], way
@@ -27,12 +27,21 @@ def test_steps_stay_on_the_device(found: dict[str, Any]) -> None:
 
 def test_kernels_of_attention_take_every_call(found: dict[str, Any]) -> None:
     """Masks are additive in the queries' type and their rows are aligned; no heads are left to be
-    grouped; FlexAttention gets lengths that are compiled once."""
+    grouped but where flash attention groups them; FlexAttention gets lengths that are compiled
+    once. The live target's own calls have no masks."""
     for way, facts in found.items():
         assert bool(facts["attention"]) == (way != "medusa"), way
-        for call in map(json.loads, facts["attention"]):
-            assert call["head"] % 8 == 0 and not call["grouped"], (way, call)
-            if call["kernel"] == "flex":
+        assert facts["extraction"], way
+        extraction = list(map(json.loads, facts["extraction"]))
+        assert {call["kernel"] for call in extraction} == {"maskless"}, way
+        for call in [*extraction, *map(json.loads, facts["attention"])]:
+            assert call["head"] % 8 == 0, (way, call)
+            # Float32 has no flash attention, and the other kernels do not group heads.
+            half = call.get("types") == ["torch.bfloat16"]
+            assert half or not call["grouped"], (way, call)
+            if call["kernel"] == "maskless":
+                assert len(call["types"]) == 1 and call["last"] == [1, 1, 1], (way, call)
+            elif call["kernel"] == "flex":
                 context = call["keys"] - (0 if way.startswith("eagle") else call["rows"])
                 assert context == bucket(context), (way, call)
             else:

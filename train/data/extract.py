@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -59,12 +60,25 @@ from ..provenance import provenance
 from . import tables as data_module
 from .batches import Batches, collate
 from .served import ServedFeatures, ServedTarget, served_texts
-from .store import WANTED, Layout, ShardWriter, shard_path, shards_to_write, tell, wanted
+from .store import (
+    AGAIN,
+    WANTED,
+    Layout,
+    ShardWriter,
+    missing_shards,
+    shard_done,
+    shard_path,
+    shards_of_ring,
+    tell,
+    wanted,
+)  # fmt: skip
 
 log = logging.getLogger(__name__)
 
 
 SCHEMA = 1
+LEAST_PATIENCE_S = 60.0
+"""Seconds without a new shard, beyond three times the slowest, after which workers are lost."""
 Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 """Held-out texts, sizes of the taps, and the tensors of `sample.safetensors`."""
 
@@ -79,7 +93,7 @@ def run(options: Options) -> None:
     # `features.server` stays: it says where the features come from.
     config.features.store = None
     check_before_loading(config)
-    # Workers wait for the one that writes the held-out replies, and in the end for the slowest.
+    # Workers wait for the one that writes the held-out replies.
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     load_models_whole(accelerator)
@@ -115,13 +129,41 @@ def run(options: Options) -> None:
     else:
         assert isinstance(target, Target), "a store is extracted from a target that runs"
         source = LiveTarget(target, taps)
-    write_shards(store, layout, source, batches, config.batch_rows, accelerator, target.together)
-    # The size below is to be that of the shards of all workers.
-    accelerator.wait_for_everyone()
+    slowest = write_shards(
+        store, layout, source, batches, config.batch_rows, accelerator, target.together
+    )
     if accelerator.is_main_process:
+        if layout.ring is None:
+            wait_for_others(store, shards_of(layout, batches), 3 * slowest + LEAST_PATIENCE_S)
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
         log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
     accelerator.end_training()
+
+
+def shards_of(layout: Layout, batches: Batches) -> int:
+    """Return the number of shards of a whole store."""
+    # Rounded up: 10 packs in shards of 4 are 3 shards.
+    return -(-batches.packs // layout.rows_per_shard)
+
+
+def wait_for_others(store: Path, shards: int, patience_s: float) -> None:
+    """Wait until the other workers have written their shards.
+
+    The disk is watched, and no worker waits for another's message: one on a lost machine would
+    never answer. Raises `UserError` if shards are missing and none came for `patience_s`.
+    """
+    missing = missing_shards(store, shards)
+    since = time.monotonic()
+    while missing:
+        if time.monotonic() - since > patience_s:
+            raise UserError(
+                f"{store} lacks {len(missing)} of {shards} shards, and none came for "
+                f"{patience_s:.0f} s: a worker was lost; {AGAIN}, with any number of workers"
+            )
+        time.sleep(min(1.0, patience_s / 10))
+        left = [index for index in missing if not shard_done(shard_path(store, index))]
+        if len(left) < len(missing):
+            missing, since = left, time.monotonic()
 
 
 def target_for(config: RunConfig, options: Options, accelerator: Accelerator) -> TargetSource:
@@ -284,23 +326,25 @@ def write_shards(
     rows: int,
     accelerator: Accelerator,
     together: bool,
-) -> None:
+) -> float:
     """Write the shards of this worker that are missing, with `rows` packed rows in a forward pass.
 
     Workers that make every forward pass `together` go through equally many shards in step, and some
-    of them drop the last.
+    of them drop the last. Returns the seconds that the slowest shard took.
     """
     whole, rank, ranks = layout.ring is None, accelerator.process_index, accelerator.num_processes
-    # Rounded up: 10 packs in shards of 4 are 3 shards.
-    shards = -(-batches.packs // layout.rows_per_shard)
-    if together:
-        # One list for all, since another look at the disk might give another one.
-        missing = on_main(accelerator, lambda: list(shards_to_write(store, layout, shards, 0, 1)))
-        assigned = in_step(missing, rank, ranks)
+    shards = shards_of(layout, batches)
+    if whole:
+        # One list for all: the disk changes as soon as the first worker begins. A second call
+        # divides what a lost worker left among all of them.
+        missing = on_main(accelerator, lambda: missing_shards(store, shards))
+        assigned = in_step(missing, rank, ranks) if together else apart(missing, rank, ranks)
     else:
-        assigned = ((index, True) for index in shards_to_write(store, layout, shards, rank, ranks))
+        assigned = ((index, True) for index in shards_of_ring(store, layout, rank, ranks))
     progress = Progress(total=shards if whole else None, desc="extracting", unit=" shards")
+    slowest = 0.0
     for index, to_write in assigned:
+        begun = time.monotonic()
         first = index * layout.rows_per_shard
         end = first + layout.rows_per_shard
         # The last shard of a whole store may have fewer rows; the stream of a ring has no end.
@@ -321,7 +365,15 @@ def write_shards(
         progress.update(ranks if whole else 1)
         if not whole:
             progress.now(f"row {wanted(store)[0]} is wanted next")
+        slowest = max(slowest, time.monotonic() - begun)
     progress.close()
+    return slowest
+
+
+def apart(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:
+    """Yield shards for a rank that goes its own way, all of which it writes."""
+    # The shards 3 5 8 and two ranks: rank 0 writes 3 and 8, rank 1 writes 5.
+    return ((index, True) for index in missing[rank::ranks])
 
 
 def in_step(missing: list[int], rank: int, ranks: int) -> Iterator[tuple[int, bool]]:

@@ -4,7 +4,8 @@ Nothing else raises tau as much as training on replies that the target wrote
 (docs/data.md#target-written-replies). The token ids that the target was given and those that it
 wrote are stored as they were, so nothing is tokenised twice. Each finished conversation is appended
 as one line, or one for each of its sequences; a second call with the same output goes on behind the
-last complete one.
+last complete one. Several workers (`--share 3/64`) write files of their own into one folder, and
+none answers what any file there has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...heads.errors import UserError
-from ...heads.files import check_output
+from ...heads.files import check_output, check_output_folder
 from ...inference.console import Progress
 from ...inference.conversations.formats import RowError
 from ...inference.conversations.rows import LeftOut, warn_of_plain_text
@@ -30,24 +31,36 @@ from ...inference.targets.target import Target, load_for_decoding
 from ..options import RegenerateOptions as Options
 from ..options import ReplySampling
 from .replies import regenerate_on_server
-from .tasks import Sink, Task, mend, refuse_other
+from .tasks import Sink, Task, answered_in, mend, refuse_other
 
 log = logging.getLogger(__name__)
+
+SHARES = "share-*.jsonl"  # files of several workers in one folder
 
 
 def run(options: Options) -> None:
     """Run the command. Raises `UserError` before the target is loaded where that is possible."""
-    check_output(options.out, "--out")
-    out = Path(options.out)
-    if out.exists() and out.resolve() == Path(options.data).resolve():
+    if options.share is None:
+        check_output(options.out, "--out")
+    else:
+        check_output_folder(options.out, "--out")
+    if Path(options.out).exists() and Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError("--out must be another file than --data")
+    share = Share.of(options)
+    out = share.file
     rows = list(rows_of(options.data))[: options.limit]
     if not rows:
         raise UserError(f"{options.data} holds no rows")
     facts = provenance_of(options)
     finished, written = mend(out)
     refuse_other(out, written, facts)
-    tasks = tasks_of(rows, options, finished)
+    for other in share.others():
+        # Another worker may still write it, so that nothing is cut off here, and with another
+        # server of the same target.
+        theirs = answered_in(other)
+        refuse_other(other, theirs.written, {k: v for k, v in facts.items() if k != "server"})
+        finished |= theirs.ids
+    tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
     if finished:
         log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
     if not tasks:
@@ -71,8 +84,37 @@ def run(options: Options) -> None:
     )
 
 
-def tasks_of(rows: list[tuple[str, Any]], options: Options, finished: set[str]) -> list[Task]:
-    """Return the tasks of `rows` whose ids are not in `finished`.
+@dataclass(frozen=True)
+class Share:
+    """Part of the conversations that one of several workers answers, and the file for them."""
+
+    number: int
+    of_all: int
+    file: Path
+
+    @classmethod
+    def of(cls, options: Options) -> Share:
+        """Return the share that the options name; all conversations if they name none."""
+        out = Path(options.out)
+        if options.share is None:
+            return cls(0, 1, out)
+        number, _, of_all = options.share.partition("/")
+        name = SHARES.replace("*", f"{int(number):04d}-of-{int(of_all):04d}")
+        return cls(int(number), int(of_all), out / name)
+
+    def others(self) -> list[Path]:
+        """Return the files that other workers wrote, whatever number of shares they had."""
+        if self.file.parent.is_dir() and self.of_all > 1:
+            return sorted(path for path in self.file.parent.glob(SHARES) if path != self.file)
+        return []
+
+    def part_of(self, tasks: list[Task]) -> list[Task]:
+        # Share 1 of 3 has the tasks 1, 4, 7, ...
+        return tasks[self.number :: self.of_all]
+
+
+def tasks_of(rows: list[tuple[str, Any]], options: Options) -> list[Task]:
+    """Return the tasks of `rows`, the same in every call with the same rows.
 
     Raises `UserError` if no row can be used, or at the first malformed one if `bad_rows` is stop.
     """
@@ -83,12 +125,11 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options, finished: set[str]) 
         except RowError as error:
             left_out.add(name, error)
             continue
-        # Rows may have the same id. They get a number, the same in every call with the same rows.
+        # Rows may have the same id. They get a number.
         ids[task.id] += 1
         if ids[task.id] > 1:
             task.id += f"#{ids[task.id]}"
-        if task.id not in finished:
-            tasks.append(task)
+        tasks.append(task)
     if left_out.count == len(rows):
         raise UserError(
             f"{options.data}: no row can be used; the first is {left_out.first}; mend it"

@@ -358,20 +358,18 @@ def wanted(store: Path) -> tuple[int, bool]:
     return facts.first, facts.done
 
 
-def shards_to_write(
-    store: Path, layout: Layout, shards: int, rank: int, ranks: int
-) -> Iterator[int]:
-    """Yield the numbers of the shards that worker `rank` of `ranks` has to write, in order.
+def missing_shards(store: Path, shards: int) -> list[int]:
+    """Return the numbers of the shards that a whole store of `shards` shards lacks."""
+    return [index for index in range(shards) if not shard_done(shard_path(store, index))]
 
-    For a whole store of `shards` shards these are the missing ones. For a ring it is the next
-    missing one as soon as the trainer no longer needs an older one, until the trainer is done. The
-    first worker also deletes what the trainer no longer needs.
+
+def shards_of_ring(store: Path, layout: Layout, rank: int, ranks: int) -> Iterator[int]:
+    """Yield the numbers of the shards of a ring that worker `rank` of `ranks` writes, in order.
+
+    The next missing one comes as soon as the trainer no longer needs an older one, until the
+    trainer is done. The first worker also deletes what the trainer no longer needs.
     """
-    if layout.ring is None:
-        for index in range(rank, shards, ranks):
-            if not shard_done(shard_path(store, index)):
-                yield index
-        return
+    assert layout.ring is not None, "a whole store has no ring"
     while True:
         first, done = wanted(store)
         if done:

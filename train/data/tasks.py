@@ -179,6 +179,53 @@ class Sink:
         self._progress.update()
 
 
+@dataclass(frozen=True)
+class Answered:
+    """Conversations that a file of replies has."""
+
+    ids: set[str]
+    """Ids of the complete ones."""
+    written: JsonObject | None
+    """How the last one was written: its provenance. None if there is no line."""
+    complete_to: int
+    """Bytes up to the end of the last complete one."""
+    size: int
+    """Bytes that were read."""
+
+
+def answered_in(path: Path) -> Answered:
+    """Return which conversations `path` has.
+
+    Behind the last complete one a killed process, or one that still writes, may have left part of
+    another. Raises `UserError` for a file of which a line was not written by this command.
+    """
+    foreign = UserError(f"{path} is not a file that this command wrote; choose another --out")
+    if not path.is_file():
+        raise foreign
+    ids: set[str] = set()
+    written: JsonObject | None = None
+    complete_to = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                # Only the last line of a file can be without a line break.
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError) as error:
+                raise foreign from error
+            if row is None:
+                continue
+            try:
+                known = convert(row, WrittenRow)
+            except DocumentError as error:
+                raise foreign from error
+            written = known.regenerated
+            if known.last_part:
+                ids.add(known.id)
+                complete_to = end
+    return Answered(ids, written, complete_to, end)
+
+
 def mend(out: Path) -> tuple[set[str], JsonObject | None]:
     """Return the ids of the complete conversations in `out`, and how they were written.
 
@@ -188,36 +235,13 @@ def mend(out: Path) -> tuple[set[str], JsonObject | None]:
     """
     if not out.exists():
         return set(), None
-    foreign = UserError(f"{out} is not a file that this command wrote; choose another --out")
-    if not out.is_file():
-        raise foreign
-    finished: set[str] = set()
-    written: JsonObject | None = None
-    complete_to = end = 0  # in bytes
-    with out.open("rb") as file:
-        for line in file:
-            end += len(line)
-            try:
-                # Only the last line of a file can be without a line break.
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError) as error:
-                raise foreign from error
-            if row is None:
-                if not finished:  # one unfinished line alone may be anybody's
-                    raise foreign
-                continue
-            try:
-                known = convert(row, WrittenRow)
-            except DocumentError as error:
-                raise foreign from error
-            written = known.regenerated
-            if known.last_part:
-                finished.add(known.id)
-                complete_to = end
-    if complete_to < end:
+    found = answered_in(out)
+    if found.size and found.written is None:  # one unfinished line alone may be anybody's
+        raise UserError(f"{out} is not a file that this command wrote; choose another --out")
+    if found.complete_to < found.size:
         with out.open("rb+") as file:
-            file.truncate(complete_to)
-    return finished, written
+            file.truncate(found.complete_to)
+    return found.ids, found.written
 
 
 def refuse_other(out: Path, written: JsonObject | None, facts: JsonObject) -> None:

@@ -132,6 +132,57 @@ def test_a_killed_run_goes_on_behind_the_last_whole_conversation(
     assert len(rows_of(tmp_path)) == 5
 
 
+def test_other_workers_finish_what_a_lost_one_left(tmp_path: Path, saved_tiny: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(7)]
+    run(options(tmp_path, saved_tiny, rows))
+    alone = {row["id"]: row for row in rows_of(tmp_path)}
+    shares = tmp_path / "shares"
+
+    def work(share: str) -> list[str]:
+        """The share of one worker; return the ids in its file."""
+        asked = options(tmp_path, saved_tiny, rows, share=share)
+        asked.out = str(shares)
+        run(asked)
+        number, of_all = share.split("/")
+        written = shares / f"share-000{number}-of-000{of_all}.jsonl"
+        return [json.loads(line)["id"] for line in written.read_text().splitlines()]
+
+    ids = list(alone)
+    # Of three workers the first answers 0, 3, 6 and the second is lost in its second conversation.
+    assert sorted(work("0/3")) == sorted([ids[0], ids[3], ids[6]])
+    _, second = work("1/3")
+    lost = shares / "share-0001-of-0003.jsonl"
+    lines = lost.read_text().splitlines(keepends=True)
+    lost.write_text(lines[0] + lines[1][:20])
+    # Two workers divide what is left: 2, 5 and the lost one. Nobody touches the others' files.
+    again = work("0/2") + work("1/2")
+    assert sorted(again) == sorted([ids[2], ids[5], second])
+    assert lost.read_text() == lines[0] + lines[1][:20]
+    found = [
+        json.loads(line)
+        for path in sorted(shares.glob("*.jsonl"))
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+    assert len(found) == 7 and {row["id"]: row for row in found} == alone
+
+    with pytest.raises(UserError, match="was written with sampling"):
+        run(
+            Options(
+                TargetConfig(str(saved_tiny), device="cpu"),
+                str(tmp_path / "in.jsonl"),
+                str(shares),
+                ReplySampling(temperature=0.5, max_new_tokens=12),
+                share="0/5",
+            )
+        )
+    for share in ("3/3", "1", "-1/2", "a/b", "0/0"):
+        with pytest.raises(UserError, match="write number/workers"):
+            options(tmp_path, saved_tiny, rows, share=share)
+    with pytest.raises(UserError, match="it is a file; name a folder"):
+        run(options(tmp_path, saved_tiny, rows, share="0/2"))
+
+
 def test_parts_of_an_unfinished_conversation_are_dropped(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     a = '{"id": "a", "last_part": true, "regenerated": {}}\n'

@@ -29,7 +29,8 @@ from draftsmith.inference.targets.stored import (
     save_embedding_and_head,
 )
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.store import encoded
+from draftsmith.train.data.extract import apart
+from draftsmith.train.data.store import encoded, missing_shards, shard_path
 from draftsmith.train.inputs import embedding_and_head_in
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -250,6 +251,24 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
     other = config_for(tmp_path / "other", saved_tiny, "eagle", seed=3)
     with pytest.raises(AssertionError, match="holds features of another run"):
         extract(other, tmp_path / "one", "eagle")
+
+
+def test_what_a_lost_worker_left_is_divided_among_all(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    # Of 9 shards and 3 workers the second one was lost at once, and its 1, 4 and 7 are missing.
+    for index in (0, 2, 3, 5, 6, 8):
+        shard_path(tmp_path, index).with_suffix(".json").touch()
+    missing = missing_shards(tmp_path, 9)
+    assert missing == [1, 4, 7]
+    assert [list(apart(missing, rank, 3)) for rank in range(3)] == [
+        [(1, True)],
+        [(4, True)],
+        [(7, True)],
+    ]
+    assert [list(apart(missing, rank, 2)) for rank in range(2)] == [
+        [(1, True), (7, True)],
+        [(4, True)],
+    ]
 
 
 def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, saved_tiny: Path) -> None:

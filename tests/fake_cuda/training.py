@@ -18,6 +18,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.inference.targets import documents as documents_module
 from draftsmith.inference.targets.target import Target
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import collate
@@ -151,6 +152,7 @@ def step(
         patch.object(unroll, "block_mask", lambda *_: None),
         patch.object(blocks, "block_mask", lambda *_: None),
         patch.object(functional, "scaled_dot_product_attention", kernels.dispatched),
+        patch.object(documents_module, "scaled_dot_product_attention", kernels.dispatched),
         patch.object(aten, "_scaled_dot_product_efficient_attention", kernels.masked),
         patch.object(torch.autograd, "grad", grad),
         patch.object(torch.Tensor, "pin_memory", pin_memory),
@@ -182,7 +184,9 @@ def steps() -> dict[str, Any]:
             "eagle": random_eagle(target, "eagle3 draft vocabulary"),
             "dflash": random_block(target, "dflash"),
             "dspark": random_block(target, "dspark"),
-            "distill": DraftModel(architecture("llama").model, None, target.vocab_size),
+            "distill": DraftModel(
+                architecture("llama", dtype=torch.float32).model, None, target.vocab_size
+            ),
         }
         exact = architecture("llama", dtype=torch.float32)
     found = {}

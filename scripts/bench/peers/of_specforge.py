@@ -4,6 +4,8 @@ Its trainer needs a server or CUDA, so that its training strategy is called dire
 loss is the reference that stands beside its Triton kernel in the same module.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -6,6 +6,8 @@ scaled_dot_product_attention and its losses are the eager ones, since its FlexAt
 gradients there and its fused losses are Triton kernels.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import importlib.util

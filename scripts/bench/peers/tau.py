@@ -66,7 +66,7 @@ class Recipe:
     """Answers to what the checkpoint leaves open, for `draftsmith import`; taps as in `CONFIG`."""
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, object] = {
     "objective.steps": 7,
     "objective.decay": 0.8,
     "objective.single_step_share": 0.0,
@@ -75,7 +75,7 @@ PUBLISHED = {
     "objective.freeze_head": "false",
 }
 """EAGLE-3's published objective, which is draftsmith's default."""
-NORMS = {"fc_norm": True}
+NORMS: dict[str, object] = {"fc_norm": True}
 RECIPES = {
     "draftsmith, quickstart": Recipe("draftsmith", (Settings(4e-3),)),
     "draftsmith, defaults": Recipe("draftsmith", (Settings(4e-3, PUBLISHED),)),

@@ -60,12 +60,18 @@ def main() -> None:
 
 
 def draftsmith(*arguments: Any, ranks: int = 1) -> subprocess.Popen[str]:
+    if "extract" not in arguments:
+        command = [sys.executable, "-c", "from draftsmith.train.commands.cli import main; main()"]
+        return started([*command, *map(str, arguments)])
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["accelerate.commands.launch", "--multi_gpu", "--num_processes", str(ranks)]
         command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         command += ["--num_cpu_threads_per_process", "1", "-m"]
-    command += ["draftsmith.train", *map(str, arguments)]
+    return started([*command, "draftsmith.train", *map(str, arguments)])
+
+
+def started(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )

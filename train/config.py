@@ -91,8 +91,11 @@ class Data:
 
 @dataclass
 class Optim:
-    """Optimiser (AdamW) and the schedule of its learning rate."""
+    """Optimiser and the schedule of its learning rate."""
 
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all parameters; muon: orthogonal changes for the matrices of the layers, AdamW for
+    the rest (embeddings, output matrices, norms, biases). Both use lr."""
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -107,7 +110,11 @@ class Optim:
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's betas."""
     weight_decay: float = 0.0
-    """Weight decay of matrices; biases and norms have none."""
+    """AdamW's weight decay of matrices; biases and norms have none."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    muon_weight_decay: float = 0.1
+    """Muon's weight decay."""
     clip_norm: float = 1.0
     """Largest global norm of the gradient; a larger gradient is scaled down to it."""
     max_skipped: int = 10
@@ -119,8 +126,10 @@ class Optim:
             raise UserError("optim.lr and optim.clip_norm must be above 0")
         if self.max_skipped < 0:
             raise UserError("optim.max_skipped must be at least 0")
-        if not all(0 <= beta < 1 for beta in self.betas) or self.weight_decay < 0:
-            raise UserError("optim.betas must lie in [0, 1), optim.weight_decay be at least 0")
+        if not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
+            raise UserError("optim.betas and optim.momentum must lie in [0, 1)")
+        if min(self.weight_decay, self.muon_weight_decay) < 0:
+            raise UserError("optim.weight_decay and optim.muon_weight_decay must be at least 0")
         if not (0 <= self.warmup_share < 1 and 0 <= self.decay_share <= 1):
             raise UserError("optim.warmup_share and optim.decay_share must lie between 0 and 1")
 

@@ -1,8 +1,9 @@
-"""Learning rate as a function of the step, and the parameter groups of the optimiser."""
+"""Learning rate as a function of the step, and the optimiser."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,15 +34,71 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
     return optim.lr
 
 
-def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torch.optim.AdamW:
-    """Return AdamW over all trainable parameters; vectors (biases, norms) have no weight decay.
+def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
+    """Return the optimiser of all trainable parameters; vectors have no weight decay under AdamW.
 
-    With `fused` one kernel does a step for many parameters.
+    With `fused` one kernel does AdamW's step for many parameters.
     """
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    orthogonal = hidden_matrices(module) if optim.optimizer == "muon" else []
+    chosen = {id(matrix) for matrix in orthogonal}
+    rest = [p for p in module.parameters() if p.requires_grad and id(p) not in chosen]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=fused or None)
+    adamw = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, fused=fused or None)
+    if not orthogonal:
+        return adamw
+    muon = torch.optim.Muon(
+        orthogonal,
+        lr=optim.lr,
+        momentum=optim.momentum,
+        weight_decay=optim.muon_weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return TwoOptimizers(muon, adamw)
+
+
+VOCABULARY_MATRICES = ("lm_head", "outputs", "transition_out")
+"""Parts of the names of linear layers whose outputs are tokens."""
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trained matrices that map states to states: what Muon is for.
+
+    Embeddings, output matrices and matrices of one row have rows that are learned apart, one for
+    each token, so that orthogonal changes do not suit them (Jordan et al. 2024, Muon).
+    """
+    found = []
+    for name, layer in module.named_modules():
+        if not isinstance(layer, nn.Linear) or set(name.split(".")) & set(VOCABULARY_MATRICES):
+            continue
+        if layer.weight.requires_grad and min(layer.weight.shape) > 1:
+            found.append(layer.weight)
+    return found
+
+
+class TwoOptimizers(torch.optim.Optimizer):
+    """Two optimisers with parameters of their own, as one to engines, schedule and checkpoints."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self.parts = (first, second)
+        super().__init__([*first.param_groups, *second.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts work on the groups and the state of the whole."""
+        start = 0
+        for part in self.parts:
+            end = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:end], self.state
+            start = end
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()

@@ -104,7 +104,7 @@ class Share:
 
     def others(self) -> list[Path]:
         """Return the files that other workers wrote, whatever number of shares they had."""
-        if self.file.parent.is_dir() and self.of_all > 1:
+        if self.file.parent.is_dir() and self.file.match(SHARES):
             return sorted(path for path in self.file.parent.glob(SHARES) if path != self.file)
         return []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ class Learner:
         """`options` are those of `EagleLoss`."""
         self._autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         shape, self._device = data.shape, device
-        target = AutoModelForCausalLM.from_pretrained(data.target, dtype=torch.float32).to(device)
+        loaded = AutoModelForCausalLM.from_pretrained(data.target, dtype=torch.float32)
+        target = cast(Any, loaded).to(device)
         config = target.config
         hidden = config.hidden_size
         embedding = target.get_input_embeddings().weight.detach()

@@ -50,7 +50,7 @@ class Learner:
             setattr(config, name, value)
         backend = "flex_attention" if cuda else "sdpa"
         self.draft = LlamaForCausalLMEagle3(config, attention_backend=backend)
-        target = AutoModelForCausalLM.from_pretrained(data.target, dtype=torch.float32)
+        target: Any = AutoModelForCausalLM.from_pretrained(data.target, dtype=torch.float32)
         head = TargetHead(str(data.target))
         with torch.no_grad():
             self.draft.embed_tokens.weight.copy_(target.get_input_embeddings().weight)

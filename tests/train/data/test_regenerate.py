@@ -158,6 +158,11 @@ def test_other_workers_finish_what_a_lost_one_left(tmp_path: Path, saved_tiny: P
     again = work("0/2") + work("1/2")
     assert sorted(again) == sorted([ids[2], ids[5], second])
     assert lost.read_text() == lines[0] + lines[1][:20]
+    # A single worker reads the others' files too, and has nothing left to answer.
+    last = options(tmp_path, saved_tiny, rows, share="0/1")
+    last.out = str(shares)
+    run(last)
+    assert not (shares / "share-0000-of-0001.jsonl").exists()
     found = [
         json.loads(line)
         for path in sorted(shares.glob("*.jsonl"))

@@ -28,7 +28,6 @@ from .rotary import Rotary
 from .vocabulary import ids_of_offsets, offsets
 
 WEIGHTS_FILE = "model.safetensors"
-SELF_SCORE = 7.0  # attention score of an untrained row for its own token; others get 0 +- 1
 
 
 @dataclass
@@ -212,30 +211,6 @@ class EagleDrafter(EngineLayout, nn.Module):
             # (F * Ht), and the sum has variance 1.
             input_size = 1.0 if self.shape.norm_taps else size
             nn.init.normal_(columns, std=self.fc.weight.shape[1] ** -0.5 / input_size)
-        self._attend_to_self()
-
-    def _attend_to_self(self) -> None:
-        """Let the token's part of the queries begin as that of the keys.
-
-        A row then attends to itself, and its token reaches the MLP at once. With random weights
-        attention starts out even over the text, where the newest token is one of hundreds.
-        """
-        layer, hidden = self._first, self.shape.hidden_size
-        queries, keys_values = layer.qkv.weight[:, :hidden].split(
-            [layer.heads * layer.size, 2 * layer.kv_heads * layer.size]
-        )
-        # Rows of `qkv`: those of the queries, then of the keys, then of the values. These are
-        # views, so that the weights themselves are set.
-        keys = keys_values[: layer.kv_heads * layer.size]
-        # A normed row x has squared length H. With this variance of the key matrix K its score for
-        # itself, |K x|^2 / sqrt(E), is SELF_SCORE on average; E is the size of a head.
-        nn.init.normal_(keys, std=(SELF_SCORE / (layer.size**0.5 * hidden)) ** 0.5)
-        # Each key-value head is repeated for the attention heads that read it: 0, 0, 1, 1 for two
-        # of them and four attention heads.
-        shared = keys.unflatten(0, (layer.kv_heads, -1)).repeat_interleave(
-            layer.heads // layer.kv_heads, dim=0
-        )
-        queries.copy_(shared.flatten(0, 1))
 
     @property
     def draft_vocab_ids(self) -> Tensor | None:
@@ -340,10 +315,11 @@ class EagleDrafter(EngineLayout, nn.Module):
         """Parameters of the drafter that `logits` reads."""
         return [] if self.shape.version == 1 else [self.norm.weight, self.lm_head.weight]
 
-    def freeze_head(self) -> None:
-        """Exclude the final norm and the head from training."""
-        for parameter in self.head_parameters:
-            parameter.requires_grad_(False)
+    def freeze_head(self, norm: bool) -> None:
+        """Exclude the head from training, and the final norm too if `norm`."""
+        if self.shape.version == 3:
+            self.lm_head.weight.requires_grad_(False)
+            self.norm.weight.requires_grad_(not norm)
 
     def facts(self) -> JsonObject:
         return {**asdict(self.shape), "taps": list(self.taps)}

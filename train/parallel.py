@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from ..heads.errors import UserError
+from .config import Optim
 from .objectives import TrainingModule
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,15 @@ def fuses_optimizer(accelerator: Accelerator) -> bool:
     """
     deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type == "cuda" and not deepspeed
+
+
+def check_optimizer(optim: Optim, accelerator: Accelerator) -> None:
+    """Raise `UserError` for Muon under DeepSpeed."""
+    if optim.optimizer == "muon" and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UserError(
+            "optim.optimizer is muon, which needs matrices, and DeepSpeed flattens and splits them; "
+            "use FSDP2 (configs/accelerate/fsdp2.yaml) or optim.optimizer adamw"
+        )
 
 
 def prepare(

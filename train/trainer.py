@@ -25,7 +25,7 @@ from .inputs import Inputs
 from .method import AnyMethod
 from .objectives import Objective, Sums, TrainingModule, add_sums
 from .pace import Pace
-from .parallel import fuses_optimizer, gather, norm_of, prepare, twin_of
+from .parallel import check_optimizer, fuses_optimizer, gather, norm_of, prepare, twin_of
 from .provenance import provenance
 from .schedule import make_optimizer, rate_at
 
@@ -49,6 +49,7 @@ class Trainer:
         Raises `UserError` for settings that do not fit
         the target, the data or the drafter to start from.
         """
+        check_optimizer(run.optim, accelerator)
         target = inputs.target
         self.run, self.target, self.accelerator = run, target, accelerator
         self.batches, self.total_steps = batches, total_steps

@@ -80,8 +80,8 @@ def test_a_wrong_option_of_training(
 def test_a_wrong_key_in_the_file_is_named(
     tmp_path: Path, saved_tiny: Path, command: Command
 ) -> None:
-    config = make_config(tmp_path, saved_tiny, optim={"lr": 0.001, "momentum": 0.9})
-    expect(command(*TRAIN, config), "momentum")
+    config = make_config(tmp_path, saved_tiny, optim={"lr": 0.001, "momentun": 0.9})
+    expect(command(*TRAIN, config), "momentun")
     config = make_config(tmp_path, saved_tiny, evalution={"every": 3})
     expect(command(*TRAIN, config), "evalution")
     config.write_text("optim: [")

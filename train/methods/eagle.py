@@ -125,9 +125,8 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
         )
         loss = run.objective.resolved(shape.version)
         # `begin_unsure` scales the final norm down. A feature loss compares states in the target's
-        # own scale, and a frozen head could not scale it up again; both need the target's norm as
-        # it is.
-        if shape.version == 3 and not loss.feature_weight and not loss.freeze_head:
+        # own scale, and needs the target's norm as it is.
+        if shape.version == 3 and not loss.feature_weight:
             generator = torch.Generator().manual_seed(run.seed)
             states = torch.randn(STATES, shape.hidden_size, generator=generator)
             begin_unsure(drafter.norm, drafter.logits(states))
@@ -149,7 +148,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
                 "--target.dtype bfloat16 or float32"
             )
         if config.freeze_head:
-            drafter.freeze_head()
+            drafter.freeze_head(norm=bool(config.feature_weight))
         weight = run.errors.accepted_weight
         return EagleObjective(
             config, drafter.taps, target.head, run.seed, weight, shape.version == 1

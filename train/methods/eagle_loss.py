@@ -83,7 +83,8 @@ class EagleLoss(Memory):
     token_weight: float | None = None
     """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
     freeze_head: bool = False
-    """Version 3: keep final norm and head as they begin, the target's own."""
+    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
+    too, since features are compared in its scale."""
     noise: float | None = None
     """Largest size of the uniform noise on the features, times 512 / document length; if not given,
     0.1 for version 1, 0 for version 3."""

@@ -69,12 +69,10 @@ class Recipe:
 PUBLISHED: dict[str, object] = {
     "objective.steps": 7,
     "objective.decay": 0.8,
-    "objective.single_step_share": 0.0,
-    "objective.feature_weight": 0.0,
-    "objective.token_weight": 1.0,
     "objective.freeze_head": "false",
+    "optim.optimizer": "adamw",
 }
-"""EAGLE-3's published objective, which is draftsmith's default."""
+"""EAGLE-3's published objective and optimiser, which are draftsmith's defaults."""
 NORMS: dict[str, object] = {"fc_norm": True}
 RECIPES = {
     "draftsmith, quickstart": Recipe("draftsmith", (Settings(4e-3),)),
@@ -220,12 +218,16 @@ def main() -> None:
         def trained(runs: list[Run]) -> list[Path]:
             return list(pool.map(lambda run: train(run, out, config.epochs), runs))
 
-        tried = [Run(name, i, 0) for name in names for i in range(len(RECIPES[name].tried))]
-        taus = measure(trained(tried), "runs/quickstart/valid.prompts.jsonl", out / "tried.json")
-        best: dict[str, int] = {}
-        for (greedy, sampled), run in sorted(zip(taus, tried, strict=True), key=lambda x: x[0][1]):
-            print(f"{run.name} ({run.settings}): validation tau {greedy:.3f}, {sampled:.3f}")
-            best[run.name] = run.number
+        best = dict.fromkeys(names, 0)
+        choices = [name for name in names if len(RECIPES[name].tried) > 1]
+        tried = [Run(name, i, 0) for name in choices for i in range(len(RECIPES[name].tried))]
+        if tried:
+            prompts = "runs/quickstart/valid.prompts.jsonl"
+            taus = measure(trained(tried), prompts, out / "tried.json")
+            by_tau = sorted(zip(taus, tried, strict=True), key=lambda x: x[0][1])
+            for (greedy, sampled), run in by_tau:
+                print(f"{run.name} ({run.settings}): validation tau {greedy:.3f}, {sampled:.3f}")
+                best[run.name] = run.number  # the last of them is the highest
         runs = [Run(name, best[name], s) for name in names for s in range(arguments.seeds)]
         taus = measure(trained(runs), "runs/quickstart/test.prompts.jsonl", out / "taus.json")
     table = Table("recipe", "learning rate, options", *(f"tau at T = {t:g}" for t in TEMPERATURES))

@@ -1,0 +1,107 @@
+"""Optimisers: which matrices Muon changes, its step beside AdamW's, and its state in a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import DistributedType
+from draftsmith.heads.eagle import EagleConfig, EagleDrafter, shape_for
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.train.config import Optim
+from draftsmith.train.parallel import check_optimizer
+from draftsmith.train.schedule import hidden_matrices, make_optimizer
+from torch import nn
+
+from tests.conftest import tiny_target
+
+OPTIM = Optim(optimizer="muon", lr=0.01, betas=(0.8, 0.9), momentum=0.7, muon_weight_decay=0.2)
+
+
+def drafter() -> MedusaHeads:
+    torch.manual_seed(0)
+    return MedusaHeads(MedusaConfig(num_heads=2), 6, 10)
+
+
+def names(module: nn.Module) -> set[str]:
+    chosen = {id(matrix) for matrix in hidden_matrices(module)}
+    return {name for name, weight in module.named_parameters() if id(weight) in chosen}
+
+
+def learn(module: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    """Take steps with gradients that depend on the step alone."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in module.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_muon_has_the_matrices_between_states_and_nothing_else() -> None:
+    target = tiny_target()
+    shape = shape_for(EagleConfig(taps=[0, 1]), target.config)
+    eagle3 = EagleDrafter(shape, target.embedding_and_head)
+    assert names(drafter()) == {"blocks.0.0.linear.weight", "blocks.1.0.linear.weight"}
+    layer = {f"layers.0.{name}.weight" for name in ("qkv", "output", "gate_up", "down")}
+    assert names(eagle3) == {"fc.weight"} | layer
+    row = nn.Linear(4, 1)
+    assert hidden_matrices(row) == []
+
+
+def test_a_step_is_torchs_muon_for_the_matrices_and_torchs_adamw_for_the_rest() -> None:
+    ours, reference = drafter(), drafter()
+    matrices = hidden_matrices(reference)
+    chosen = {id(matrix) for matrix in matrices}
+    rest = [p for p in reference.parameters() if id(p) not in chosen]
+    theirs: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(
+            matrices, lr=0.01, momentum=0.7, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.0),
+    ]
+    learn(ours, [make_optimizer(OPTIM, ours)], range(5))
+    learn(reference, theirs, range(5))
+    for mine, other in zip(ours.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_state_that_was_saved_goes_on_bit_for_bit() -> None:
+    whole = drafter()
+    learn(whole, [make_optimizer(OPTIM, whole)], range(6))
+    first = drafter()
+    optimizer = make_optimizer(OPTIM, first)
+    learn(first, [optimizer], range(3))
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    second = copy.deepcopy(first)
+    again = make_optimizer(OPTIM, second)
+    again.load_state_dict(torch.load(file))
+    for group in again.param_groups:  # as the schedule sets them
+        group["lr"] = 0.01
+    learn(second, [again], range(3, 6))
+    for one, other in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_learning_rate_that_the_schedule_sets_reaches_both() -> None:
+    module = drafter()
+    optimizer = make_optimizer(OPTIM, module)
+    before = copy.deepcopy(module.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    learn(module, [optimizer], range(2))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_deepspeed_is_refused_before_anything_is_made() -> None:
+    engine = cast(Any, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))
+    with pytest.raises(UserError, match="use FSDP2"):
+        check_optimizer(OPTIM, engine)
+    check_optimizer(Optim(), engine)

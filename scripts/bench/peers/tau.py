@@ -77,7 +77,7 @@ NORMS: dict[str, object] = {"fc_norm": True}
 RECIPES = {
     "draftsmith, quickstart": Recipe("draftsmith", (Settings(4e-3),)),
     "draftsmith, defaults": Recipe("draftsmith", (Settings(4e-3, PUBLISHED),)),
-    "speculators": Recipe("speculators", (Settings(1e-3), Settings(2e-3), Settings(4e-3))),
+    "speculators": Recipe("speculators", tuple(map(Settings, (1e-3, 2e-3, 4e-3, 8e-3)))),
     "SpecForge": Recipe(
         "specforge",
         (Settings(4e-3), Settings(4e-3, NORMS), Settings(2e-3, NORMS)),

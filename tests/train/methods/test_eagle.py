@@ -532,7 +532,7 @@ def test_values_out_of_range_are_refused(options: dict[str, Any]) -> None:
 def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm() -> None:
     """And a frozen head stays as it is."""
     drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
-    drafter.freeze_head()
+    drafter.freeze_head(norm=True)
     batch = batch_of((9, [(4, 9)]))
     features = features_of(batch, drafter)
     aim = objective(drafter, steps=1, token_weight=0.0, feature_weight=1.0)
@@ -548,3 +548,19 @@ def test_the_feature_loss_of_version_3_is_about_the_state_before_its_final_norm(
     aim = objective(drafter)
     aim.forward(drafter, features, aim.weights(batch))[0].backward()
     assert drafter.lm_head.weight.grad is None and drafter.norm.weight.grad is None
+
+
+def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
+    batch = batch_of((9, [(4, 9)]))
+    norms = []
+    for frozen in (False, True):
+        drafter = random_eagle(TARGET, "eagle3.1").requires_grad_(True)
+        if frozen:
+            drafter.freeze_head(norm=False)
+        features = features_of(batch, drafter)
+        aim = objective(drafter)
+        aim.forward(drafter, features, aim.weights(batch))[0].backward()
+        assert (drafter.lm_head.weight.grad is None) == frozen
+        assert drafter.norm.weight.grad is not None
+        norms.append(drafter.norm.weight.grad)
+    torch.testing.assert_close(*norms)

@@ -15,7 +15,7 @@ QUICK = "machine,eager,training"
 
 
 @pytest.mark.parametrize(
-    "stages", [QUICK, pytest.param("exactness,captured", marks=pytest.mark.full)]
+    "stages", [QUICK, pytest.param("exactness,captured,peers", marks=pytest.mark.full)]
 )
 def test_stages_run_on_a_cpu(stages: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts/bench/gpu.py", "--device", "cpu", "--tiny"]

@@ -39,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {
         "heads": {"taps": [1], "num_layers": 1, "block_size": 4, "mask_token": 2},
         "objective": {"anchors": 20},
+        "optim": {"optimizer": "muon", "clip_norm": 0.5},
     },
     "dspark": {
         "heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4, "mask_token": 2},

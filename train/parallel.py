@@ -102,7 +102,7 @@ def check_optimizer(optim: Optim, accelerator: Accelerator) -> None:
     """Raise `UserError` for Muon under DeepSpeed."""
     if optim.optimizer == "muon" and accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError(
-            "optim.optimizer is muon, which needs matrices, and DeepSpeed flattens and splits them; "
+            "optim.optimizer muon needs whole matrices, and DeepSpeed flattens and splits them; "
             "use FSDP2 (configs/accelerate/fsdp2.yaml) or optim.optimizer adamw"
         )
 

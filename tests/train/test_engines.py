@@ -89,8 +89,8 @@ def test_the_loss_curve_is_that_of_one_process(
     assert loaded.calibration
     mine, theirs = weights(tmp_path / "one" / "run", 20), weights(tmp_path / engine / "run", 20)
     assert mine.keys() == theirs.keys()
-    # Muon brings small singular values of a gradient to the size of the large ones, in bfloat16, and
-    # with them what is only rounding.
+    # Muon brings small singular values of a gradient to the size of the large ones, in bfloat16,
+    # and with them what is only rounding.
     muon = METHODS[method].get("optim", {}).get("optimizer") == "muon"
     for name in mine:
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-3 if muon else 1e-4, rtol=1e-3)

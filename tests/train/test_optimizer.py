@@ -1,4 +1,4 @@
-"""Optimisers: which matrices Muon changes, its step beside AdamW's, and its state in a checkpoint."""
+"""Muon: which matrices it changes, its step beside AdamW's, and its state in a checkpoint."""
 
 from __future__ import annotations
 

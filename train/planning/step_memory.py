@@ -50,6 +50,7 @@ from ..methods.backends import standing_in
 from ..methods.draft_model import runner_of
 from ..objectives import TrainingModule
 from ..outline import ConfigOnly, config_at
+from ..schedule import hidden_matrices
 
 # The CPU by another name, so that its tensors differ from those of the host.
 DEVICE = torch.device("cpu", 0)
@@ -60,6 +61,7 @@ NEEDS_NUMBERS = (
     UnsupportedOperatorException,
 )
 MOMENT_BYTES = 8  # of a trained parameter: AdamW's two moments in float32
+MUON_BYTES = 4  # of a parameter that Muon trains: one moment
 
 
 @dataclass(frozen=True)
@@ -240,12 +242,14 @@ def _memory_of_step(method: AnyMethod, run: Any, reply_share: float) -> StepMemo
             objective, drafter, features, run.precision == "bf16"
         )
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    muon = hidden_matrices(drafter) if run.optim.optimizer == "muon" else []
+    orthogonal = sum(p.numel() for p in muon)
     borrowed = {id(p): p.nbytes for p in model.get_input_embeddings().parameters()}
     borrowed |= {id(p): p.nbytes for p in model.get_output_embeddings().parameters()}
     return StepMemory(
         target=sum(p.nbytes for p in model.parameters()) if live else sum(borrowed.values()),
         drafter=sum(p.nbytes for p in drafter.parameters()),
-        moments=MOMENT_BYTES * trained,
+        moments=MOMENT_BYTES * (trained - orthogonal) + MUON_BYTES * orthogonal,
         gradients=gradients,
         features=sum(x.nbytes for x in (features.last, *features.taps)),
         extraction=extraction,

@@ -102,6 +102,13 @@ def test_recomputation_and_a_store_take_less(tmp_path: Path, saved_tiny: Path) -
     run.features.store = "store"
     stored = memory_of_step(module, run)
     assert stored.extraction == 0 < less.extraction and stored.target < less.target
+    run.optim.optimizer = "muon"
+    drafter = module.outline(run, tiny_target()).drafter  # type: ignore[arg-type]
+    layers = ("fc", "qkv", "output", "gate_up", "down")
+    matrices = [w for name, w in drafter.named_parameters() if name.split(".")[-2] in layers]
+    assert memory_of_step(module, run).moments == stored.moments - 4 * sum(
+        matrix.numel() for matrix in matrices
+    )
 
 
 def test_a_target_with_windows_has_masks(tmp_path: Path) -> None:

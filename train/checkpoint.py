@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,17 @@ class RunFolder:
 
         Returns the state in `trainer.json`.
         """
-        accelerator.load_state(str(self.at(step) / "state"))
+        try:
+            accelerator.load_state(str(self.at(step) / "state"))
+        except ValueError as error:
+            # torch finds other parameters in the optimiser than it stored.
+            if "parameter group" not in str(error):
+                raise
+            raise UserError(
+                f"{self.at(step)} was written while other parameters were trained than this "
+                "version of draftsmith trains with the same config; choose another output, and "
+                f"begin with --init-from {self.path / 'last'}"
+            ) from error
         # accelerate counts micro-batches here to know which of them ends a step. A resume on
         # another number of ranks has another number of them in a step.
         accelerator.step = 0
@@ -161,8 +172,13 @@ class RunFolder:
         aside.replace(old)
 
 
-def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None:
+def find_resume(
+    folder: RunFolder, config_yaml: str, resume: bool, defaults: JsonObject
+) -> int | None:
     """Return the step of the newest undamaged checkpoint, or None if the run has none yet.
+
+    `defaults` are those of `defaults_of`: what a key had that the checkpoint's config lacks,
+    because the run was begun before the key existed.
 
     Called before anything is loaded or written. Raises `UserError` for a folder with checkpoints if
     `resume` is false, without an undamaged one, or of another config: going on would mix two runs,
@@ -190,7 +206,7 @@ def find_resume(folder: RunFolder, config_yaml: str, resume: bool) -> int | None
     # Flat tables are compared, so that a message can name the single key that differs.
     stored = read_yaml(folder.at(steps[-1]) / "config.yaml")
     rename_sections(stored)
-    before = _flat(stored)
+    before = defaults | _flat(stored)
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and key not in FREE_TO_CHANGE:
@@ -209,6 +225,23 @@ FREE_TO_CHANGE = {
     "profile.steps", "optim.max_skipped", "features.store", "features.server",
     "features.server_model", "features.concurrency",
 }  # fmt: skip
+
+
+def defaults_of(config: Any, prefix: str = "") -> JsonObject:
+    """Return the defaults of a dataclass and of those in it, as a flat table.
+
+    Values have the form that they have in YAML. Keys without a default are left out.
+    """
+    flat: JsonObject = {}
+    for option in fields(config):
+        name, value = prefix + option.name, getattr(config, option.name)
+        if is_dataclass(value):
+            flat |= defaults_of(value, f"{name}.")
+        elif option.default is not MISSING:
+            flat[name] = option.default
+        elif option.default_factory is not MISSING:
+            flat |= _flat(option.default_factory(), name)
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in flat.items()}
 
 
 def _flat(config: Any, prefix: str = "") -> JsonObject:

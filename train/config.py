@@ -94,8 +94,8 @@ class Optim:
     """Optimiser and the schedule of its learning rate."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw: for all parameters; muon: orthogonal changes for the matrices of the layers, AdamW for
-    the rest (embeddings, output matrices, norms, biases). Both use lr."""
+    """adamw: for all parameters; muon: orthogonalised updates for the matrices of the layers, AdamW
+    for the rest (embeddings, output matrices, norms, biases). Both use lr."""
     lr: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

@@ -32,7 +32,7 @@ from ..inference.conversations.sources import source_files
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
-from .checkpoint import RunFolder, TrainerState, find_resume
+from .checkpoint import RunFolder, TrainerState, defaults_of, find_resume
 from .config import RunConfig
 from .data.batches import Batches
 from .endings import Stopped
@@ -68,7 +68,8 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
     resume_from = on_main(
-        accelerator, lambda: find_resume(folder, config_yaml, run.checkpoints.resume)
+        accelerator,
+        lambda: find_resume(folder, config_yaml, run.checkpoints.resume, defaults_of(run)),
     )
     if resume_from is not None:
         accelerator.gradient_accumulation_steps = resumed_accumulation(

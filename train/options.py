@@ -189,9 +189,9 @@ class RegenerateOptions:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
     share: str | None = None
-    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), every 64th
-    conversation. It adds a file to the folder `out`. What any file there has is not answered again,
-    so that fewer workers, with other shares, can finish what lost ones left."""
+    """Share of one of several workers, such as 3/64: the fourth of 64 (from 0), a 64th of the
+    conversations. It adds a file to the folder `out`. What any file there has is not answered
+    again, so that fewer workers, with other shares, can finish what lost ones left."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or (self.limit is not None and self.limit < 1):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..heads.errors import UserError
 from .config import Optim
 
 
@@ -37,9 +38,15 @@ def rate_at(optim: Optim, step: int, total: int) -> float:
 def make_optimizer(optim: Optim, module: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
     """Return the optimiser of all trainable parameters; vectors have no weight decay under AdamW.
 
-    With `fused` one kernel does AdamW's step for many parameters.
+    With `fused` one kernel does AdamW's step for many parameters. Raises `UserError` for Muon
+    without a matrix that it could train.
     """
     orthogonal = hidden_matrices(module) if optim.optimizer == "muon" else []
+    if optim.optimizer == "muon" and not orthogonal:
+        raise UserError(
+            "optim.optimizer muon trains the weights of linear layers, and this drafter has none "
+            "that are trained; use optim.optimizer adamw"
+        )
     chosen = {id(matrix) for matrix in orthogonal}
     rest = [p for p in module.parameters() if p.requires_grad and id(p) not in chosen]
     groups = [
@@ -67,8 +74,9 @@ VOCABULARY_MATRICES = ("lm_head", "outputs", "transition_out")
 def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the trained matrices that map states to states: what Muon is for.
 
-    Embeddings, output matrices and matrices of one row have rows that are learned apart, one for
-    each token, so that orthogonal changes do not suit them (Jordan et al. 2024, Muon).
+    These are the weights of linear layers. Embeddings and output matrices have rows that are
+    learned apart, one for each token, so that orthogonalised updates do not suit them (Jordan et
+    al. 2024, Muon). A matrix of one row or column is a vector.
     """
     found = []
     for name, layer in module.named_modules():

@@ -15,6 +15,10 @@ from .formats import Conversation, RowError
 
 log = logging.getLogger(__name__)
 
+SHARES = "share-*.jsonl"
+"""Files that several workers of `data regenerate` write into one folder. A lost worker leaves its
+last line unfinished, and the others never change its file."""
+
 
 class LeftOut:
     """Malformed rows of a source: the first ends the command, or each is left out with a warning.
@@ -49,7 +53,8 @@ class LeftOut:
 def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a JSON or JSONL file.
 
-    The value of a line that is not JSON is a `RowError`, so that the caller may leave it out.
+    The value of a line that is not JSON is a `RowError`, so that the caller may leave it out. The
+    last line of a file of `SHARES` is left out, with a warning, if it was not finished.
     Raises `UserError` for a file that cannot be read.
     """
     try:
@@ -67,11 +72,15 @@ def read_json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path.name}:{i}", row) for i, row in enumerate(rows, 1))
         return
     # not `splitlines`, which splits at characters that may stand inside a JSON text
-    for number, line in enumerate(text.split("\n"), 1):
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield f"{path.name}:{number}", parsed(line)
             except RowError as error:
+                if number == len(lines) and path.match(SHARES):
+                    log.warning("%s: the last line was not finished, and is left out", path)
+                    return
                 yield f"{path.name}:{number}", error
 
 

@@ -93,6 +93,8 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
         "9999",
         "--objective.single-step-share",
         "0",
+        "--optim.optimizer",
+        "adamw",  # DeepSpeed takes no Muon
     ]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -15,9 +15,11 @@ failed.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,6 +59,8 @@ def main() -> None:
     stages = options.stages.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):
         parser.error(f"unknown stage {unknown[0]}; there are {', '.join(STAGES)}")
+    if options.wheels is not None and not any(options.wheels.glob("*.whl")):
+        parser.error(f"{options.wheels} holds no wheel; write it with scripts/bench/gpu_wheels.sh")
     if options.device == "cuda":
         import torch
 
@@ -90,13 +94,15 @@ def run_all(options: argparse.Namespace, stages: list[str]) -> int:
     figures.unlink(missing_ok=True)
     if options.wheels is not None:
         unpacked = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, unpacked, ignore_errors=True)
         for wheel in options.wheels.glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(unpacked)
-        os.environ["PYTHONPATH"] = os.pathsep.join([unpacked, os.environ.get("PYTHONPATH", "")])
+        put_on_path(unpacked)
     if importlib.util.find_spec("draftsmith") is None:  # not installed: this checkout
         folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         Path(folder, "draftsmith").symlink_to(Path(__file__).resolve().parents[2])
-        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        put_on_path(folder)
     started = time.monotonic()
     times: dict[str, float] = {}
     for stage in stages:
@@ -114,6 +120,13 @@ def run_all(options: argparse.Namespace, stages: list[str]) -> int:
     for entry in failed:
         print(f"FAILED {entry['stage']}: {entry['check']}: {entry['detail']}")
     return int(bool(failed))
+
+
+def put_on_path(folder: str) -> None:
+    """Let the processes of stages import from `folder`."""
+    # An empty part would stand for the current folder.
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 def run_process(options: argparse.Namespace, stage: str, seconds: float) -> str:

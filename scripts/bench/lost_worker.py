@@ -4,10 +4,11 @@
 
 Real processes on this machine stand for nodes: `data extract` under `accelerate launch`, and
 `data regenerate` with a share for each worker, for the quickstart's target. One worker is killed
-with SIGKILL half-way. Then the rest is done by one worker fewer, as on a cluster that has lost a
-node. Printed is what was complete at the loss, whether any of it was done again, and how the rest
-of the conversations was divided; exit code 1 if the result differs in any byte of a shard, or in
-any reply, from that of one worker that nobody disturbed.
+with SIGKILL half-way. The other workers of a regeneration end their shares; those of an extraction
+are ended by the launcher. Then the rest is done by one worker fewer, as on a cluster that has lost
+a node. Printed is what was complete by then, whether any of it was done again, and how the rest of
+the conversations was divided; exit code 1 if the result differs in any byte of a shard, or in any
+reply, from that of one worker that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.workers < 2:
         parser.error("--workers must be at least 2: one is lost")
-    table = Table("", "all", "complete at the loss", "of these done again", "left for the others")
+    table = Table("", "all", "complete by then", "of these done again", "left for the others")
     with tempfile.TemporaryDirectory() as folder:
         same = [
             regenerate(Path(folder), arguments.workers, arguments.conversations, table),
@@ -114,10 +114,8 @@ def regenerate(folder: Path, workers: int, conversations: int, table: Table) -> 
     wait_until(lambda: victim.exists() and victim.read_text().count("\n") >= half, running[-1])
     running[-1].kill()
     running[-1].wait()
-    # The others are stopped too, as by the end of a job that has lost a node.
-    for worker in running[:-1]:
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
+    for worker in running[:-1]:  # the others end their shares
+        wait_for(worker)
     done = len(replies_in(sorted(shares.glob("*.jsonl"))))
     before = {path: path.stat().st_size for path in shares.glob("*.jsonl")}
     for worker in begun(workers - 1):

@@ -51,7 +51,8 @@ blocks() { # method, options
 }
 blocks dflash --heads.block-size 6 "$@"
 blocks dspark --heads.block-size 5 --heads.markov-rank 64 --objective.loss lk-hybrid "$@"
-# eagle3_plain, for llama.cpp, which knows no EAGLE-3.1, and with half the vocabulary: on the replies of ./scripts/quickstart.sh
+# eagle3_plain, for llama.cpp, which knows no EAGLE-3.1, and with half the vocabulary: on the replies of ./scripts/quickstart.sh,
+# with the config of 2026-11-22
 #     python -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --output runs/plain --heads.norm-taps false \
 #         --heads.norm-output false --heads.draft-vocab-size 1024 --epochs 5
 python - <<END

@@ -20,9 +20,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import yaml
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
-from draftsmith.train.checkpoint import RunFolder, find_resume
+from draftsmith.train.arguments import parse
+from draftsmith.train.checkpoint import RunFolder, defaults_of, find_resume
+from draftsmith.train.methods.medusa import MedusaRun
 
 from tests.conftest import PYTHON
 from tests.train.test_loop import (
@@ -229,18 +232,37 @@ def test_every_corruption_is_found_and_the_checkpoint_before_is_used(
     run, sound = tmp_path / "run", tmp_path / "sound"
     resolved = (run / "config.yaml").read_text()
     shutil.copytree(run / "checkpoints", sound)
-    assert find_resume(RunFolder(str(run)), resolved, True) == 10
+    assert find_resume(RunFolder(str(run)), resolved, True, {}) == 10
     for name, corrupt in CORRUPTIONS.items():
         shutil.rmtree(run / "checkpoints")
         shutil.copytree(sound, run / "checkpoints")
         corrupt(run / "checkpoints" / "step-000010")
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            assert find_resume(RunFolder(str(run)), resolved, True) == 5, name
+            assert find_resume(RunFolder(str(run)), resolved, True, {}) == 5, name
         assert "step-000010 is damaged" in caplog.text, name
     flip(run / "checkpoints" / "step-000005" / "state" / "model.safetensors")
     with pytest.raises(UserError, match="holds no sound checkpoint"):
-        find_resume(RunFolder(str(run)), resolved, True)
+        find_resume(RunFolder(str(run)), resolved, True, {})
+
+
+def test_a_run_from_before_an_option_existed_goes_on_with_its_default(
+    tmp_path: Path, saved_tiny: Path
+) -> None:
+    config = make_config(tmp_path, saved_tiny, max_steps=5)
+    train(config)
+    run, now = parse(MedusaRun, ["--config", str(config)], "x")
+    at = tmp_path / "run" / "checkpoints" / "step-000005"
+    older = yaml.safe_load(now)
+    del older["optim"]["momentum"], older["optim"]["betas"], older["data"]["chat_template_kwargs"]
+    (at / "config.yaml").write_text(yaml.safe_dump(older))
+    (at / CHECKSUMS).unlink()
+    write_checksums(at)
+    folder = RunFolder(str(tmp_path / "run"))
+    assert find_resume(folder, now, True, defaults_of(run)) == 5
+    with pytest.raises(UserError, match="optim.momentum was 0.95, now it is 0.5"):
+        changed = now.replace("momentum: 0.95", "momentum: 0.5")
+        find_resume(folder, changed, True, defaults_of(run))
 
 
 @pytest.mark.full
@@ -301,7 +323,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path: Path, saved_tiny:
     folder = RunFolder(str(tmp_path / "run"))
     assert (
         folder.steps() == [5]
-        and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True) == 5
+        and find_resume(folder, (tmp_path / "run" / "config.yaml").read_text(), True, {}) == 5
     )
     assert resumed_at(train(config)) == 5
     found = weights(tmp_path / "run", 20)

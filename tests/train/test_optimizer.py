@@ -100,6 +100,11 @@ def test_a_learning_rate_that_the_schedule_sets_reaches_both() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def test_muon_without_a_matrix_is_refused() -> None:
+    with pytest.raises(UserError, match="use optim.optimizer adamw"):
+        make_optimizer(OPTIM, nn.Embedding(4, 3))
+
+
 def test_deepspeed_is_refused_before_anything_is_made() -> None:
     engine = cast(Any, SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))
     with pytest.raises(UserError, match="use FSDP2"):

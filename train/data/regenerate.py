@@ -11,6 +11,7 @@ none answers what any file there has.
 from __future__ import annotations
 
 import logging
+import random
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from ...heads.errors import UserError
 from ...heads.files import check_output, check_output_folder
 from ...inference.console import Progress
 from ...inference.conversations.formats import RowError
-from ...inference.conversations.rows import LeftOut, warn_of_plain_text
+from ...inference.conversations.rows import SHARES, LeftOut, warn_of_plain_text
 from ...inference.conversations.sources import rows_of
 from ...inference.decode import Request, decode
 from ...inference.proposers.plain import PlainDecoding
@@ -34,8 +35,6 @@ from .replies import regenerate_on_server
 from .tasks import Sink, Task, answered_in, mend, refuse_other
 
 log = logging.getLogger(__name__)
-
-SHARES = "share-*.jsonl"  # files of several workers in one folder
 
 
 def run(options: Options) -> None:
@@ -52,17 +51,27 @@ def run(options: Options) -> None:
     if not rows:
         raise UserError(f"{options.data} holds no rows")
     facts = provenance_of(options)
-    finished, written = mend(out)
-    refuse_other(out, written, facts)
+    # A file of a share has a name that nothing else has.
+    finished, last = mend(out, ours=options.share is not None)
+    written = {out: last}
     for other in share.others():
-        # Another worker may still write it, so that nothing is cut off here, and with another
-        # server of the same target.
+        # Another worker may still write it, so that nothing is cut off here.
         theirs = answered_in(other)
-        refuse_other(other, theirs.written, {k: v for k, v in facts.items() if k != "server"})
         finished |= theirs.ids
+        written[other] = theirs.written
+    for path, before in written.items():
+        # Another worker may have another server of the same target.
+        shared = facts if path == out else {k: v for k, v in facts.items() if k != "server"}
+        refuse_other(path, before, shared)
     tasks = [task for task in share.part_of(tasks_of(rows, options)) if task.id not in finished]
     if finished:
-        log.info("%s already holds %d conversations; %d are left", out, len(finished), len(tasks))
+        log.info(
+            "%s already holds %d conversations; %d are left%s",
+            options.out,
+            len(finished),
+            len(tasks),
+            f" for share {options.share}" if options.share else "",
+        )
     if not tasks:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +118,13 @@ class Share:
         return []
 
     def part_of(self, tasks: list[Task]) -> list[Task]:
-        # Share 1 of 3 has the tasks 1, 4, 7, ...
-        return tasks[self.number :: self.of_all]
+        """Return the tasks of this share, in order."""
+        # Shares of M workers are drawn by M, so that what a lost worker had spreads over all shares
+        # of another number of workers. With every M-th task, a lost one of 64 would be one of 32.
+        drawn = list(range(len(tasks)))
+        if self.of_all > 1:
+            random.Random(self.of_all).shuffle(drawn)
+        return [tasks[index] for index in sorted(drawn[self.number :: self.of_all])]
 
 
 def tasks_of(rows: list[tuple[str, Any]], options: Options) -> list[Task]:
@@ -140,8 +154,8 @@ def tasks_of(rows: list[tuple[str, Any]], options: Options) -> list[Task]:
 def provenance_of(options: Options) -> dict[str, Any]:
     """Return what every row records of how it was written."""
     facts: dict[str, Any] = {"target": options.target.path, "sampling": asdict(options.sampling)}
-    if options.chat_template_kwargs:
-        facts["chat_template_kwargs"] = options.chat_template_kwargs
+    # None if there are none, so that it is compared with rows that have some.
+    facts["chat_template_kwargs"] = options.chat_template_kwargs or None
     if options.server.url is not None:
         facts["server"] = options.server.url
     return facts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -123,9 +124,9 @@ class Sink:
         file: TextIO,
         progress: Progress,
         provenance: JsonObject,
-        written: JsonObject | None = None,
+        written: Mapping[Path, JsonObject | None],
     ) -> None:
-        """`provenance` goes into every row; `written` is that of the rows that the file has."""
+        """`provenance` goes into every row; `written` has that of the rows of each file there."""
         self._file, self._progress = file, progress
         self._provenance, self._written = provenance, written
         self.rows = self.tokens = self.cut = 0
@@ -133,9 +134,10 @@ class Sink:
     def add_provenance(self, more: JsonObject) -> None:
         """Add to the provenance of rows to come, such as hashes of the target once it is loaded.
 
-        Raises `UserError` if the rows that the file has were written otherwise.
+        Raises `UserError` if the rows of a file there were written otherwise.
         """
-        refuse_other(Path(self._file.name), self._written, more)
+        for path, written in self._written.items():
+            refuse_other(path, written, more)
         self._provenance |= more
 
     def put(self, task: Task) -> None:
@@ -208,16 +210,13 @@ def answered_in(path: Path) -> Answered:
     with path.open("rb") as file:
         for line in file:
             end += len(line)
+            if not line.endswith(b"\n"):
+                # The last line. Another worker may write the rest of it at this moment, which would
+                # then be read as a line of its own.
+                break
             try:
-                # Only the last line of a file can be without a line break.
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except (ValueError, RecursionError) as error:
-                raise foreign from error
-            if row is None:
-                continue
-            try:
-                known = convert(row, WrittenRow)
-            except DocumentError as error:
+                known = convert(json.loads(line), WrittenRow)
+            except (ValueError, RecursionError, DocumentError) as error:
                 raise foreign from error
             written = known.regenerated
             if known.last_part:
@@ -226,17 +225,18 @@ def answered_in(path: Path) -> Answered:
     return Answered(ids, written, complete_to, end)
 
 
-def mend(out: Path) -> tuple[set[str], JsonObject | None]:
+def mend(out: Path, ours: bool = False) -> tuple[set[str], JsonObject | None]:
     """Return the ids of the complete conversations in `out`, and how they were written.
 
     The latter is the provenance of the last line, None if there is no line. Everything behind the
     last complete conversation, which a killed process left, is cut off; but only if every line
-    before it was written by this command. Raises `UserError` for any other file.
+    before it was written by this command. Raises `UserError` for any other file. One unfinished
+    line alone may be anybody's, and is cut off only if the file is `ours`.
     """
     if not out.exists():
         return set(), None
     found = answered_in(out)
-    if found.size and found.written is None:  # one unfinished line alone may be anybody's
+    if found.size and found.written is None and not ours:
         raise UserError(f"{out} is not a file that this command wrote; choose another --out")
     if found.complete_to < found.size:
         with out.open("rb+") as file:

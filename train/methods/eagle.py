@@ -147,6 +147,12 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
                 "EAGLE-1 learns through the target's head, and float16 loses its gradients; give "
                 "--target.dtype bfloat16 or float32"
             )
+        random_head = shape.hidden_size != shape.target_hidden_size and not run.init_from
+        if config.freeze_head and random_head:
+            raise UserError(
+                "objective.freeze_head keeps the target's head, and a drafter of another width "
+                "begins with a random one; leave out heads.hidden_size or freeze_head"
+            )
         if config.freeze_head:
             drafter.freeze_head(norm=bool(config.feature_weight))
         weight = run.errors.accepted_weight

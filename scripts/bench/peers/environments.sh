@@ -11,18 +11,21 @@ pip_of() {
     python3.11 -m venv "$folder/$1"
     "$folder/$1/bin/pip" install -q --disable-pip-version-check torch==2.13.0 -c constraints.txt
 }
-if [ ! -e "$folder/speculators" ]; then
+# The last line of each part writes a file by which a part that was interrupted is told from a whole one.
+if [ ! -e "$folder/speculators/.whole" ]; then
     pip_of speculators
     "$folder/speculators/bin/pip" install -q --disable-pip-version-check torch==2.13.0 transformers==5.19.0 accelerate aiohttp click \
         'datasets>=4,<=5.1' httpx huggingface-hub 'loguru<=0.7.3' numpy openai protobuf psutil pydantic pydantic-settings rich \
         safetensors tqdm typer
     "$folder/speculators/bin/pip" install -q --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
+    touch "$folder/speculators/.whole"
 fi
-if [ ! -e "$folder/specforge" ]; then
+if [ ! -e "$folder/specforge/.whole" ]; then
     pip_of specforge
     "$folder/specforge/bin/pip" install -q --disable-pip-version-check torch==2.13.0 transformers==5.8.1 accelerate datasets \
         huggingface-hub numpy psutil pydantic pyyaml requests safetensors tqdm triton==3.8.0 typing-extensions
     "$folder/specforge/bin/pip" install -q --disable-pip-version-check --no-deps specforge==0.2.0 yunchang
+    touch "$folder/specforge/.whole"
 fi
 "$folder/speculators/bin/python" -c "import speculators.models.eagle3"
 "$folder/specforge/bin/python" -c "import specforge.algorithms.eagle3.model"

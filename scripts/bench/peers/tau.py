@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -72,11 +73,17 @@ PUBLISHED: dict[str, object] = {
     "objective.freeze_head": "false",
     "optim.optimizer": "adamw",
 }
-"""EAGLE-3's published objective and optimiser, which are draftsmith's defaults."""
+"""EAGLE-3's published objective and optimiser, which are draftsmith's defaults, with the
+quickstart's schedule."""
 NORMS: dict[str, object] = {"fc_norm": True}
 RECIPES = {
     "draftsmith, quickstart": Recipe("draftsmith", (Settings(4e-3),)),
-    "draftsmith, defaults": Recipe("draftsmith", (Settings(4e-3, PUBLISHED),)),
+    "draftsmith, AdamW": Recipe(
+        "draftsmith", tuple(Settings(rate, PUBLISHED) for rate in (1e-3, 2e-3, 4e-3))
+    ),
+    "draftsmith, Muon": Recipe(
+        "draftsmith", (Settings(4e-3, PUBLISHED | {"optim.optimizer": "muon"}),)
+    ),
     "speculators": Recipe("speculators", tuple(map(Settings, (1e-3, 2e-3, 4e-3, 8e-3)))),
     "SpecForge": Recipe(
         "specforge",
@@ -143,7 +150,8 @@ def train(run: Run, out: Path, epochs: float) -> Path:
     """Train unless that is done; return the folder of the drafter that our loop decodes with."""
     folder, recipe = run.folder(out), run.recipe
     drafter = folder / "best" if recipe.library == "draftsmith" else folder / "drafter"
-    if drafter.exists():
+    done = folder / "done"  # `best` is there from the first evaluation on
+    if done.exists():
         return drafter
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["ACCELERATE_USE_CPU"] = "true"
@@ -170,6 +178,7 @@ def train(run: Run, out: Path, epochs: float) -> Path:
     with (folder / "log.txt").open("a") as log:
         for command in commands:
             subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
+    done.touch()
     return drafter
 
 
@@ -210,7 +219,8 @@ def main() -> None:
         if not Path(source.path).exists():
             print(f"error: no {source.path}; run ./scripts/quickstart.sh first", file=sys.stderr)
             raise SystemExit(2)
-    if not (out / "features/features.safetensors").exists():
+    if not (out / "features/shape.json").exists():
+        shutil.rmtree(out / "features", ignore_errors=True)  # of an interrupted call
         (out / "features").mkdir(parents=True)
         make_data(out / "features", config)
     with ThreadPoolExecutor(arguments.jobs) as pool:

@@ -14,9 +14,10 @@ import pytest
 import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.conversations.formats import conversation_of
+from draftsmith.inference.conversations.sources import rows_of as read_rows
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import Target, load_target
-from draftsmith.train.data.regenerate import run
+from draftsmith.train.data.regenerate import Share, run
 from draftsmith.train.data.tasks import mend, questions
 from draftsmith.train.data.templates import encode
 from draftsmith.train.options import RegenerateOptions as Options
@@ -132,7 +133,25 @@ def test_a_killed_run_goes_on_behind_the_last_whole_conversation(
     assert len(rows_of(tmp_path)) == 5
 
 
-def test_other_workers_finish_what_a_lost_one_left(tmp_path: Path, saved_tiny: Path) -> None:
+def test_shares_are_disjoint_and_a_lost_one_spreads_over_another_number_of_workers() -> None:
+    tasks: Any = list(range(6400))
+
+    def parts(of_all: int) -> list[list[int]]:
+        return [Share(i, of_all, Path("x")).part_of(tasks) for i in range(of_all)]
+
+    before, after = parts(64), parts(32)
+    assert sorted(task for part in before for task in part) == tasks and {
+        len(part) for part in before
+    } == {100}
+    assert all(part == sorted(part) for part in before)
+    # 100 conversations were lost with share 5 of 64. Each of 32 workers gets about three of them.
+    assert max(len(set(part) & set(before[5])) for part in after) <= 12
+    assert parts(1) == [tasks]
+
+
+def test_other_workers_finish_what_a_lost_one_left(
+    tmp_path: Path, saved_tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(7)]
     run(options(tmp_path, saved_tiny, rows))
     alone = {row["id"]: row for row in rows_of(tmp_path)}
@@ -147,29 +166,30 @@ def test_other_workers_finish_what_a_lost_one_left(tmp_path: Path, saved_tiny: P
         written = shares / f"share-000{number}-of-000{of_all}.jsonl"
         return [json.loads(line)["id"] for line in written.read_text().splitlines()]
 
-    ids = list(alone)
-    # Of three workers the first answers 0, 3, 6 and the second is lost in its second conversation.
-    assert sorted(work("0/3")) == sorted([ids[0], ids[3], ids[6]])
-    _, second = work("1/3")
+    # Of three workers the first has three conversations, the second is lost in its second one, and
+    # the third, which has two, does not begin.
+    first = work("0/3")
+    answered, second = work("1/3")
+    assert len(first) == 3
     lost = shares / "share-0001-of-0003.jsonl"
     lines = lost.read_text().splitlines(keepends=True)
     lost.write_text(lines[0] + lines[1][:20])
-    # Two workers divide what is left: 2, 5 and the lost one. Nobody touches the others' files.
+    # Two workers divide what is left. Nobody touches the others' files.
     again = work("0/2") + work("1/2")
-    assert sorted(again) == sorted([ids[2], ids[5], second])
+    assert second in again and sorted([*again, *first, answered]) == sorted(alone)
     assert lost.read_text() == lines[0] + lines[1][:20]
     # A single worker reads the others' files too, and has nothing left to answer.
     last = options(tmp_path, saved_tiny, rows, share="0/1")
     last.out = str(shares)
     run(last)
     assert not (shares / "share-0000-of-0001.jsonl").exists()
-    found = [
-        json.loads(line)
-        for path in sorted(shares.glob("*.jsonl"))
-        for line in path.read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    # As training reads the folder: without the line that was not finished.
+    found = [row for _, row in read_rows(str(shares))]
+    assert "share-0001-of-0003.jsonl: the last line was not finished" in caplog.text
     assert len(found) == 7 and {row["id"]: row for row in found} == alone
+    # A worker that was killed in its first line goes on with its own share.
+    lost.write_text(lines[0][:20])
+    assert work("1/3") == [answered]
 
     with pytest.raises(UserError, match="was written with sampling"):
         run(

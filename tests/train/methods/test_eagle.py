@@ -4,7 +4,8 @@ metrics, and every option."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import numpy as np
@@ -564,3 +565,11 @@ def test_a_frozen_head_leaves_the_final_norm_its_gradient() -> None:
         assert drafter.norm.weight.grad is not None
         norms.append(drafter.norm.weight.grad)
     torch.testing.assert_close(*norms)
+
+
+def test_a_head_that_begins_random_is_not_frozen() -> None:
+    shape = shape_for(EagleConfig(taps=[0, 1], hidden_size=16), TARGET.config)
+    drafter = EagleDrafter(shape, TARGET.embedding_and_head)
+    run = cast(Any, SimpleNamespace(objective=EagleLoss(freeze_head=True), init_from=None))
+    with pytest.raises(UserError, match="leave out heads.hidden_size or freeze_head"):
+        METHOD.make_objective(run, TARGET, drafter)

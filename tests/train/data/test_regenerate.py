@@ -136,7 +136,7 @@ def test_a_killed_run_goes_on_behind_the_last_whole_conversation(
 def test_shares_are_disjoint_and_a_lost_one_spreads_over_another_number_of_workers() -> None:
     tasks: Any = list(range(6400))
 
-    def parts(of_all: int) -> list[list[int]]:
+    def parts(of_all: int) -> list[list[Any]]:
         return [Share(i, of_all, Path("x")).part_of(tasks) for i in range(of_all)]
 
     before, after = parts(64), parts(32)

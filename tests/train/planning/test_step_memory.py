@@ -85,7 +85,8 @@ def test_a_step_takes_what_it_takes_with_numbers(
     found = memory_of_step(module, run)
     parameters = plan.planned(Options(str(config), method))[1].drafter_params  # type: ignore[arg-type]
     assert found.drafter == found.gradients == 4 * parameters
-    assert found.moments == 8 * parameters
+    if run.optim.optimizer == "adamw":
+        assert found.moments == 8 * parameters
     assert found.target == sum(p.nbytes for p in tiny_target().model.parameters()) / 2
     assert found.peak >= found.resident + found.step + found.features
     peak, activations = with_numbers(module, run)

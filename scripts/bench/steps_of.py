@@ -2,8 +2,9 @@
 
     python scripts/bench/steps_of.py CHECKOUT WEIGHTS CASE [--recompute]
 
-The checkout has to be importable as `draftsmith`. The CPU-seconds of each step are printed; after
-20 steps the weights are written to the file WEIGHTS.
+The checkout has to be importable as `draftsmith`. Its drafter begins with the same weights and the
+same batch as any other checkout's, however it would begin in training. The CPU-seconds of each step
+are printed; after 20 steps the weights are written to the file WEIGHTS.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from draftsmith.heads.eagle import EagleDrafter
 
 
 def main(checkout: str, weights: str, case: str, *options: str) -> None:
@@ -27,6 +30,16 @@ def main(checkout: str, weights: str, case: str, *options: str) -> None:
             super().__init__(parts, **settings)
 
     torch.optim.AdamW = Noted  # type: ignore[misc]
+    begin = EagleDrafter.start_from
+
+    def start_from(drafter: EagleDrafter, *values: Any) -> None:
+        begin(drafter, *values)
+        torch.manual_seed(1)
+        for weight in drafter.parameters():
+            if weight.ndim == 2:
+                torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    EagleDrafter.start_from = start_from  # type: ignore[method-assign]
     there = runpy.run_path(str(Path(checkout, "scripts/bench/train_step.py")))
     step = there["make_step"](there["Case"](**json.loads(case)), bool(options))
     for turn, _ in enumerate(sys.stdin, 1):

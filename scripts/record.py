@@ -99,7 +99,7 @@ def trained(root: Path) -> dict[str, Any]:
                 f"configs/{method}/quickstart.yaml",
                 # Rows are held out by their names, which begin with the source's.
                 "--data.sources", f"[{{path: {data}, name: texts}}]",
-                "--max-steps", "10", "--output", str(out), "--evaluation.prompts", "2",
+                "--max-steps", "10", "--out", str(out), "--evaluation.prompts", "2",
                 "--evaluation.max-new-tokens", "8", "--data.max-length", "256",
                 "--data.held-out.by", "row",
             ]  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
-from draftsmith.train.arguments import check_known, field_types, positional, spelled
+from draftsmith.train.command_line.parse import check_known, field_types, positional
+from draftsmith.train.command_line.spelling import spelled
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import method_named
 

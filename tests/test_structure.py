@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from draftsmith.train.arguments import parse
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
 
@@ -32,7 +32,7 @@ LAYERS = (  # packages of one line may import each other and all lines above
         "inference.evaluation.tuning",
     ),
     ("distill",),
-    ("train", "train.data"),
+    ("train", "train.command_line", "train.data"),
     ("train.methods",),
     ("train.planning",),
     ("train.commands",),
@@ -163,12 +163,12 @@ CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name
 def test_every_shipped_config_parses(path: Path) -> None:
     method = method_named(path.parent.name)
     run, dumped = parse(method.run_class, ["--config", str(path)], "test")
-    assert run.output and "target:" in dumped
+    assert run.out and "target:" in dumped
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_field_of_a_config_is_explained(name: str) -> None:
-    from draftsmith.train.arguments import build_parser
+    from draftsmith.train.command_line.parse import build_parser
 
     text = " ".join(build_parser(method_named(name).run_class, "x").format_help().split())
     assert "--optim.warmup-share" in text and "--optim.warmup_share" not in text

@@ -34,7 +34,7 @@ from ..heads.files import (
     write_json,
 )
 from .documents import TrainerState
-from .method import rename_sections
+from .method import rename_keys
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def find_resume(
         steps.pop()
     # Flat tables are compared, so that a message can name the single key that differs.
     stored = read_yaml(folder.at(steps[-1]) / "config.yaml")
-    rename_sections(stored)
+    rename_keys(stored)
     before = defaults | _flat(stored)
     now = _flat(yaml.safe_load(config_yaml))
     for key in sorted(before.keys() | now.keys()):

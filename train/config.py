@@ -222,7 +222,7 @@ class ProfilerConfig:
 class RunConfig:
     """Training run: the part that all methods share."""
 
-    output: str
+    out: str
     """Folder for checkpoints and the finished drafter."""
     target: TargetConfig
     """The model that the drafter is trained for; it stays frozen."""

@@ -174,7 +174,7 @@ def check_affordable(run: RunConfig, method: AnyMethod, ranks: int) -> None:
     lower = f"lower {', '.join(sizes) or 'the size of the draft model'}"
     # A checkpoint holds weight and moments, three of the four parts of `STATE_BYTES`.
     checkpoint = plan["drafter_bytes"] * 3 / 4
-    check_space(Path(run.output), checkpoint, "name another --output: one checkpoint takes as much")
+    check_space(Path(run.out), checkpoint, "name another --out: one checkpoint takes as much")
     needed = plan["drafter_bytes"] / ranks + plan["activation_bytes"]
     available = memory_of(resolve_device(run.target.device))
     if needed > MOST_MEMORY * available:

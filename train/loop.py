@@ -60,7 +60,7 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     `config_yaml` is the resolved config. Raises `Stopped` after a last checkpoint if the run was
     asked to end, and `UserError` for what the user can mend.
     """
-    folder = RunFolder(run.output)
+    folder = RunFolder(run.out)
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = make_accelerator(run)
@@ -127,7 +127,7 @@ def make_accelerator(run: RunConfig) -> Accelerator:
         mixed_precision="no",
         gradient_accumulation_steps=run.accumulation,
         log_with=None if run.tracker == "none" else run.tracker,
-        project_dir=run.output,
+        project_dir=run.out,
         # The other ranks wait while one prepares the data; ten minutes, the default, may not be
         # enough.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
@@ -145,12 +145,12 @@ def resumed_accumulation(
     before = on_main(accelerator, lambda: folder.state_of(step))
     if before.engine != (now := engine_of(accelerator)):
         raise UserError(
-            f"{run.output} was trained under {before.engine}, this launch is {now}; use the same "
+            f"{run.out} was trained under {before.engine}, this launch is {now}; use the same "
             f"accelerate config, or start another output with init_from {folder.path}/last"
         )
     if before.engine.startswith("deepspeed") and before.ranks != accelerator.num_processes:
         raise UserError(
-            f"{run.output} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints cannot "
+            f"{run.out} was trained by {before.ranks} ranks, and DeepSpeed's checkpoints cannot "
             f"be read by {accelerator.num_processes}; use as many, or start another output with "
             f"init_from {folder.path}/last"
         )
@@ -197,7 +197,7 @@ def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int
     rows_at_once = run.batch_rows * ranks
     if rows % rows_at_once:
         raise UserError(
-            f"{run.output} was trained with {rows} rows a step, which {ranks} ranks of "
+            f"{run.out} was trained with {rows} rows a step, which {ranks} ranks of "
             f"{run.batch_rows} rows cannot share evenly; use another number of ranks, or the same "
             "as before"
         )
@@ -212,7 +212,7 @@ def accumulation_for(rows: int, run: RunConfig, accelerator: Accelerator) -> int
 
 def check_before_loading(run: RunConfig) -> None:
     """Raise `UserError` for everything that can be found wrong before a model is loaded."""
-    check_output_folder(run.output, "--output")
+    check_output_folder(run.out, "--out")
     if run.features.store is None:
         resolve_device(run.target.device)
         check_there(run.target.path)

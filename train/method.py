@@ -40,8 +40,8 @@ METHODS: dict[MethodName, str] = {
 }
 """Module in `methods/` of each training command, in the order of lists and tables. Its `METHOD` is
 the method; `method_named` imports it."""
-FORMER_SECTIONS = {"student": "draft_model"}
-"""Sections of a run's config by their former names, which are still read."""
+FORMER_KEYS = {"student": "draft_model", "output": "out"}
+"""Keys of a run's config by their former names, which are still read."""
 OWN_PARTS = (
     "heads",
     "draft_model",
@@ -174,7 +174,7 @@ def own_keys(path: str) -> dict[str, list[str]]:
     Raises `UserError` for a file that is not YAML.
     """
     run = read_yaml(Path(path))
-    rename_sections(run)
+    rename_keys(run)
     keys = {}
     for section in OWN_PARTS:
         if isinstance(run.get(section), Mapping):
@@ -182,10 +182,10 @@ def own_keys(path: str) -> dict[str, list[str]]:
     return keys
 
 
-def rename_sections(run: JsonObject) -> None:
-    """Give the sections of a run's config their names of now, in place."""
-    for old in FORMER_SECTIONS.keys() & run.keys():
-        run.setdefault(FORMER_SECTIONS[old], run.pop(old))
+def rename_keys(run: JsonObject) -> None:
+    """Give the keys of a run's config their names of now, in place."""
+    for old in FORMER_KEYS.keys() & run.keys():
+        run.setdefault(FORMER_KEYS[old], run.pop(old))
 
 
 def _knows(run_class: type[RunConfig], keys: Mapping[str, list[str]]) -> bool:

@@ -24,11 +24,11 @@ class PlanOptions:
     """Estimate the cost of a training run: feature bytes, GPU-hours of each stage, GPU memory."""
 
     example: ClassVar[str] = (
-        "draftsmith data plan --method eagle --run configs/eagle/llama-3.1-8b.yaml --tokens 1e9 "
+        "draftsmith data plan --config configs/eagle/llama-3.1-8b.yaml --tokens 300M "
         "--gpu H100 --gpus 8"
     )
 
-    run: str
+    config: str
     """Config file of the run; its target, heads (or draft model), objective and batch are used."""
     method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
@@ -73,16 +73,14 @@ class PlanOptions:
 class ExtractOptions:
     """Store the target's features that a training run reads, so that it needs no target.
 
-    With many workers: accelerate launch -m draftsmith.train data extract --method METHOD --run FILE
-    --out STORE.
+    With many workers: accelerate launch -m draftsmith.train data extract --config FILE --out STORE.
     """
 
     example: ClassVar[str] = (
-        "draftsmith data extract --method eagle --run configs/eagle/quickstart.yaml --out "
-        "runs/quickstart/store"
+        "draftsmith data extract --config configs/eagle/quickstart.yaml --out runs/quickstart/store"
     )
 
-    run: str
+    config: str
     """Config file of the run; its target, data, heads, seed and evaluation are used."""
     out: str
     """Folder of the feature store."""
@@ -344,15 +342,16 @@ class DoctorOptions:
     """
 
     example: ClassVar[str] = (
-        "draftsmith doctor --target scripts/quickstart/target --run configs/medusa/quickstart.yaml"
+        "draftsmith doctor --target scripts/quickstart/target --config "
+        "configs/medusa/quickstart.yaml"
     )
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
     """Target to load and check."""
-    run: str | None = None
+    config: str | None = None
     """Training config to check; its target is checked too, unless another one is named."""
     method: MethodName | None = None
     """Method of the run; if not given, the keys of the config file or its path
     (configs/eagle/...) determine it."""
-    json: bool = False
-    """Print JSON instead of a table."""
+    json: str | None = None
+    """File to write the findings to; `-` prints them in place of the table."""

@@ -31,26 +31,26 @@ def run(options: Options) -> None:
     """
     limit = _share(options.fail_on_regression)
     check_output(options.json, "--json")
-    if len(options.report) < 2:
+    if len(options.reports) < 2:
         raise UserError("give at least two reports: --report before.json --report after.json")
-    if options.drafter and len(options.drafter) != len(options.report):
+    if options.drafter and len(options.drafter) != len(options.reports):
         raise UserError(
-            f"--drafter must be given once for each of the {len(options.report)} reports, or not "
+            f"--drafter must be given once for each of the {len(options.reports)} reports, or not "
             "at all"
         )
-    reports = [read_measured(path) for path in options.report]
-    names = options.drafter or list(map(_only_drafter, reports, options.report))
-    settings = compared(reports, names, options.report, limit or 0.0)
+    reports = [read_measured(path) for path in options.reports]
+    names = options.drafter or list(map(_only_drafter, reports, options.reports))
+    settings = compared(reports, names, options.reports, limit or 0.0)
     if options.json is not None:
         comparison = {
-            "reports": options.report,
+            "reports": options.reports,
             "drafters": names,
             "fail_on_regression": limit,
             "settings": [asdict(setting) for setting in settings],
         }
         with whole_file(options.json) as aside:
             write_json(aside, comparison)
-    show(settings, options.report, Console())
+    show(settings, options.reports, Console())
     if limit is None:
         return
     for setting in settings:

@@ -84,12 +84,10 @@ class EvaluateOptions:
 class CompareOptions:
     """Tau before and after, by category, with intervals; regressions are flagged."""
 
-    example: ClassVar[str] = (
-        "draftsmith compare --report public.json --report tuned.json --fail-on-regression 2%"
-    )
+    example: ClassVar[str] = "draftsmith compare public.json tuned.json --fail-on-regression 2%"
 
-    report: list[str] = field(default_factory=list)
-    """JSON of draftsmith evaluate; the first is the one that the others are compared with."""
+    reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
+    """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
     drafter: list[str] = field(default_factory=list)
     """Name of the drafter in each report, in the same order; not needed where a report has one
     besides the baselines."""

@@ -71,7 +71,7 @@ def measure(engine: str, config: str, steps: int, folder: Path) -> tuple[float, 
     arguments = [
         "--config",
         config,
-        "--output",
+        "--out",
         str(folder),
         "--max-steps",
         str(steps),

@@ -144,12 +144,12 @@ def replies_in(files: list[Path]) -> dict[str, list[int]]:
 def extract(folder: Path, workers: int, table: Table) -> bool:
     """Lose a worker that extracts; return whether the shards are those of one worker."""
     config = yaml.safe_load(Path("configs/eagle/quickstart.yaml").read_text())
-    config["output"] = str(folder / "run")
+    config["out"] = str(folder / "run")
     config["data"]["sources"] = [{"path": str(folder / "replies"), "name": "train"}]
     config["data"]["held_out"] = {"by": "row", "share": 0.05}
     config["evaluation"] |= {"prompts": 2, "max_new_tokens": 16}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    common = ["data", "extract", "--method", "eagle", "--run", folder / "run.yaml"]
+    common = ["data", "extract", "--method", "eagle", "--config", folder / "run.yaml"]
     common += ["--rows-per-shard", ROWS_PER_SHARD]
     wait_for(draftsmith(*common, "--out", folder / "alone"))
     alone = shards_in(folder / "alone")

@@ -132,7 +132,7 @@ def write_run(plan: Plan, method: str, config: Any) -> None:
         if layers >= 8:
             parts["heads"]["taps"] = [2, layers // 2]
     run = {
-        "output": plan.at(method),
+        "out": plan.at(method),
         "target": {"path": plan.target, "dtype": plan.dtype},
         "data": {
             "sources": [
@@ -176,7 +176,7 @@ def preparation(plan: Plan) -> list[Step]:
         for name in ("train", "held_out")
     ]
     runs = [
-        ["data", "plan", "--method", m, "--run", plan.at(f"{m}.yaml"), "--tokens", "1e8"]
+        ["data", "plan", "--method", m, "--config", plan.at(f"{m}.yaml"), "--tokens", "1e8"]
         for m in plan.methods
     ]
     first = plan.methods[0] if plan.quick else "eagle"
@@ -185,7 +185,7 @@ def preparation(plan: Plan) -> list[Step]:
         "extract",
         "--method",
         first,
-        "--run",
+        "--config",
         plan.at(f"{first}.yaml"),
         "--out",
         plan.at("store"),
@@ -219,7 +219,7 @@ def trainings(plan: Plan) -> list[Step]:
         for m in plan.methods
     ]
     run = ["eagle", "--config", plan.at("eagle.yaml")]
-    from_store = [*run, "--features.store", plan.at("store"), "--output", plan.at("eagle_store")]
+    from_store = [*run, "--features.store", plan.at("store"), "--out", plan.at("eagle_store")]
     replayed = [
         "evaluate",
         "--features",
@@ -235,7 +235,7 @@ def trainings(plan: Plan) -> list[Step]:
             ["data extract"],
         )
     )
-    resumed = [*run, "--output", plan.at("eagle_resumed")]
+    resumed = [*run, "--out", plan.at("eagle_resumed")]
     steps.append(
         Step(
             "resume after SIGTERM",
@@ -287,7 +287,7 @@ def stop_and_resume(plan: Plan, arguments: Sequence[str], log: Path) -> str:
 
 def shared_trainings(plan: Plan) -> list[Step]:
     """Several processes: a copy each, FSDP2, DeepSpeed ZeRO-3."""
-    run = ["--config", plan.at("eagle.yaml"), "--output"]
+    run = ["--config", plan.at("eagle.yaml"), "--out"]
     launch = [
         "accelerate",
         "launch",

@@ -24,7 +24,7 @@ if [ -z "${SKIP_DATA:-}" ]; then
     regenerate train train2 2
 fi
 cat >$run/run.yaml <<END
-output: set on the command line
+out: set on the command line
 target: {path: $target}
 data:
   sources: [{path: $run/train1.jsonl, name: train1}, {path: $run/train2.jsonl, name: train2}, {path: $run/valid.jsonl, name: valid}]
@@ -37,7 +37,7 @@ checkpoints: {every: 1752}
 evaluation: {every: 1752, prompts: 24, max_new_tokens: 96, tree_nodes: 26}
 END
 train() { # method, name, options
-    python -m draftsmith.train "$1" --config $run/run.yaml --output "$run/$2" "${@:3}"
+    python -m draftsmith.train "$1" --config $run/run.yaml --out "$run/$2" "${@:3}"
 }
 train medusa medusa --optim.lr 2e-3 --heads.num-heads 3 "$@" # a fourth head would take the file above 3 MB
 train eagle eagle1 --optim.lr 4e-3 --heads.version 1 "$@"
@@ -53,7 +53,7 @@ blocks dflash --heads.block-size 6 "$@"
 blocks dspark --heads.block-size 5 --heads.markov-rank 64 --objective.loss lk-hybrid "$@"
 # eagle3_plain, for llama.cpp, which knows no EAGLE-3.1, and with half the vocabulary: on the replies of ./scripts/quickstart.sh,
 # with the config of 2026-11-22
-#     python -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --output runs/plain --heads.norm-taps false \
+#     python -m draftsmith.train eagle --config configs/eagle/quickstart.yaml --out runs/plain --heads.norm-taps false \
 #         --heads.norm-output false --heads.draft-vocab-size 1024 --epochs 5
 python - <<END
 import torch

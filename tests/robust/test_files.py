@@ -237,7 +237,7 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     config = tmp_path / "run.yaml"
     for folder in (str(tmp_path / "config"), str(tmp_path / "tokenizer")):
         config.write_text(
-            f"target: {{path: {folder}}}\noutput: {tmp_path}/run\ndata: {{sources: [{{path: "
+            f"target: {{path: {folder}}}\nout: {tmp_path}/run\ndata: {{sources: [{{path: "
             f"{rows}}}]}}\n"
         )
         for arguments in (
@@ -247,8 +247,8 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.Monkey
             ["evaluate", "--target", folder, "--prompts", str(rows), "--limit", "1"],
             ["data", "regenerate", "--target", folder, "--data", str(rows), "--out",
             str(tmp_path / "o.jsonl")],
-            ["data", "plan", "--run", str(config), "--method", "medusa"],
-            ["data", "extract", "--run", str(config), "--method", "medusa", "--out",
+            ["data", "plan", "--config", str(config), "--method", "medusa"],
+            ["data", "extract", "--config", str(config), "--method", "medusa", "--out",
             str(tmp_path / "store")],
             ["import", "--from", str(DRAFTERS / "eagle3"), "--target", folder, "--out",
             str(tmp_path / "i")],

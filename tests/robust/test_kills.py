@@ -66,7 +66,7 @@ def extract(folder: Path, target: Path) -> list[str]:
         "extract",
         "--method",
         "eagle",
-        "--run",
+        "--config",
         str(config),
         "--out",
         str(folder / "store"),

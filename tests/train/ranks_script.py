@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.arguments import parse
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.data.batches import Batch, Batches
 from draftsmith.train.data.tables import build
 from draftsmith.train.endings import leave

@@ -298,17 +298,17 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
     tmp_path: Path, saved_tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(tmp_path, saved_tiny)
-    main(["doctor", "--run", str(config), "--json"])
+    main(["doctor", "--config", str(config), "--json", "-"])
     findings = {f["check"]: f for f in json.loads(capsys.readouterr().out)}
     assert {f["status"] for f in findings.values()} <= {"ok", "warning"}
     assert (
         "two<e>" in findings["chat template"]["found"] and findings["data train"]["status"] == "ok"
     )
     write(tmp_path / "train.jsonl", [])
-    done = quick(capsys, "doctor", "--run", config, "--json")
+    done = quick(capsys, "doctor", "--config", config, "--json", "-")
     assert done.returncode == 2
     assert {f["check"] for f in json.loads(done.stdout) if f["status"] == "error"} == {"data train"}
-    done = quick(capsys, "doctor", "--target", "/no/such/folder", "--json", "true")
+    done = quick(capsys, "doctor", "--target", "/no/such/folder", "--json", "-")
     assert done.returncode == 2 and "does not exist" in done.stdout
 
 
@@ -382,7 +382,7 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
         says,
     )
     config = make_config(tmp_path, tmp_path / "no-such-target", output=str(full_disk / "run"))
-    expect(command(*TRAIN, config), says + " --output")
+    expect(command(*TRAIN, config), says + " --out")
     assert not list(full_disk.iterdir())
 
 

@@ -23,8 +23,8 @@ import torch
 import yaml
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import CHECKSUMS, write_checksums
-from draftsmith.train.arguments import parse
 from draftsmith.train.checkpoint import RunFolder, defaults_of, find_resume
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.methods.medusa import MedusaRun
 
 from tests.conftest import PYTHON
@@ -389,7 +389,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(tmp_path: Path, saved_
     ]
     assert rows[-2]["skipped"] == 1 and logged(done.stdout, "tau_measured")[20] >= 1
     done = subprocess.run(
-        [*command, "--output", str(tmp_path / "strict"), "--optim.max-skipped", "0"],
+        [*command, "--out", str(tmp_path / "strict"), "--optim.max-skipped", "0"],
         env=environment(),
         capture_output=True,
         text=True,

@@ -62,7 +62,7 @@ def make_config(tmp_path: Path, target: Path, method: str = "medusa", **changes:
     ]
     held = [chat(f"held {i}", f"out {i} reply of some words") for i in range(8)]
     config: dict[str, Any] = {
-        "output": str(tmp_path / "run"),
+        "out": str(tmp_path / "run"),
         "target": {"path": str(target), "device": "cpu"},
         "data": {
             "sources": [
@@ -365,7 +365,7 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     best = str(tmp_path / "run" / "best")
     noted = json.loads(Path(best, "draftsmith.json").read_text())["provenance"]["data"]
     assert 0 < noted["vocabulary_coverage"] <= 1, "it drafts 80 of the target's tokens"
-    more = {"output": str(tmp_path / "second"), "max_steps": 2, "init_from": best}
+    more = {"out": str(tmp_path / "second"), "max_steps": 2, "init_from": best}
     config = make_config(tmp_path, saved_tiny, "eagle", **more)
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--heads.taps", "[1]")
     assert (
@@ -398,7 +398,7 @@ def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     another = tiny_target(hidden_size=64)
     another.model.save_pretrained(wide)
     another.tokenizer.save_pretrained(wide)
-    config = make_config(tmp_path, wide, "eagle", **(more | {"output": str(tmp_path / "third")}))
+    config = make_config(tmp_path, wide, "eagle", **(more | {"out": str(tmp_path / "third")}))
     done = launch("-m", "draftsmith.train", "eagle", "--config", config, "--retarget", "true")
     assert (
         done.returncode != 0

@@ -87,7 +87,7 @@ def test_a_shared_target_extracts_what_a_whole_one_does(
         "extract",
         "--method",
         "eagle",
-        "--run",
+        "--config",
         shared,
         "--out",
         tmp_path / "two",

@@ -100,7 +100,7 @@ def _main(argv: list[str]) -> None:
     if argv[0] == "--version":
         print(f"draftsmith {metadata.version('draftsmith')}")
         return
-    from ..arguments import parse
+    from ..command_line.parse import parse
 
     # The commands about data have names of two words.
     verb_words = 2 if argv[0] == "data" and len(argv) > 1 and not argv[1].startswith("-") else 1
@@ -137,7 +137,7 @@ def train_main(argv: list[str] | None = None) -> None:
 
 def _train_main(argv: list[str]) -> None:
     """Train with the method that is named. Exits with status 2 for an unknown method or option."""
-    from ..arguments import parse
+    from ..command_line.parse import parse
     from ..method import METHODS, method_named
 
     # The one command besides training that many processes share, so it is launched like training.

@@ -17,6 +17,7 @@ import torch
 from rich.table import Table
 
 from ...heads.errors import UserError
+from ...heads.files import check_output, whole_file, write_json
 from ...heads.layout import dtype_name
 from ...inference.console import Console
 from ...inference.conversations.formats import Conversation, RowError
@@ -24,7 +25,7 @@ from ...inference.conversations.sources import rows_of, source_files
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, load_target, resolve_device, resolve_dtype
 from ...inference.targets.target_files import footprint, gigabytes, too_large
-from ..arguments import parse
+from ..command_line.parse import parse
 from ..data.templates import encode
 from ..features import LiveTarget
 from ..method import MethodName, method_for, method_named
@@ -46,19 +47,25 @@ class Finding:
 
 def run(options: Options) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
+    if options.json is not None and options.json != "-":
+        check_output(options.json, "--json")
     findings = [*machine()]
     target = options.target
-    if options.run is not None:
-        run_findings, config_target = check_run(options.run, options.method)
+    if options.config is not None:
+        run_findings, config_target = check_run(options.config, options.method)
         findings += run_findings
         # A target that was named is checked in place of the config's.
         target = target if target.path or config_target is None else config_target
     if target.path:
         findings += check_target(target)
-    if options.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    rows = [asdict(finding) for finding in findings]
+    if options.json == "-":
+        print(json.dumps(rows, indent=2))
     else:
         show(findings)
+        if options.json is not None:
+            with whole_file(options.json) as aside:
+                write_json(aside, rows)
     if any(finding.status == "error" for finding in findings):
         raise SystemExit(2)
 
@@ -118,7 +125,7 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], Targe
     Exits with status 2 if the file is not a config of the method.
     """
     method = method_for(path, given)
-    config, _ = parse(method_named(method).run_class, ["--config", path], "draftsmith doctor --run")
+    config, _ = parse(method_named(method).run_class, ["--config", path], "draftsmith doctor")
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         check = f"data {source.name or source.path}"

@@ -16,7 +16,7 @@ from rich.table import Table
 from ...heads.errors import UserError
 from ...heads.files import check_output, whole_file, write_json
 from ...inference.console import Console
-from ..arguments import parse
+from ..command_line.parse import parse
 from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
 from ..method import method_for, method_named
 from ..options import PlanOptions as Options
@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     """Print the plan, and write it to a file if one is named."""
     check_output(options.json, "--json")
     config, shape, plan = planned(options)
-    method = method_named(method_for(options.run, options.method))
+    method = method_named(method_for(options.config, options.method))
     memory, step = None, step_for(shape, options, config)
     try:
         memory = memory_of_step(method, config, options.reply_share)
@@ -63,10 +63,10 @@ def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
     Raises `UserError` for a target without a config, and exits with status 2 for a config file that
     is not one.
     """
-    method = method_named(method_for(options.run, options.method))
+    method = method_named(method_for(options.config, options.method))
     changes = [f"--{change}" for change in options.set]
     config, _ = parse(
-        method.run_class, ["--config", options.run, *changes], "draftsmith data plan --run"
+        method.run_class, ["--config", options.config, *changes], "draftsmith data plan"
     )
     shape = shape_of(method, config)
     return config, shape, plan_for(shape, options, config)

@@ -47,7 +47,7 @@ from ...inference.targets.stored import (
     verify_noted,
 )  # fmt: skip
 from ...inference.targets.target import Target, TargetSource, load_target
-from ..arguments import parse
+from ..command_line.parse import parse
 from ..config import RunConfig
 from ..evaluation import held_out_prompts, write_text
 from ..features import FeatureSource, LiveTarget
@@ -86,9 +86,9 @@ Judged = tuple[list[HeldOutText], dict[int, float], dict[str, Tensor]]
 def run(options: Options) -> None:
     """Run the command. Raises `UserError` before the target is loaded where that is possible."""
     check_output_folder(options.out, "--out")
-    options = replace(options, method=method_for(options.run, options.method))
+    options = replace(options, method=method_for(options.config, options.method))
     method = method_named(str(options.method))
-    config, _ = parse(method.run_class, ["--config", options.run], "draftsmith data extract --run")
+    config, _ = parse(method.run_class, ["--config", options.config], "draftsmith data extract")
     # A run that trains from this store names it in its config, and it is only written here.
     # `features.server` stays: it says where the features come from.
     config.features.store = None

@@ -29,7 +29,7 @@ import numpy as np
 import peer_data
 import torch
 from draftsmith.inference.targets.target import load_target
-from draftsmith.train.arguments import parse
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.data import tables
 from draftsmith.train.data.batches import Batches
 from draftsmith.train.methods.eagle import EagleRun
@@ -157,7 +157,7 @@ def train(run: Run, out: Path, epochs: float) -> Path:
     environment["ACCELERATE_USE_CPU"] = "true"
     if recipe.library == "draftsmith":
         command = [sys.executable, "-m", "draftsmith.train", "eagle", "--config", CONFIG]
-        command += ["--output", str(folder), "--seed", str(run.seed), "--optim.lr"]
+        command += ["--out", str(folder), "--seed", str(run.seed), "--optim.lr"]
         command += [str(run.settings.rate)]
         for name, value in run.settings.options.items():
             command += [f"--{name}", str(value)]

@@ -131,13 +131,13 @@ def test_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         write(tmp_path / "a.json", written(CODE, CHAT)),
         write(tmp_path / "b.json", written(CODE, [1, 1, 2], "tuned")),
     )
-    run(Options(report=[a, b]))
+    run(Options(reports=[a, b]))
     assert "REGRESSED" in capsys.readouterr().out, "flagged, but nobody asked to fail"
     with pytest.raises(SystemExit) as ended:
-        run(Options(report=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
+        run(Options(reports=[a, b], fail_on_regression="2%", json=str(tmp_path / "o.json")))
     assert ended.value.code == 3
     assert json.loads((tmp_path / "o.json").read_text())["drafters"] == ["head", "tuned"]
-    run(Options(report=[a, b], fail_on_regression="25%"))
+    run(Options(reports=[a, b], fail_on_regression="25%"))
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,6 @@ def test_what_cannot_be_compared_is_said(
 ) -> None:
     paths = [write(tmp_path / "a.json", written(CODE, CHAT)), write(tmp_path / "b.json", other)]
     with pytest.raises(UserError, match=why):
-        run(Options(report=paths, **options))
+        run(Options(reports=paths, **options))
     with pytest.raises(UserError, match="at least two"):
-        run(Options(report=paths[:1]))
+        run(Options(reports=paths[:1]))

@@ -23,7 +23,7 @@ from tests.train.test_loop import make_config, train
 def run_of(tmp_path: Path, target: Path, method: str):
     config = make_config(tmp_path, target, method)
     module = method_named(method)
-    from draftsmith.train.arguments import parse
+    from draftsmith.train.command_line.parse import parse
 
     return config, module, parse(module.run_class, ["--config", str(config)], "x")[0]
 

@@ -69,7 +69,7 @@ def extract(
         "extract",
         "--method",
         method.rstrip("1"),
-        "--run",
+        "--config",
         str(config),
     ]
     command += ["--out", str(store), "--rows-per-shard", "3", *map(str, options)]
@@ -234,7 +234,7 @@ def test_extraction_fills_gaps_whatever_the_workers(tmp_path: Path, saved_tiny: 
         "extract",
         "--method",
         "eagle",
-        "--run",
+        "--config",
         config,
         "--out",
         tmp_path / "two",
@@ -423,7 +423,7 @@ def test_a_ring_stays_within_its_bound_and_teaches_the_same(
         "extract",
         "--method",
         "eagle",
-        "--run",
+        "--config",
         str(live),
         "--out",
     ]
@@ -495,7 +495,7 @@ def test_a_ring_without_its_extractor(tmp_path: Path, saved_tiny: Path) -> None:
             "extract",
             "--method",
             "eagle",
-            "--run",
+            "--config",
             str(plain),
             "--out",
         ]

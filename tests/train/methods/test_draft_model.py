@@ -21,7 +21,7 @@ from draftsmith.inference.proposers.draft_model import best_adaptive, make_propo
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
-from draftsmith.train.arguments import parse
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.config import Data, Source, TargetConfig
 from draftsmith.train.data.batches import Batch
 from draftsmith.train.data.rollouts import Errors, Rollouts
@@ -177,7 +177,7 @@ def test_a_draft_models_padding_rows_are_not_part_of_its_distribution() -> None:
 def test_what_cannot_work_is_refused_before_training() -> None:
     with pytest.raises(UserError, match="lower it"):
         check_draft_model(runner_of(draft_model_of()), 257)
-    config = {"output": "x", "target": TargetConfig("x"), "data": Data([Source("x")])}
+    config = {"out": "x", "target": TargetConfig("x"), "data": Data([Source("x")])}
     with pytest.raises(UserError, match="would teach the draft model its own words"):
         DistillRun(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="errors.begin in"):
@@ -269,8 +269,8 @@ def test_the_former_name_of_the_section_is_read_with_a_notice(tmp_path: Path, ca
         assert run.data.sources[0].name == "1e5"
         assert run.data.chat_template_kwargs == {"student": True} and "draft_model:" in written
         assert capsys.readouterr().err.splitlines() == [
-            f"warning: {config} has a section by its former name (student -> draft_model); it is "
-            "still read",
-            "warning: the options --student are called --draft-model now; the old names work",
+            f"warning: {config} has a key by its former name (student -> draft_model, output -> "
+            "out); it is still read",
+            "warning: the option --student is called --draft-model now; the old name works",
         ]
     assert own_keys(str(config)) == {"draft_model": ["layers"]}

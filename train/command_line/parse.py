@@ -12,16 +12,13 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
 
-from ..heads.errors import UserError
-from ..inference.console import warn
-from ..inference.settings import TargetConfig
-from .endings import fail
-from .method import FORMER_SECTIONS
+from ...heads.errors import UserError
+from ..endings import fail
+from .spelling import spelled
 
 T = TypeVar("T")
 # Lines of a help text about options that take a whole group, such as `--optim FILE`.
@@ -67,61 +64,16 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     """
     parser = build_parser(config_class, prog)
     types = field_types(config_class)
-    if "draft_model" in types:
-        argv = present_names(argv)
     arguments = spelled(argv, types, next(iter(positional(config_class)), None))
     check_known(arguments, types, prog)
     namespace = parser.parse_args(arguments)
     try:
         values = parser.instantiate(namespace)
-        # The option --config is the parser's own and no field.
-        values.pop("config", None)
+        if "config" not in types:  # the parser's own
+            values.pop("config", None)
         return config_class(**dict(values)), parser.dump(namespace)
     except UserError as error:
         fail(str(error))
-
-
-def present_names(argv: Sequence[str]) -> list[str]:
-    """Return the command line of a run with its sections under their names of now.
-
-    Options are renamed, with a notice for each section. The path of a config file that has a
-    section under its former name becomes the file's text with the name of now, which jsonargparse
-    takes in place of a path.
-    """
-    words, notices = [], {}
-    for i, word in enumerate(argv):
-        for old, new in FORMER_SECTIONS.items():
-            # --student.layers 1, or the whole section: --student FILE
-            if re.match(rf"--{old}(?![\w-])", word):
-                option = f"--{new.replace('_', '-')}"
-                notices[old] = f"the options --{old} are called {option} now; the old names work"
-                word = option + word.removeprefix(f"--{old}")
-        if i > 0 and argv[i - 1] == "--config":
-            word = _with_present_sections(word)
-        elif word.startswith("--config="):
-            word = "--config=" + _with_present_sections(word.removeprefix("--config="))
-        words.append(word)
-    for notice in notices.values():
-        warn(notice)
-    return words
-
-
-def _with_present_sections(path: str) -> str:
-    """Return `path`, or the text of a config file that has a section under its former name."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError):
-        # The parser says what is wrong with the file.
-        return path
-    renamed = text
-    for old, new in FORMER_SECTIONS.items():
-        # The text is changed and not the values: YAML written anew would lose the quotes of "1e5".
-        renamed = re.sub(rf"(?m)^{old}(?=\s*:)", new, renamed)
-    if renamed == text:
-        return path
-    names = ", ".join(f"{old} -> {new}" for old, new in FORMER_SECTIONS.items())
-    warn(f"{path} has a section by its former name ({names}); it is still read")
-    return renamed
 
 
 def build_parser(config_class: Any, prog: str) -> Parser:
@@ -136,9 +88,10 @@ def build_parser(config_class: Any, prog: str) -> Parser:
         formatter_class=RawDescription,
         default_meta=False,
     )
-    parser.add_argument(
-        "--config", action="config", help="YAML file with the same keys; options after it win"
-    )
+    if "config" not in field_types(config_class):
+        parser.add_argument(
+            "--config", action="config", help="YAML file with the same keys; options after it win"
+        )
     parser.add_class_arguments(config_class)
     return parser
 
@@ -200,53 +153,3 @@ def positional(config_class: Any) -> dict[str, str]:
         if "positional" in option.metadata:
             words[option.name] = option.metadata["positional"]
     return words
-
-
-def spelled(
-    argv: Sequence[str], types: dict[str, Any], bare_goes_to: str | None = None
-) -> list[str]:
-    """Return the command line in the form that jsonargparse reads.
-
-    Hyphens become underscores; `--target X` is `--target.path X` and `--temperature X` is
-    `--sampling.temperature X`, `--dtype X` is `--target.dtype X`; `--flag` and `--no-flag` set a
-    switch; an option that takes a list may be given several times. Words that are not the value of
-    an option belong to the list `bare_goes_to`, if there is one. Exits with status 2 for an option
-    that takes one value and is given twice.
-    """
-    result: list[str] = []
-    given: set[str] = set()
-    for i, argument in enumerate(argv):
-        if not argument.startswith("--"):
-            # `3e-4` in `--lr 3e-4` is a value, and the word after `--lr=3e-4` is not.
-            is_value = i > 0 and argv[i - 1].startswith("--") and "=" not in argv[i - 1]
-            bare_item = bare_goes_to is not None and not is_value and not argument.startswith("-")
-            # `--name+=value` appends to a list, so that several words without an option add up.
-            result.append(f"--{bare_goes_to}+={argument}" if bare_item else argument)
-            continue
-        name, equals, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        # A field cannot have the name of a Python keyword: --from is the field from_.
-        if name not in types and f"{name}_" in types:
-            name += "_"
-        # An option without a value: the last word, or one with another option behind it.
-        bare = not equals and (i + 1 == len(argv) or argv[i + 1].startswith("--"))
-        for group in ("sampling", "target"):
-            if name not in types and f"{group}.{name}" in types:
-                name = f"{group}.{name}"
-        if name == "target" and types.get("target") is TargetConfig:
-            name = "target.path"
-        if bare and types.get(name) in SWITCHES:
-            equals, value = "=", "true"
-        elif bare and types.get(name.removeprefix("no_")) in SWITCHES:
-            name, equals, value = name.removeprefix("no_"), "=", "false"
-        elif types.get(name) == list[str]:
-            # `--name+` appends to the list instead of replacing it.
-            name += "+"
-        elif name in given and name != "config":
-            fail(f"--{name.replace('_', '-')} is given twice; it takes one value")
-        given.add(name)
-        result.append(f"--{name}{equals}{value}")
-    return result
-
-
-SWITCHES = (bool, bool | None)  # types of the options that need no value

@@ -1,0 +1,1 @@
+"""Command lines: how they are spelled, read and explained."""

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from draftsmith.train.command_line.help_text import help_page, options_of_class
 from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
@@ -168,12 +169,11 @@ def test_every_shipped_config_parses(path: Path) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_field_of_a_config_is_explained(name: str) -> None:
-    from draftsmith.train.command_line.parse import build_parser
-
-    text = " ".join(build_parser(method_named(name).run_class, "x").format_help().split())
+    run_class = method_named(name).run_class
+    text = " ".join(help_page(run_class, "x", everything=True).split())
     assert "--optim.warmup-share" in text and "--optim.warmup_share" not in text
     assert "Share of the steps over which the rate rises from zero" in text
-    assert "example:" in text
+    assert all(option.text for option in options_of_class(run_class) if option.name != "target")
 
 
 ANSWERED_AT_ONCE = [
@@ -183,7 +183,10 @@ ANSWERED_AT_ONCE = [
     ("evaluate --drafters x", 2, "did you mean --drafter?"),
     ("generate --temprature 1", 2, "did you mean --sampling.temperature?"),
     ("data --help", 0, "data regenerate"),
-    *((f"{verb} --help", 0, "example:") for verb in VERBS),
+    ("train --help", 0, "methods: medusa"),
+    ("train egle", 2, "did you mean 'eagle'?"),
+    ("", 0, "the usual road:"),
+    *((f"{verb} --help", 0, "examples:") for verb in VERBS),
 ]
 
 

@@ -7,7 +7,7 @@ The run of a method has the parts here and two of its own, `heads` (`draft_model
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..heads.errors import UserError
 from ..inference.settings import BadRows, TargetConfig, check_url
@@ -21,6 +21,7 @@ __all__ = [
     "RunConfig",
     "Source",
     "TargetConfig",
+    "examples_of",
 ]
 
 
@@ -218,10 +219,25 @@ class ProfilerConfig:
             raise UserError("profile.first and profile.steps must be at least 0")
 
 
+def examples_of(method: str) -> tuple[str, ...]:
+    """Return the examples of a method's help page."""
+    return (
+        f"draftsmith train {method} --config configs/{method}/quickstart.yaml",
+        f"draftsmith train {method} --target TARGET --data.sources replies.jsonl --out runs/mine "
+        "--optim.lr 1e-4",
+        f"accelerate launch --config_file configs/accelerate/ddp.yaml -m draftsmith.train {method} "
+        "--config run.yaml",
+    )
+
+
 @dataclass
 class RunConfig:
     """Training run: the part that all methods share."""
 
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path", "data.sources", "out", "optim.lr", "epochs", "batch_rows", "precision",
+        "init_from",
+    )  # fmt: skip
     out: str
     """Folder for checkpoints and the finished drafter."""
     target: TargetConfig

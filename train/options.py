@@ -23,9 +23,17 @@ StoreType = Literal["float32", "bfloat16", "fp8"]
 class PlanOptions:
     """Estimate the cost of a training run: feature bytes, GPU-hours of each stage, GPU memory."""
 
-    example: ClassVar[str] = (
-        "draftsmith data plan --config configs/eagle/llama-3.1-8b.yaml --tokens 300M "
-        "--gpu H100 --gpus 8"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data plan --config configs/eagle/llama-3.1-8b.yaml --tokens 300M --gpu H100"
+        " --gpus 8",
+        "draftsmith data plan --config run.yaml --set target.path=FOLDER --set batch_rows=4",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "config",
+        "tokens",
+        "gpu",
+        "gpus",
+        "set",
     )
 
     config: str
@@ -76,8 +84,17 @@ class ExtractOptions:
     With many workers: accelerate launch -m draftsmith.train data extract --config FILE --out STORE.
     """
 
-    example: ClassVar[str] = (
-        "draftsmith data extract --config configs/eagle/quickstart.yaml --out runs/quickstart/store"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith data extract --config configs/eagle/quickstart.yaml --out "
+        "runs/quickstart/store",
+        "accelerate launch -m draftsmith.train data extract --config run.yaml --out STORE",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "config",
+        "out",
+        "dtype",
+        "rows_per_shard",
+        "ring",
     )
 
     config: str
@@ -162,9 +179,21 @@ class RegenerateOptions:
     Prompts are kept, and everything that an assistant said is replaced.
     """
 
-    example: ClassVar[str] = (
+    examples: ClassVar[tuple[str, ...]] = (
         "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies.jsonl "
-        "--sampling.temperature 0.8"
+        "--temperature 0.8",
+        "draftsmith data regenerate --target TARGET --server.url http://localhost:8000/v1 "
+        "--data prompts.jsonl --out replies.jsonl",
+        "draftsmith data regenerate --target TARGET --data prompts.jsonl --out replies --share 0/4",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path",
+        "data",
+        "out",
+        "sampling.temperature",
+        "sampling.max_new_tokens",
+        "server.url",
+        "share",
     )
 
     target: TargetConfig
@@ -214,9 +243,17 @@ class ExportOptions:
     The command that serves it is printed, and a model card stands in the folder.
     """
 
-    example: ClassVar[str] = (
-        "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine --report "
-        "out.json"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith export --drafter runs/mine/best --to vllm --out exports/eagle3-mine",
+        "draftsmith export --drafter runs/mine/best --to hf --out exports/mine --report "
+        "out.json --push me/mine",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "drafter",
+        "to",
+        "out",
+        "serve_as",
+        "report",
     )
 
     drafter: str
@@ -277,9 +314,16 @@ class ImportOptions:
     The target is the one that the drafter was trained for.
     """
 
-    example: ClassVar[str] = (
-        "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B "
-        "--target meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith import --from yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --target "
+        "meta-llama/Llama-3.1-8B-Instruct --out drafters/eagle3",
+        "draftsmith import --from FOLDER --target TARGET --out drafters/eagle3 --taps 2,16,29",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "from_",
+        "target",
+        "out",
+        "taps",
     )
 
     from_: str
@@ -309,8 +353,17 @@ class GenerateOptions:
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """
 
-    example: ClassVar[str] = (
-        "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
+        "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
+        "0.7 < prompt.txt",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path",
+        "drafter",
+        "prompt",
+        "max_new_tokens",
+        "sampling.temperature",
     )
 
     target: TargetConfig
@@ -341,9 +394,15 @@ class DoctorOptions:
     The exit status is 2 if something would not run.
     """
 
-    example: ClassVar[str] = (
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith doctor",
         "draftsmith doctor --target scripts/quickstart/target --config "
-        "configs/medusa/quickstart.yaml"
+        "configs/medusa/quickstart.yaml",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path",
+        "config",
+        "json",
     )
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))

@@ -24,9 +24,25 @@ class EvaluateOptions:
     `--sampling.temperature 0.7` may be written `--temperature 0.7`, and so on.
     """
 
-    example: ClassVar[str] = (
-        "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts held_out.jsonl "
-        "--json out.json"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith evaluate --target TARGET --drafter runs/medusa/best --prompts "
+        "held_out.jsonl --json out.json",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --drafter ngram:length=8"
+        " --no-baselines --prompts held_out.jsonl --temperatures 0,1 --batch-sizes 1,8",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --like vllm --prompts "
+        "held_out.jsonl",
+        "draftsmith evaluate --target TARGET --server http://127.0.0.1:8000 --prompts "
+        "held_out.jsonl",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path",
+        "drafter",
+        "prompts",
+        "baselines",
+        "sampling.temperature",
+        "max_new_tokens",
+        "limit",
+        "json",
     )
 
     target: TargetConfig = field(default_factory=lambda: TargetConfig(""))
@@ -84,7 +100,16 @@ class EvaluateOptions:
 class CompareOptions:
     """Tau before and after, by category, with intervals; regressions are flagged."""
 
-    example: ClassVar[str] = "draftsmith compare public.json tuned.json --fail-on-regression 2%"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith compare public.json tuned.json",
+        "draftsmith compare public.json tuned.json --fail-on-regression 2%",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "reports",
+        "fail_on_regression",
+        "drafter",
+        "json",
+    )
 
     reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
@@ -105,7 +130,15 @@ class ReportOptions:
     It shows acceptance, speed, replies token by token and training curves.
     """
 
-    example: ClassVar[str] = "draftsmith report out.json runs/medusa --out report.html"
+    examples: ClassVar[tuple[str, ...]] = (
+        "draftsmith report out.json runs/medusa --out report.html",
+        "draftsmith report before.json after.json --format md",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "runs",
+        "out",
+        "format",
+    )
 
     runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})
     """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files
@@ -120,9 +153,18 @@ class ReportOptions:
 class SimulateOptions:
     """Tokens per round, speed-up and best draft length from a measured or assumed acceptance."""
 
-    example: ClassVar[str] = (
+    examples: ClassVar[tuple[str, ...]] = (
         "draftsmith simulate --acceptance 0.8 --draft-length 5 --draft-cost 0.05 --gpu H100 "
-        "--params 8e9"
+        "--params 8B",
+        "draftsmith simulate --report out.json",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "acceptance",
+        "report",
+        "draft_length",
+        "draft_cost",
+        "gpu",
+        "params",
     )
 
     acceptance: str | None = None
@@ -187,9 +229,20 @@ class TuneOptions:
     fastest goes into the profile.
     """
 
-    example: ClassVar[str] = (
+    examples: ClassVar[tuple[str, ...]] = (
         "draftsmith tune --target TARGET --drafter runs/eagle/best --prompts calibration.jsonl "
-        "--out profile.json"
+        "--out profile.json",
+        "draftsmith evaluate --target TARGET --drafter runs/eagle/best --profile profile.json "
+        "--prompts held_out.jsonl",
+    )
+    first: ClassVar[tuple[str, ...]] = (
+        "target.path",
+        "drafter",
+        "prompts",
+        "out",
+        "budget",
+        "temperatures",
+        "batch_sizes",
     )
 
     target: TargetConfig

@@ -6,9 +6,7 @@ text. Every mistake is answered in one clear line.
 
 from __future__ import annotations
 
-import argparse
 import difflib
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
@@ -18,11 +16,10 @@ import jsonargparse
 
 from ...heads.errors import UserError
 from ..endings import fail
+from .help_text import help_page
 from .spelling import spelled
 
 T = TypeVar("T")
-# Lines of a help text about options that take a whole group, such as `--optim FILE`.
-WHOLE_PART = re.compile(r"^  --[\w.]+ CONFIG\s+Path to a configuration file\.\n", re.MULTILINE)
 # An option within a text: not the hyphens inside of a word, a path or an address.
 OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
@@ -33,10 +30,6 @@ class Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print the mistake and exit with status 2."""
         fail(hyphenated(one_line(message)) + f" (see {self.prog} --help)")
-
-    def format_help(self) -> str:
-        """Return the help text, with hyphens in the options and without whole groups."""
-        return hyphenated(WHOLE_PART.sub("", super().format_help()))
 
 
 def one_line(message: str) -> str:
@@ -62,6 +55,9 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     Values come from `--config FILE` (YAML) and from options; later ones win. Prints one line and
     exits with status 2 on a mistake.
     """
+    if wanted := {"-h", "--help", "--help-all"} & {*argv}:
+        print(help_page(config_class, prog, "--help-all" in wanted))
+        raise SystemExit(0)
     parser = build_parser(config_class, prog)
     types = field_types(config_class)
     arguments = spelled(argv, types, next(iter(positional(config_class)), None))
@@ -77,27 +73,13 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
 
 
 def build_parser(config_class: Any, prog: str) -> Parser:
-    """Return the parser of a dataclass with a class variable `example`, for the program `prog`."""
-    # Docstrings under the fields are the help of the options.
-    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    usage_words = "".join(f"{word}... " for word in positional(config_class).values())
-    parser = Parser(
-        prog=prog,
-        usage=f"%(prog)s {usage_words}[--config FILE] [--option VALUE ...]",
-        description=f"{inspect.getdoc(config_class)}\n\nexample:\n  {config_class.example}",
-        formatter_class=RawDescription,
-        default_meta=False,
-    )
+    """Return the parser of a dataclass for the program `prog`."""
+    # The parser has no help text of its own; see `help_text.py`.
+    parser = Parser(prog=prog, default_meta=False, add_help=False)
     if "config" not in field_types(config_class):
-        parser.add_argument(
-            "--config", action="config", help="YAML file with the same keys; options after it win"
-        )
+        parser.add_argument("--config", action="config")
     parser.add_class_arguments(config_class)
     return parser
-
-
-class RawDescription(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Formatter of help texts that keeps the line breaks of the description."""
 
 
 def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import shlex
 import sys
 from importlib import metadata
 
@@ -80,6 +81,15 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     ),
 }
 
+# The usual road from a target to a served drafter, in order.
+ROAD = {
+    "data regenerate": "let the target write the replies that a drafter learns from",
+    "train METHOD": "train a drafter; accelerate launch -m draftsmith.train METHOD for several GPUs",
+    "evaluate": "measure it on held-out prompts, beside plain decoding",
+    "generate": "look at a reply and its accepted drafts",
+    "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
+}
+
 # The module with the options of all commands of a package.
 OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
 
@@ -94,11 +104,19 @@ def _main(argv: list[str]) -> None:
 
     Exits with status 2 for an unknown command or option.
     """
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
         return
     if argv[0] == "--version":
         print(f"draftsmith {metadata.version('draftsmith')}")
+        return
+    if argv[0] == "train":
+        _train_here(argv[1:])
+        return
+    if argv[0] == "completion":
+        from .completion import print_completion
+
+        print_completion(argv[1:])
         return
     from ..command_line.parse import parse
 
@@ -109,8 +127,9 @@ def _main(argv: list[str]) -> None:
         print(_usage("data "))
         return
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"
+        known = [*VERBS, "train", "completion"]
+        close = difflib.get_close_matches(verb, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(known)}"
         fail(f"unknown command {verb!r}; {hint}")
     name, options_name, _ = VERBS[verb]
     # Options stand in a file that needs no torch, so a help text or a mistyped option is handled
@@ -128,6 +147,18 @@ def _main(argv: list[str]) -> None:
     guarded(lambda: module.run(options), if_interrupted)
 
 
+def _train_here(argv: list[str]) -> None:
+    """Train in this process, and say how to train in several.
+
+    Raises `UserError` where a launcher started this process, since the launch has to name
+    `draftsmith.train`.
+    """
+    words = shlex.join(argv)
+    if argv and not {"-h", "--help", "--help-all", "--print-config"} & {*argv}:
+        print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
+    _train_main(argv, "draftsmith train")
+
+
 def train_main(argv: list[str] | None = None) -> None:
     """Run `python -m draftsmith.train METHOD`, alone or under `accelerate launch`."""
     follow_launcher()
@@ -135,7 +166,7 @@ def train_main(argv: list[str] | None = None) -> None:
     leave()
 
 
-def _train_main(argv: list[str]) -> None:
+def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.train") -> None:
     """Train with the method that is named. Exits with status 2 for an unknown method or option."""
     from ..command_line.parse import parse
     from ..method import METHODS, method_named
@@ -145,14 +176,13 @@ def _train_main(argv: list[str]) -> None:
         return _main(argv)
     if not argv or argv[0] not in METHODS:
         if argv and argv[0] in ("-h", "--help"):
-            print(
-                "usage: accelerate launch -m draftsmith.train METHOD --config FILE\n\nmethods: "
-                f"{', '.join(METHODS)}"
-            )
+            print(f"usage: {prog} METHOD --config FILE\n\nmethods: {', '.join(METHODS)}")
             return
-        fail(f"name a method to train: {', '.join(METHODS)} (or data extract)")
+        close = difflib.get_close_matches(argv[0], METHODS, n=1) if argv else []
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        fail(f"name a method to train: {', '.join(METHODS)}{hint}")
     method = method_named(argv[0])
-    run, config_yaml = parse(method.run_class, argv[1:], f"draftsmith.train {argv[0]}")
+    run, config_yaml = parse(method.run_class, argv[1:], f"{prog} {argv[0]}")
 
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.
@@ -172,12 +202,14 @@ def _usage(of: str = "") -> str:
     width = max(map(len, VERBS))
     lines = []
     for verb, (*_, what) in VERBS.items():
-        if verb.startswith(of):
+        if verb.startswith(of) and (of or verb not in ROAD):
             lines.append(f"  {verb:<{width}}  {what}")
     verbs = "\n".join(lines)
+    if of:
+        return f"usage: draftsmith COMMAND [--option VALUE ...]\n\n{verbs}"
+    road = "\n".join(f"  {i}. {verb:<{width}}  {what}" for i, (verb, what) in enumerate(ROAD.items(), 1))
     return (
-        "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
-        f"commands (each has --help):\n{verbs}\n\n"
-        "training is launched, not called:\n  accelerate launch -m draftsmith.train METHOD "
-        f"--config FILE  ({', '.join(METHODS)})"
+        f"usage: draftsmith COMMAND [--option VALUE ...]\n\nthe usual road:\n{road}\n\n"
+        f"all other commands (each has --help):\n{verbs}\n\n"
+        f"methods: {', '.join(METHODS)}; configs/README.md helps to choose"
     )

@@ -47,7 +47,7 @@ from ...heads.layers import begin_unsure
 from ...inference.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
-from ..config import RunConfig
+from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
 from ..features import Features
 from ..memory import Memory
@@ -127,10 +127,7 @@ class BlockLoss(Memory):
 class DFlashRun(RunConfig):
     """Train a DFlash drafter for a frozen target."""
 
-    example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train dflash --config configs/dflash/quickstart.yaml "
-        "--optim.lr 3e-4"
-    )
+    examples: ClassVar[tuple[str, ...]] = examples_of("dflash")
 
     heads: DFlashConfig = field(default_factory=DFlashConfig)
     objective: BlockLoss = field(default_factory=BlockLoss)

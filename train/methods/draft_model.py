@@ -51,7 +51,7 @@ from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
-from ..config import RunConfig
+from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, draft_model_texts
 from ..features import Features, check_packing
@@ -105,10 +105,7 @@ class DistillLoss(Memory):
 class DistillRun(RunConfig):
     """Distil a draft model from a frozen target."""
 
-    example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train distill --config configs/distill/quickstart.yaml "
-        "--optim.lr 3e-4"
-    )
+    examples: ClassVar[tuple[str, ...]] = examples_of("distill")
 
     draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
     objective: DistillLoss = field(default_factory=DistillLoss)

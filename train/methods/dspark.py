@@ -24,6 +24,7 @@ from ...heads.dspark import DSparkConfig, DSparkDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
+from ..config import examples_of
 from ..objectives import Sums
 from .dflash import BlockLoss, BlockObjective, DFlashMethod, DFlashRun, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in
@@ -55,10 +56,7 @@ class DSparkLoss(BlockLoss):
 class DSparkRun(DFlashRun):
     """Train a DSpark drafter for a frozen target."""
 
-    example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train dspark --config configs/dspark/quickstart.yaml "
-        "--optim.lr 3e-4"
-    )
+    examples: ClassVar[tuple[str, ...]] = examples_of("dspark")
 
     heads: DSparkConfig = field(default_factory=DSparkConfig)
     objective: DSparkLoss = field(default_factory=DSparkLoss)

@@ -27,7 +27,7 @@ from ...heads.vocabulary import most_frequent
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target, TargetSource
-from ..config import RunConfig
+from ..config import RunConfig, examples_of
 from ..data.batches import Batches
 from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds
 from ..method import FeaturesRead, Method
@@ -54,10 +54,7 @@ STATES = 64  # random states, like those of an untrained layer, by which its log
 class EagleRun(RunConfig):
     """Train an EAGLE drafter for a frozen target."""
 
-    example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train eagle --config configs/eagle/quickstart.yaml "
-        "--optim.lr 3e-4"
-    )
+    examples: ClassVar[tuple[str, ...]] = examples_of("eagle")
 
     heads: EagleConfig = field(default_factory=EagleConfig)
     objective: EagleLoss = field(default_factory=EagleLoss)

@@ -41,7 +41,7 @@ from ...inference.device import send
 from ...inference.proposers.growth import grow
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
-from ..config import RunConfig
+from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
 from ..features import Features
 from ..method import FeaturesRead, Method
@@ -81,10 +81,7 @@ class MedusaLoss:
 class MedusaRun(RunConfig):
     """Train Medusa heads for a frozen target."""
 
-    example: ClassVar[str] = (
-        "accelerate launch -m draftsmith.train medusa --config configs/medusa/quickstart.yaml "
-        "--optim.lr 3e-4"
-    )
+    examples: ClassVar[tuple[str, ...]] = examples_of("medusa")
 
     heads: MedusaConfig = field(default_factory=MedusaConfig)
     objective: MedusaLoss = field(default_factory=MedusaLoss)

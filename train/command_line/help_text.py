@@ -1,0 +1,196 @@
+"""Help pages: what a command does, examples, and its options, of which the first matter most.
+
+jsonargparse's own pages name every option twice over and all at once, 266 lines for training.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import docstring_parser
+
+MOST_COLUMNS = 100
+INDENT = 24  # column of the explanations
+SHORT_GROUPS = ("target", "sampling")  # whose options may be written without the group's name
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a command."""
+
+    name: str
+    """Dotted name, with underscores."""
+    kind: Any
+    """Type of its value."""
+    default: Any
+    """`MISSING` if it has to be given."""
+    text: str
+    """Explanation."""
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    @property
+    def written(self) -> str:
+        """The option as it is typed, such as `--optim.warmup-share`."""
+        name = "target" if self.name == "target.path" else self.name
+        return f"--{name.rstrip('_').replace('_', '-')}"
+
+    @property
+    def usage(self) -> str:
+        """The option with the form of its value."""
+        kinds = [kind for kind in (get_args(self.kind) or [self.kind]) if kind is not NoneType]
+        if get_origin(self.kind) not in (Union, UnionType):
+            kinds = [self.kind]
+        if kinds == [bool]:
+            # What can be said beside what holds anyway.
+            return self.written if not self.default else self.written.replace("--", "--no-", 1)
+        return f"{self.written} {form(kinds[0], self.name)}"
+
+    @property
+    def explanation(self) -> str:
+        if self.default is MISSING:
+            return f"{self.text} Required."
+        hidden = self.default is None or isinstance(self.default, bool | dict)
+        if hidden or self.default == "" or self.default == []:
+            return self.text
+        value = self.default
+        if isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        return f"{self.text} ({value:g})" if isinstance(value, float) else f"{self.text} ({value})"
+
+
+def form(kind: Any, name: str) -> str:
+    """Return the form of a value of type `kind`: `a|b` for a choice, else a word."""
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    if get_origin(kind) in (list, tuple) and set(get_args(kind)) & {int, float}:
+        return "N,N,..."
+    if kind in (int, float):
+        return "N"
+    return name.rpartition(".")[2].rstrip("_").replace("_", "-").upper()
+
+
+def help_page(config_class: Any, prog: str, everything: bool) -> str:
+    """Return the help page of a dataclass of options, as wide as the terminal.
+
+    It explains the options that `config_class.first` names, and lists the others; with `everything`
+    it explains all of them, group by group.
+    """
+    width = min(shutil.get_terminal_size().columns, MOST_COLUMNS) - 1
+    options = list(options_of_class(config_class))
+    words = "".join(
+        f" {option.metadata['positional']}..."
+        for option in fields(config_class)
+        if "positional" in option.metadata
+    )
+    lines = [f"usage: {prog}{words} [--option VALUE ...]", ""]
+    paragraphs = (config_class.__doc__ or "").split("\n\n")
+    for paragraph in paragraphs:
+        lines += [*wrapped(paragraph, width), ""]
+    lines.append("examples:")
+    for example in config_class.examples:
+        lines += wrapped(example, width, "  ", "      ", " \\")
+    if everything:
+        for group, title in groups_of(config_class):
+            own = [option for option in options if option.group == group]
+            lines += ["", *wrapped(title, width), *explained(own, width)]
+        lines += ["", *wrapped(CONFIG_TEXT, width)] * ("config" not in {o.name for o in options})
+        return "\n".join(lines)
+    first = [option for name in config_class.first for option in options if option.name == name]
+    lines += ["", "the options that matter most:", *explained(first, width)]
+    rest = [option.written for option in options if option not in first]
+    if rest:
+        lines += [
+            "",
+            "more, which --help-all explains:",
+            *wrapped(", ".join(rest), width, "  ", "  "),
+        ]
+    return "\n".join(lines)
+
+
+CONFIG_TEXT = (
+    "--config FILE reads options from a YAML file with the same names; options behind it win. "
+    "--print-config prints all values as such a file, and does nothing else."
+)
+
+
+def wrapped(
+    text: str, width: int, first: str = "", later: str = "", continued: str = ""
+) -> list[str]:
+    """Return the lines of a text; `continued` ends all lines but the last."""
+    lines = textwrap.wrap(
+        " ".join(text.split()),
+        width - len(continued),
+        initial_indent=first,
+        subsequent_indent=later,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    return [line + continued for line in lines[:-1]] + lines[-1:]
+
+
+def explained(options: Sequence[Option], width: int) -> list[str]:
+    """Return the lines of options with their explanations beside them."""
+    lines = []
+    for option in options:
+        usage = f"  {option.usage}"
+        text = wrapped(option.explanation, width, " " * INDENT, " " * INDENT)
+        if len(usage) < INDENT - 1:
+            text[0] = usage.ljust(INDENT) + text[0][INDENT:]
+        else:
+            text.insert(0, usage)
+        lines += text
+    return lines
+
+
+def options_of_class(config_class: Any, prefix: str = "") -> Iterator[Option]:
+    """Yield the options of a dataclass, those of its parts at the end."""
+    types, texts = get_type_hints(config_class), texts_of(config_class)
+    parts = []
+    for one in fields(config_class):
+        kind = types[one.name]
+        if is_dataclass(kind):
+            parts.append((kind, f"{prefix}{one.name}."))
+        else:
+            yield Option(prefix + one.name, kind, default_of(one), texts.get(one.name, ""))
+    for kind, name in parts:
+        yield from options_of_class(kind, name)
+
+
+def groups_of(config_class: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the title of every part of a dataclass, its own options first."""
+    types, texts = get_type_hints(config_class), texts_of(config_class)
+    if not prefix:
+        yield "", "options:"
+    for one in fields(config_class):
+        kind = types[one.name]
+        if is_dataclass(kind):
+            title = texts.get(one.name) or (kind.__doc__ or "").split("\n\n")[0]
+            short = prefix + one.name in SHORT_GROUPS
+            how = f" (--{one.name}.X may be written --X)" if short else ""
+            yield prefix + one.name, f"{prefix}{one.name}: {title}{how}"
+            yield from groups_of(kind, f"{prefix}{one.name}.")
+
+
+def texts_of(config_class: Any) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, those that it inherits included."""
+    texts = {}
+    for base in reversed(config_class.__mro__):
+        if is_dataclass(base):
+            for field in docstring_parser.parse_from_object(base).params:
+                texts[field.arg_name] = " ".join((field.description or "").split())
+    return texts
+
+
+def default_of(one: Field[Any]) -> Any:
+    """Return the default of a field, or `MISSING`."""
+    if one.default_factory is not MISSING:
+        return one.default_factory()
+    return one.default

@@ -1,0 +1,68 @@
+"""Completion of commands, options and choices in a shell."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any, Literal, get_args, get_origin
+
+import shtab
+
+from ..command_line.help_text import options_of_class
+from ..endings import fail
+from ..method import METHODS, method_named
+from .cli import OPTIONS, VERBS
+
+FILES = {"config", "prompts", "data", "report", "reports", "profile", "json", "path", "runs"}
+FOLDERS = {"drafter", "out", "init_from", "store", "features", "from_", "target.path"}
+
+
+def print_completion(argv: list[str]) -> None:
+    """Print the completion script of the shell that is named.
+
+    Exits with status 2 for another word than a shell.
+    """
+    shells = shtab.SUPPORTED_SHELLS
+    if len(argv) != 1 or argv[0] not in shells:
+        fail(
+            f"name your shell: draftsmith completion {'|'.join(shells)}; bash reads it by "
+            "`source <(draftsmith completion bash)`"
+        )
+    print(shtab.complete(whole_parser(), argv[0]))
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return a parser of all commands, by which nothing is parsed."""
+    parser = argparse.ArgumentParser("draftsmith", add_help=False)
+    parser.add_argument("--version", action="store_true")
+    commands = parser.add_subparsers()
+    data = commands.add_parser("data", add_help=False).add_subparsers()
+    for verb, (module, options_name, what) in VERBS.items():
+        options_module = importlib.import_module(OPTIONS[module.partition(".")[0]], __package__)
+        parent = data if verb.startswith("data ") else commands
+        one = parent.add_parser(verb.removeprefix("data "), help=what, add_help=False)
+        add_options(one, getattr(options_module, options_name))
+    methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
+    for method in METHODS:
+        add_options(methods.add_parser(method, add_help=False), method_named(method).run_class)
+    shells = commands.add_parser("completion", help="completion in a shell", add_help=False)
+    shells.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
+    """Add the options of a dataclass, with choices, files and folders to complete."""
+    for option in options_of_class(config_class):
+        words, last = option.usage.split(" "), option.name.rpartition(".")[2]
+        if len(words) == 1:
+            parser.add_argument(words[0], action="store_true")
+            continue
+        kinds = [option.kind, *get_args(option.kind)]
+        choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]
+        added = parser.add_argument(words[0], choices=choices or None)
+        if {option.name, last} & FOLDERS:
+            added.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif last in FILES:
+            added.complete = shtab.FILE  # type: ignore[attr-defined]
+    for name in ("--help", "--help-all"):
+        parser.add_argument(name, action="store_true")

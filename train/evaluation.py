@@ -8,6 +8,7 @@ measures. There are four numbers, in two pairs that must agree:
 - `tau_estimated` drafts along the text as decoding would; `tau_measured` decodes with the saved
   artifact.
 
+The first pair is compared, the second is compared and logged.
 The metrics are defined in docs/metrics.md#training-metrics.
 """
 
@@ -67,9 +68,6 @@ class Estimate:
     tau_drafted: float
     """Tau of drafting exactly that along the texts: equal to `tau_training` in fp32, or training
     and drafting disagree."""
-    tau_rows: float
-    """1 + mean of accepted drafts over all roots of the replies. Biased upwards, because decoding
-    visits other positions; logged for reference and compared with nothing."""
     survival: list[float]
     """Share of the rounds of `tau` that accepted at least d drafts, d = 1, 2, .."""
 
@@ -170,12 +168,10 @@ class HeldOutEvaluation:
 
         `outcomes` are those that `calibrate` returned.
         """
-        trained, rows = [], []
+        trained = []
         for outcome, start in outcomes:
             accepted = self._method.accepted_by_root(outcome, artifact.calibration)
             trained.append(replay(accepted, start, len(accepted)))
-            # The last token of a text is no root: nothing follows it.
-            rows += accepted[start:-1]
         emitted = self._replay(artifact)
         # Otherwise the proposer's defaults already draft what the training pass computes.
         drafted = self._replay(artifact, width=1) if self._method.replays_chain else emitted
@@ -184,7 +180,7 @@ class HeldOutEvaluation:
         for rounds in emitted:
             accepted += [tokens - 1 for tokens in rounds]
         return Estimate(
-            tau(emitted), tau(trained), tau(drafted), 1 + sum(rows) / max(len(rows), 1),
+            tau(emitted), tau(trained), tau(drafted),
             survival(accepted, max(accepted, default=0)),
         )  # fmt: skip
 

@@ -39,6 +39,7 @@ from .endings import Stopped
 from .estimate import check_affordable
 from .evaluation import HeldOutEvaluation, evaluate
 from .inputs import inputs_of
+from .log_lines import METRICS_FILE, evaluation_line, step_line
 from .method import AnyMethod
 from .objectives import Sums, acceptance_lengths, add_sums
 from .parallel import end_training, engine_of, load_models_whole, on_main
@@ -49,9 +50,6 @@ from .trainer import Trainer
 log = logging.getLogger(__name__)
 
 CANDIDATE = ".candidate"  # folder in the run's output for the drafter that is being measured
-METRICS_FILE = "metrics.jsonl"
-# Beginnings of the metrics that only the file has, not the console.
-UNSEEN = ("share_target", "share_drafter", "share_optimiser", "skipped")
 
 
 def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
@@ -81,7 +79,7 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
         run,
         accelerator,
         folder.path,
-        lambda identity: folder.check_identity(resume_from, identity) if resume_from else None,
+        lambda identity: folder.check_identity(resume_from, identity) if resume_from is not None else None,
     )
     batches = Batches(
         inputs.tables.train, run.data.max_length, run.batch_rows,
@@ -248,7 +246,9 @@ def run_loop(
     sums: Sums = {}
 
     def evaluation_due():
-        return state.step == total or (state.step and state.step % run.evaluation.every == 0)
+        if state.step == 0:  # what was to be trained further is measured before it is
+            return run.init_from is not None
+        return state.step == total or state.step % run.evaluation.every == 0
 
     def measured(step: int) -> bool:
         """Return whether a log may be due after `step` steps: metrics are of its last step."""
@@ -256,7 +256,7 @@ def run_loop(
         return step == total or any(step % every == 0 for every in intervals)
 
     # A run that was asked to stop left this step's evaluation to the one that goes on.
-    if evaluation_due() and state.evaluated != state.step:
+    if evaluation_due() and (state.evaluated != state.step or state.best_step < 0):
         evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
     finished = state.step >= total or out_of_patience(run, state)
     trainer.pace.restart()
@@ -325,7 +325,10 @@ def log_training(
         **trainer.pace.report(),
     }
     metrics["skipped"] = state.skipped
-    _log(state.step, total, metrics, trainer.accelerator, progress, folder.path)
+    # As if all rows to come were full.
+    left = (total - state.step) * trainer.batches.rows_per_step * run.data.max_length
+    line = step_line(state.step, total, metrics, left / metrics["tokens_s"])
+    _log(state.step, metrics, line, trainer.accelerator, progress, folder.path)
     if not math.isfinite(metrics["loss"]):
         raise UserError(
             f"the loss is not finite at step {state.step}; lower optim.lr, or use precision=no"
@@ -393,8 +396,6 @@ def evaluate_and_save(
         state.best_tau, state.best_step = tau, state.step
     save(trainer, folder, state, calibration, config_yaml)
     metrics = {
-        "tau_training": estimate.tau_training, "tau_rows": estimate.tau_rows,
-        "tau_drafted": estimate.tau_drafted,
         "tau_estimated": estimate.tau, "loop_share": held_out.loop_share,
         **{f"surv@{d}": s for d, s in enumerate(estimate.survival, 1)},
     }  # fmt: skip
@@ -406,7 +407,10 @@ def evaluate_and_save(
             "tau_measured_high": high,
         }
         metrics |= {f"tau@{bucket}": value for bucket, value in measured.by_position.items()}
-    _log(state.step, trainer.total_steps, metrics, trainer.accelerator, progress, folder.path)
+    line = evaluation_line(
+        state.step, trainer.total_steps, metrics, state.best_tau, state.best_step
+    )
+    _log(state.step, metrics, line, trainer.accelerator, progress, folder.path)
     return out_of_patience(trainer.run, state)
 
 
@@ -467,22 +471,17 @@ def means(sums: Sums, accelerator: Accelerator) -> dict[str, float]:
 
 def _log(
     step: int,
-    total: int,
     metrics: dict[str, float],
+    line: str,
     accelerator: Accelerator,
     progress: Progress,
     folder: Path,
 ) -> None:
-    """Append metrics to `metrics.jsonl`, print some of them, and send all to trackers."""
+    """Append metrics to `metrics.jsonl`, print a line of them, and send all to trackers."""
     if accelerator.is_main_process:
         with (folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
-        # Of the metrics by depth only the first is printed; the file has all of them.
-        shown = []
-        for name, value in metrics.items():
-            if not name.startswith(UNSEEN) and ("@" not in name or name.endswith("@1")):
-                shown.append(f"{name} {value:.4g}")
-        progress.say(f"step {step}/{total}  {'  '.join(shown)}")
+        progress.say(line)
     if accelerator.trackers:
         accelerator.log(metrics, step=step)
 

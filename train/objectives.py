@@ -151,7 +151,7 @@ def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -
     - `cond@d`: the same, over those of them that are right at all depths before d;
     - `reach@d`: product of the overlaps `alpha` at the depths up to d.
 
-    `acceptance_lengths` makes tau_greedy and tau_sampled of these.
+    `acceptance_lengths` makes tau_rows of these.
     """
     sums: Sums = {}
     valid = valid.bool()
@@ -172,19 +172,16 @@ def depth_metrics(losses: Tensor, right: Tensor, alpha: Tensor, valid: Tensor) -
 
 
 def acceptance_lengths(metrics: dict[str, float]) -> dict[str, float]:
-    """Return tau_greedy = 1 + sum of `surv@d` and tau_sampled = 1 + sum of `reach@d`.
+    """Return tau_rows = 1 + sum of `surv@d`, empty without those.
 
-    `metrics` are reduced already. Both are averages over all training roots; decoding visits other
-    positions, so they are not comparable with any other tau.
+    `metrics` are reduced already. It is an average over all training roots; decoding visits other
+    positions, so it is not comparable with any other tau.
     """
-    lengths = {}
-    for name, metric in (("tau_greedy", "surv"), ("tau_sampled", "reach")):
-        if metric + "@1" not in metrics:
-            continue
-        by_depth = []
-        for key, value in metrics.items():
-            # A depth without roots has a mean of NaN.
-            if key.startswith(metric + "@") and not math.isnan(value):
-                by_depth.append(value)
-        lengths[name] = 1 + sum(by_depth)
-    return lengths
+    if "surv@1" not in metrics:
+        return {}
+    by_depth = []
+    for key, value in metrics.items():
+        # A depth without roots has a mean of NaN.
+        if key.startswith("surv@") and not math.isnan(value):
+            by_depth.append(value)
+    return {"tau_rows": 1 + sum(by_depth)}

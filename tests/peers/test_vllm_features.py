@@ -190,7 +190,7 @@ def test_training_from_the_server_is_training_from_the_target(
             **more,
         )
         done = train(config, method="eagle")
-        assert ("tau_measured" in done.stdout) == (name == "live")
+        assert ("held-out prompts" in done.stdout) == (name == "live")
     one, other = curve(tmp_path / "live"), curve(tmp_path / "served")
     assert one.keys() == other.keys() == set(range(1, 21))
     for step in one:

@@ -147,11 +147,16 @@ def train(
 
 
 def logged(output: str, name: str) -> dict[int, float]:
-    """step -> value of a logged metric."""
+    """step -> `loss`, `tau_measured` or `tau_estimated` as the lines of a run say them."""
+    form = {
+        "loss": r"loss (\S+)",
+        "tau_measured": r"tau (\S+) \(.*held-out prompts",
+        "tau_estimated": r"tau (\S+) estimated",
+    }[name]
     found = {}
     for line in output.splitlines():
-        if line.startswith("step ") and f"{name} " in line:
-            found[int(line.split()[1].split("/")[0])] = float(line.split(f" {name} ")[1].split()[0])
+        if said := re.match(rf"step +(\d+)/\d+  .*?{form}", line):
+            found[int(said[1])] = float(said[2])
     return found
 
 

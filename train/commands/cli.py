@@ -10,8 +10,13 @@ import importlib
 import shlex
 import sys
 from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
 
 # Nothing that imports torch may stand here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
@@ -190,9 +195,22 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
 
         best = train(run, method, config_yaml)
         if is_main_rank():
-            print(f"best drafter: {best}")
+            say_what_came_out(best, run)
 
     guarded(start, "the same command goes on from the last checkpoint")
+
+
+def say_what_came_out(best: Path, run: RunConfig) -> None:
+    """Print the best drafter of a run, what it gained, and the command that measures it."""
+    from ...inference.console import Console
+    from ..log_lines import summary
+
+    print(f"best drafter: {best}")
+    step = best.resolve().parent.name.removeprefix("step-")
+    Console().print(summary(best.parent, int(step)))
+    print(
+        f"next: draftsmith evaluate --target {run.target.path} --drafter {best} --prompts FILE"
+    )
 
 
 def _usage(of: str = "") -> str:

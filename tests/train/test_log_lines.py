@@ -1,0 +1,52 @@
+"""Lines and table of the training log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from draftsmith.inference.console import Console
+from draftsmith.train.log_lines import METRICS_FILE, evaluation_line, step_line, summary
+
+STEP = {"loss": 0.42, "tau_rows": 2.384, "lr": 1e-4, "tokens_s": 12345.6}
+MEASURED = {"tau_measured": 4.694, "tau_measured_low": 4.35, "tau_measured_high": 4.97}
+
+
+def test_lines_say_what_they_are_about() -> None:
+    assert step_line(75, 150, STEP, 245.0) == (
+        "step  75/150  loss 0.42  tau 2.38 on training rows  lr 0.0001  12,346 tok/s  4 min 5 s left"
+    )
+    assert step_line(150, 150, {**STEP, "tau_rows": float("nan")}, 0.0) == (
+        "step 150/150  loss 0.42  lr 0.0001  12,346 tok/s"
+    )
+    assert evaluation_line(75, 150, MEASURED, 4.694, 75) == (
+        "step  75/150  tau 4.69 (4.35-4.97) on held-out prompts  best so far"
+    )
+    assert evaluation_line(75, 150, {"tau_estimated": 2.1}, 4.7, 50) == (
+        "step  75/150  tau 2.10 estimated on held-out texts  best 4.70 at step 50"
+    )
+
+
+def test_the_longest_line_fits_100_columns() -> None:
+    worst = {"loss": 0.0001234, "tau_rows": 12.34, "lr": 1.2e-5, "tokens_s": 1234567.0}
+    assert len(step_line(999_998, 999_999, worst, 35_999_999.0)) <= 100
+
+
+def test_the_table_at_the_end(tmp_path: Path) -> None:
+    shares = {"share_data": 0.001, "share_target": 0.25, "share_drafter": 0.7}
+    rows = [
+        {"step": 0, "tau_estimated": 3.0, **MEASURED, "tau_measured": 4.4, "surv@1": 0.9},
+        {"step": 10, "loss": 1.0, **shares, "share_optimiser": 0.02},
+        {"step": 10, "tau_estimated": 4.7, **MEASURED, "surv@1": 0.8, "surv@2": 0.4, "surv@3": 0.0},
+        {"step": 20, "tau_estimated": 4.5, **MEASURED, "tau_measured": 4.5, "surv@1": 0.8},
+    ]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = Console(width=80, record=True)
+    console.print(summary(tmp_path, 10))
+    # 0.8, then 0.4 / 0.8, then none of those
+    assert [line.split() for line in console.export_text().splitlines() if line.strip()] == [
+        "best step 10, tau 4.69 (4.35-4.97)".split(),
+        "first measured step 0, tau 4.40 (4.35-4.97)".split(),
+        "accepted, by position .80 .50 .00".split(),
+        "time of a step the target 25%, the drafter 70%, the optimiser 2%".split(),
+    ]

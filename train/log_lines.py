@@ -1,0 +1,101 @@
+"""What a person follows a run by: a line for each interval, and a table at the end.
+
+The lines fit 100 columns. `metrics.jsonl` and the trackers have every number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..inference.console import clock, plain_table
+
+METRICS_FILE = "metrics.jsonl"
+SHARES = {
+    "share_data": "waiting for data",
+    "share_target": "the target",
+    "share_drafter": "the drafter",
+    "share_optimiser": "the optimiser",
+}
+
+
+def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float) -> str:
+    """Return the line of the steps since the last one.
+
+    `left_s` are the seconds that the steps to come will take, evaluations left out.
+    """
+    parts = [place(step, total), f"loss {metrics['loss']:.4g}"]
+    if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
+        parts.append(f"tau {tau:.2f} on training rows")
+    parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
+    if step < total:
+        parts.append(f"{clock(left_s)} left")
+    return "  ".join(parts)
+
+
+def evaluation_line(
+    step: int, total: int, metrics: Mapping[str, float], best_tau: float, best_step: int
+) -> str:
+    """Return the line of an evaluation; the best so far is this one if `best_step` is `step`."""
+    parts = [place(step, total)]
+    if "tau_measured" in metrics:
+        low, high = metrics["tau_measured_low"], metrics["tau_measured_high"]
+        parts.append(f"tau {metrics['tau_measured']:.2f} ({low:.2f}-{high:.2f}) on held-out prompts")
+    else:
+        parts.append(f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts")
+    best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"
+    return "  ".join([*parts, best])
+
+
+def place(step: int, total: int) -> str:
+    return f"step {step:>{len(str(total))}}/{total}"
+
+
+def summary(folder: Path, best_step: int) -> Table:
+    """Return the table at the end of a run, from its `metrics.jsonl`."""
+    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    judged = {row["step"]: row for row in rows if "tau_estimated" in row}
+    table = plain_table(None, show_header=False)
+    first, best = judged[min(judged)], judged.get(best_step)
+    if best is not None:
+        table.add_row("best", f"step {best_step:,}, tau {tau_of(best)}")
+        if first is not best:
+            table.add_row("first measured", f"step {first['step']:,}, tau {tau_of(first)}")
+        if accepted := acceptance(best):
+            table.add_row("accepted, by position", accepted)
+    if spent := time_spent(rows):
+        table.add_row("time of a step", spent)
+    return table
+
+
+def tau_of(row: Mapping[str, Any]) -> str:
+    """Return the tau of an evaluation with its interval; the estimate where none was measured."""
+    if "tau_measured" not in row:
+        return f"{row['tau_estimated']:.2f}, estimated"
+    low, high = row["tau_measured_low"], row["tau_measured_high"]
+    return f"{row['tau_measured']:.2f} ({low:.2f}-{high:.2f})"
+
+
+def acceptance(row: Mapping[str, Any]) -> str:
+    """Return the acceptance of each position, given that those before it were accepted."""
+    shares, before = [], 1.0
+    while before and (survived := row.get(f"surv@{len(shares) + 1}")) is not None:
+        shares.append(f"{survived / before:.2f}".lstrip("0"))
+        before = survived
+    return " ".join(shares)
+
+
+def time_spent(rows: list[dict[str, Any]]) -> str:
+    """Return the share of each part in the time of the steps; empty without any."""
+    timed = [row for row in rows if "share_drafter" in row]
+    parts = []
+    for name, what in SHARES.items():
+        share = sum(row[name] for row in timed) / max(len(timed), 1)
+        if share >= 0.005:
+            parts.append(f"{what} {share:.0%}")
+    return ", ".join(parts)

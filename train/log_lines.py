@@ -45,7 +45,9 @@ def evaluation_line(
     parts = [place(step, total)]
     if "tau_measured" in metrics:
         low, high = metrics["tau_measured_low"], metrics["tau_measured_high"]
-        parts.append(f"tau {metrics['tau_measured']:.2f} ({low:.2f}-{high:.2f}) on held-out prompts")
+        parts.append(
+            f"tau {metrics['tau_measured']:.2f} ({low:.2f}-{high:.2f}) on held-out prompts"
+        )
     else:
         parts.append(f"tau {metrics['tau_estimated']:.2f} estimated on held-out texts")
     best = "best so far" if best_step == step else f"best {best_tau:.2f} at step {best_step:,}"

@@ -79,7 +79,9 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
         run,
         accelerator,
         folder.path,
-        lambda identity: folder.check_identity(resume_from, identity) if resume_from is not None else None,
+        lambda identity: (
+            folder.check_identity(resume_from, identity) if resume_from is not None else None
+        ),
     )
     batches = Batches(
         inputs.tables.train, run.data.max_length, run.batch_rows,

@@ -208,9 +208,7 @@ def say_what_came_out(best: Path, run: RunConfig) -> None:
     print(f"best drafter: {best}")
     step = best.resolve().parent.name.removeprefix("step-")
     Console().print(summary(best.parent, int(step)))
-    print(
-        f"next: draftsmith evaluate --target {run.target.path} --drafter {best} --prompts FILE"
-    )
+    print(f"next: draftsmith evaluate --target {run.target.path} --drafter {best} --prompts FILE")
 
 
 def _usage(of: str = "") -> str:
@@ -225,7 +223,9 @@ def _usage(of: str = "") -> str:
     verbs = "\n".join(lines)
     if of:
         return f"usage: draftsmith COMMAND [--option VALUE ...]\n\n{verbs}"
-    road = "\n".join(f"  {i}. {verb:<{width}}  {what}" for i, (verb, what) in enumerate(ROAD.items(), 1))
+    road = "\n".join(
+        f"  {i}. {verb:<{width}}  {what}" for i, (verb, what) in enumerate(ROAD.items(), 1)
+    )
     return (
         f"usage: draftsmith COMMAND [--option VALUE ...]\n\nthe usual road:\n{road}\n\n"
         f"all other commands (each has --help):\n{verbs}\n\n"

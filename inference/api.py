@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import compress
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -19,7 +21,7 @@ from .conversations.rows import prompt_ids
 from .decode import Generation, Request, decode, generate
 from .detokenize import StreamedText
 from .drafters import load_proposer
-from .metrics import emitted_per_round, tau
+from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
 from .targets.target import Target, load_for_decoding, target_of
@@ -27,6 +29,14 @@ from .targets.target import Target, load_for_decoding, target_of
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 64
+ELSEWHERE = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "n": "samples",
+    "num_return_sequences": "samples",
+    "do_sample": "temperature",
+}
+"""Options of other libraries, and ours for the same."""
 T = TypeVar("T")
 
 
@@ -56,11 +66,46 @@ class Reply(Generation):
         """Tokens emitted per round, bonus token included; NaN if there was no round."""
         return tau([emitted_per_round(self)])
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the rounds over the seconds from the first token to the last; NaN without."""
+        seconds = time_per_token(self)
+        return 1 / seconds if seconds else math.nan
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Acceptance of each draft position, given that those before it were accepted."""
+        accepted = [round_.accepted for round_ in self.rounds]
+        return conditional(survival(accepted, max(accepted, default=0)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the reply as JSON can hold it, each round with its drafts and tokens."""
+        rounds = [
+            {"drafted": round_.drafted, "accepted": round_.accepted, "tokens": list(round_.tokens)}
+            for round_ in self.rounds
+        ]
+        return {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "tau": none_for_nan(self.tau),
+            "acceptance": self.acceptance,
+            "tokens_per_second": none_for_nan(self.tokens_per_second),
+            "ttft_s": self.ttft_s,
+            "decode_s": self.decode_s,
+            "rounds": rounds,
+        }
+
     def __repr__(self) -> str:
         return (
             f"Reply({self.text!r}, {len(self.token_ids)} tokens, {len(self.rounds)} rounds, "
             f"{self.finish_reason})"
         )
+
+
+def none_for_nan(value: float) -> float | None:
+    """Return a number as JSON can hold it."""
+    return None if math.isnan(value) else value
 
 
 class Decoder:
@@ -74,9 +119,11 @@ class Decoder:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         max_new_tokens: int = 128,
         *,
+        input_ids: Any = None,
+        attention_mask: Any = None,
         samples: int = 1,
         stop: str | Sequence[str] = (),
         raw: bool = False,
@@ -88,6 +135,7 @@ class Decoder:
 
         With `samples` above 1 the result is a list: the samples of the first prompt, then those of
         the second. Words are put into the target's chat template if it has one, unless `raw`.
+        A tokenizer's output can be given in place of prompts: `generate(**tokenizer(texts))`.
         `stop` are stop strings; with `ignore_eos` a reply goes on after an end token. `sampling` is
         what `Sampling` takes: temperature, top_k, top_p, min_p, repetition_penalty, seed, rule.
 
@@ -101,6 +149,8 @@ class Decoder:
         if samples > 1 and settings.greedy:
             raise UserError("samples are all the same at temperature 0; give a temperature too")
         stops = _stops(stop)
+        if input_ids is not None:
+            prompts = _without_padding(prompts, input_ids, attention_mask)
         given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
         single = _is_one(given)
         everything: Sequence[Any] = [given] if single else given
@@ -195,6 +245,22 @@ class Decoder:
         )
 
 
+def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:
+    """Return the token ids of a tokenizer's output, `[N]` or `[B, N]`, as a list or lists.
+
+    Raises `UserError` if prompts are given too.
+    """
+    if prompts is not None:
+        raise UserError("give either prompts or input_ids")
+    ids = input_ids.tolist() if isinstance(input_ids, Array) else input_ids
+    if attention_mask is None:
+        return ids
+    mask = attention_mask.tolist() if isinstance(attention_mask, Array) else attention_mask
+    if ids and isinstance(ids[0], Integral):
+        return list(compress(ids, mask))
+    return [list(compress(row, kept)) for row, kept in zip(ids, mask, strict=True)]
+
+
 def _is_one(prompts: Any) -> bool:
     """Return True for words, token ids and messages, False for a list of prompts."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
@@ -207,7 +273,8 @@ def _known(make: Callable[..., T], settings: dict[str, Any]) -> T:
     names = [f.name for f in fields(make)]  # type: ignore[arg-type]
     for name in settings:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
+            near = [ELSEWHERE[name]] if name in ELSEWHERE else []
+            near += difflib.get_close_matches(name, names, 1)
             meant = f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
             raise UserError(f"unknown option {name!r}; {meant}")
     return make(**settings)

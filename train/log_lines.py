@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from ..inference.console import clock, plain_table
+from ..inference.metrics import conditional
 
 METRICS_FILE = "metrics.jsonl"
 SHARES = {
@@ -85,11 +86,9 @@ def tau_of(row: Mapping[str, Any]) -> str:
 
 def acceptance(row: Mapping[str, Any]) -> str:
     """Return the acceptance of each position, given that those before it were accepted."""
-    shares, before = [], 1.0
-    while before and (survived := row.get(f"surv@{len(shares) + 1}")) is not None:
-        shares.append(f"{survived / before:.2f}".lstrip("0"))
-        before = survived
-    return " ".join(shares)
+    survived = [value for name, value in row.items() if name.startswith("surv@")]
+    shares = [share for share in conditional(survived) if not math.isnan(share)]
+    return " ".join(f"{share:.2f}".removeprefix("0") for share in shares)
 
 
 def time_spent(rows: list[dict[str, Any]]) -> str:

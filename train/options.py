@@ -385,6 +385,8 @@ class GenerateOptions:
     """Colour accepted drafts; if not given, only on a terminal."""
     raw: bool = False
     """Give the prompt to the target as it is, without the chat template."""
+    compare: bool = False
+    """Decode plainly as well, and say how fast that is and whether the text is the same."""
 
 
 @dataclass

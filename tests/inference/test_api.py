@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,35 @@ def test_prompts_of_every_kind(quickstart: Target) -> None:
     assert one.text == quickstart.tokenizer.decode(
         [t for t in one.token_ids if t not in quickstart.eos_ids]
     )
+
+
+def test_a_tokenizers_output_is_a_prompt_without_its_padding(quickstart: Target) -> None:
+    decoder = load(quickstart, "ngram")
+    texts, tokenizer = [PROMPT, "def f():"], quickstart.tokenizer
+    expected = [decoder.generate(text, 12, raw=True).token_ids for text in texts]
+    assert decoder.generate(**tokenizer(PROMPT), max_new_tokens=12).token_ids == expected[0]
+    padded = tokenizer(texts, padding=True, return_tensors="pt")
+    assert not padded["attention_mask"].all()
+    found = decoder.generate(**padded, max_new_tokens=12)
+    assert [reply.token_ids for reply in found] == expected
+    with pytest.raises(UserError, match="either prompts or input_ids"):
+        decoder.generate(PROMPT, **tokenizer(PROMPT))
+    with pytest.raises(UserError, match="did you mean max_new_tokens"):
+        decoder.generate(PROMPT, max_tokens=12)
+
+
+def test_a_reply_says_its_speed_and_acceptance(quickstart: Target) -> None:
+    reply = load(quickstart, "ngram").generate(PROMPT, 40)
+    counts = [round_.accepted for round_ in reply.rounds]
+    assert reply.acceptance[0] == pytest.approx(sum(n >= 1 for n in counts) / len(counts))
+    assert len(reply.acceptance) == max(counts)
+    emitted = len(reply.token_ids) - 1  # the first token comes with the prefill
+    assert reply.tokens_per_second == pytest.approx(emitted / reply.decode_s)
+    written = json.loads(json.dumps(reply.to_dict()))
+    assert written["text"] == reply.text and written["tau"] == pytest.approx(reply.tau)
+    assert [round_["accepted"] for round_ in written["rounds"]] == counts
+    short = load(quickstart).generate(PROMPT, 1).to_dict()  # no round
+    assert short["tau"] is None and short["tokens_per_second"] is None and short["rounds"] == []
 
 
 def test_samples_batches_and_seeds(quickstart: Target) -> None:

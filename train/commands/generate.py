@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -14,7 +16,8 @@ from ...inference.decode import Generation, Request, Round, decode
 from ...inference.detokenize import StreamedText
 from ...inference.drafters import check_spec, load_proposer
 from ...inference.evaluation.tuning.profile import TuningProfile
-from ...inference.metrics import emitted_per_round, tau
+from ...inference.metrics import emitted_per_round, tau, time_per_token
+from ...inference.proposers.plain import PlainDecoding
 from ...inference.settings import GREEDY, Sampling
 from ...inference.targets.target import load_for_decoding
 from ..options import GenerateOptions as Options
@@ -52,15 +55,34 @@ def run(options: Options) -> None:
     if not options.sampling.lossless:
         lossy = " (LOSSY: typical acceptance does not keep the target's distribution)"
     summary = f": tau {tau([emitted_per_round(generation)]):.2f}" if rounds else ""
+    seconds = time_per_token(generation)
+    speed = f", {1 / seconds:,.0f} tokens/s" if seconds else ""
     endings = {
         "length": f" (cut at {options.max_new_tokens})",
         "context": " (the target's positions are full)",
     }
     ended = endings.get(generation.finish_reason, "")
     print(
-        f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{lossy}",
+        f"{len(generation.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}{lossy}",
         file=sys.stderr,
     )
+    if color and any(step.accepted for step in generation.rounds):
+        print(f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote", file=sys.stderr)
+    if options.compare:
+        compare(decoder, ids, options, generation)
+
+
+def compare(decoder: Decoder, ids: list[int], options: Options, drafted: Generation) -> None:
+    """Decode the same prompt plainly, and print its speed and whether the text is the same."""
+    plainly = Decoder(decoder.target, PlainDecoding())
+    plain = stream(
+        plainly, ids, options.max_new_tokens, False, options.sampling, options.stop, io.StringIO()
+    )
+    seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
+    gain = f", {seconds / drafted_seconds:.2f}x with drafts" if seconds and drafted_seconds else ""
+    speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"
+    same = "the same text" if plain.token_ids == drafted.token_ids else "another text"
+    print(f"plain decoding: {speed}{gain}; {same}", file=sys.stderr)
 
 
 def stream(
@@ -80,10 +102,15 @@ def stream(
     text = StreamedText(decoder.target.tokenizer, stop)
     out = stdout or sys.stdout
     eos = decoder.target.eos_ids
+    started = time.perf_counter()
     for steps in decode(
         decoder.target, decoder.proposer, [Request(ids)], max_new_tokens, sampling, None, stop
     ):
         _, step, reason = steps[0]
+        now = time.perf_counter() - started
+        if step.drafted is None:
+            generation.ttft_s = now
+        generation.decode_s = now - generation.ttft_s
         if step.drafted is not None:  # None: the step after the prefill, which is no round
             generation.rounds.append(step)
         generation.token_ids.extend(step.tokens)

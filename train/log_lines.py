@@ -32,7 +32,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float], left_s: float
     """
     parts = [place(step, total), f"loss {metrics['loss']:.4g}"]
     if not math.isnan(tau := metrics.get("tau_rows", math.nan)):
-        parts.append(f"tau {tau:.2f} on training rows")
+        parts.append(f"tau_rows {tau:.2f}")
     parts += [f"lr {metrics['lr']:.2g}", f"{metrics['tokens_s']:,.0f} tok/s"]
     if step < total:
         parts.append(f"{clock(left_s)} left")

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import shtab
 
 from ..command_line.help_text import options_of_class
+from ..command_line.parse import positional
 from ..endings import fail
 from ..method import METHODS, method_named
 from .cli import OPTIONS, VERBS
@@ -36,7 +37,7 @@ def whole_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("draftsmith", add_help=False)
     parser.add_argument("--version", action="store_true")
     commands = parser.add_subparsers()
-    data = commands.add_parser("data", add_help=False).add_subparsers()
+    data = commands.add_parser("data", help="prepare data", add_help=False).add_subparsers()
     for verb, (module, options_name, what) in VERBS.items():
         options_module = importlib.import_module(OPTIONS[module.partition(".")[0]], __package__)
         parent = data if verb.startswith("data ") else commands
@@ -44,7 +45,8 @@ def whole_parser() -> argparse.ArgumentParser:
         add_options(one, getattr(options_module, options_name))
     methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
     for method in METHODS:
-        add_options(methods.add_parser(method, add_help=False), method_named(method).run_class)
+        one = methods.add_parser(method, help=f"with {method}", add_help=False)
+        add_options(one, method_named(method).run_class)
     shells = commands.add_parser("completion", help="completion in a shell", add_help=False)
     shells.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return parser
@@ -52,10 +54,14 @@ def whole_parser() -> argparse.ArgumentParser:
 
 def add_options(parser: argparse.ArgumentParser, config_class: Any) -> None:
     """Add the options of a dataclass, with choices, files and folders to complete."""
+    words_without_option = positional(config_class)
     for option in options_of_class(config_class):
         words, last = option.usage.split(" "), option.name.rpartition(".")[2]
         if len(words) == 1:
             parser.add_argument(words[0], action="store_true")
+            continue
+        if option.name in words_without_option:
+            parser.add_argument(last, nargs="*").complete = shtab.FILE  # type: ignore[attr-defined]
             continue
         kinds = [option.kind, *get_args(option.kind)]
         choices = [c for kind in kinds if get_origin(kind) is Literal for c in get_args(kind)]

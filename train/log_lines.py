@@ -56,7 +56,7 @@ def evaluation_line(
 
 
 def place(step: int, total: int) -> str:
-    return f"step {step:>{len(str(total))}}/{total}"
+    return f"step {step}/{total}"
 
 
 def summary(folder: Path, best_step: int) -> Table:

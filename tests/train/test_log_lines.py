@@ -14,16 +14,16 @@ MEASURED = {"tau_measured": 4.694, "tau_measured_low": 4.35, "tau_measured_high"
 
 def test_lines_say_what_they_are_about() -> None:
     assert step_line(75, 150, STEP, 245.0) == (
-        "step  75/150  loss 0.42  tau_rows 2.38  lr 0.0001  12,346 tok/s  4 min 5 s left"
+        "step 75/150  loss 0.42  tau_rows 2.38  lr 0.0001  12,346 tok/s  4 min 5 s left"
     )
     assert step_line(150, 150, {**STEP, "tau_rows": float("nan")}, 0.0) == (
         "step 150/150  loss 0.42  lr 0.0001  12,346 tok/s"
     )
     assert evaluation_line(75, 150, MEASURED, 4.694, 75) == (
-        "step  75/150  tau 4.69 (4.35-4.97) on held-out prompts  best so far"
+        "step 75/150  tau 4.69 (4.35-4.97) on held-out prompts  best so far"
     )
     assert evaluation_line(75, 150, {"tau_estimated": 2.1}, 4.7, 50) == (
-        "step  75/150  tau 2.10 estimated on held-out texts  best 4.70 at step 50"
+        "step 75/150  tau 2.10 estimated on held-out texts  best 4.70 at step 50"
     )
 
 

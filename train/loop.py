@@ -247,18 +247,15 @@ def run_loop(
     )
     sums: Sums = {}
 
-    def evaluation_due():
-        if state.step == 0:  # what was to be trained further is measured before it is
-            return run.init_from is not None
-        return state.step == total or state.step % run.evaluation.every == 0
-
     def measured(step: int) -> bool:
         """Return whether a log may be due after `step` steps: metrics are of its last step."""
         intervals = (run.log_every, run.evaluation.every, run.checkpoints.every)
         return step == total or any(step % every == 0 for every in intervals)
 
     # A run that was asked to stop left this step's evaluation to the one that goes on.
-    if evaluation_due() and (state.evaluated != state.step or state.best_step < 0):
+    if evaluation_due(run, state.step, total) and (
+        state.evaluated != state.step or state.best_step < 0
+    ):
         evaluate_and_save(trainer, folder, state, held_out, config_yaml, progress)
     finished = state.step >= total or out_of_patience(run, state)
     trainer.pace.restart()
@@ -276,7 +273,7 @@ def run_loop(
                 state.skipped_in_a_row = 0
             else:
                 skip(trainer, folder, state)
-            evaluating = evaluation_due()
+            evaluating = evaluation_due(run, state.step, total)
             saving = trainer.stopping or (good and state.step % run.checkpoints.every == 0)
             if sums and (evaluating or saving or state.step % run.log_every == 0):
                 log_training(trainer, folder, state, sums, norm, progress)
@@ -304,6 +301,16 @@ def run_loop(
     progress.close()
     if accelerator.is_main_process:
         shutil.rmtree(folder.path / CANDIDATE, ignore_errors=True)
+
+
+def evaluation_due(run: RunConfig, step: int, total: int) -> bool:
+    """Return whether the drafter is evaluated after `step` steps.
+
+    A drafter that is trained further is evaluated before its first step too.
+    """
+    if step == 0:
+        return run.init_from is not None
+    return step == total or step % run.evaluation.every == 0
 
 
 def log_training(

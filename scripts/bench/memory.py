@@ -65,7 +65,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     target = Target(AutoModelForCausalLM.from_config(config).to(arguments.device), None, "random")
     method = method_named(name)
     run = method.run_class(
-        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
+        out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
     )
     if name == "distill":
         run.draft_model = DraftModelConfig(layers=max(arguments.layers // 2, 1))

@@ -40,7 +40,7 @@ def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMe
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text((CONFIGS / f"{shape}.json").read_text())
         run = method.run_class(
-            output="-",
+            out="-",
             target=TargetConfig(path=folder),
             data=Data(sources=[Source("-")], max_length=length),
             batch_rows=1,

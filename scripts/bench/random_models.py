@@ -128,7 +128,7 @@ def training_step(
     """Return a function that takes one optimiser step, and returns its loss."""
     known = method_named(method)  # type: ignore[arg-type]
     run = known.run_class(
-        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
+        out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
     )
     for option, value in objective_options.items():
         setattr(run.objective, option, value)

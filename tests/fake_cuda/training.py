@@ -121,9 +121,7 @@ def step(
 ) -> dict[str, Any]:
     """Return what the forward pass of a training step of a method did, and its live target's."""
     known = method_named(method)  # type: ignore[arg-type]
-    run = known.run_class(
-        output="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
-    )
+    run = known.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
     for option, value in options.items():
         setattr(run.objective, option, value)
     with patch.object(dflash, "ready"):  # it looks at numbers

@@ -87,7 +87,7 @@ def test_a_wrong_key_in_the_file_is_named(
     config.write_text("optim: [")
     expect(command(*TRAIN, config), "config")
     expect(command(*TRAIN, tmp_path / "none.yaml"), "none.yaml")
-    expect(command("draftsmith.train", "medusa"), "output, target.path, data.sources")
+    expect(command("draftsmith.train", "medusa"), "out, target.path, data.sources")
     expect(command("draftsmith.train", "medussa"), "medusa")
     expect(command("draftsmith.train"), "medusa")
 
@@ -381,7 +381,7 @@ def test_a_full_disk_is_found_before_anything_is_loaded(
         ),
         says,
     )
-    config = make_config(tmp_path, tmp_path / "no-such-target", output=str(full_disk / "run"))
+    config = make_config(tmp_path, tmp_path / "no-such-target", out=str(full_disk / "run"))
     expect(command(*TRAIN, config), says + " --out")
     assert not list(full_disk.iterdir())
 

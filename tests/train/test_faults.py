@@ -165,7 +165,7 @@ def test_twenty_kills_at_random_moments(tmp_path: Path, saved_tiny: Path) -> Non
     started = time.monotonic()
     train(
         make_config(
-            tmp_path / "whole", saved_tiny, output=str(tmp_path / "timed"), checkpoints={"every": 2}
+            tmp_path / "whole", saved_tiny, out=str(tmp_path / "timed"), checkpoints={"every": 2}
         )
     )
     length = time.monotonic() - started

@@ -348,7 +348,7 @@ def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
         tmp_path,
         saved_tiny,
         method,
-        output=str(tmp_path / "second"),
+        out=str(tmp_path / "second"),
         max_steps=1,
         init_from=str(best),
         **kept,
@@ -461,7 +461,7 @@ def test_bf16_keeps_fp32_masters(tmp_path: Path, saved_tiny: Path, method: str) 
     losses = list(logged(done.stdout, "loss").values())
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     exact = train(
-        make_config(tmp_path, saved_tiny, method, output=str(tmp_path / "exact")),
+        make_config(tmp_path, saved_tiny, method, out=str(tmp_path / "exact")),
         "--optim.lr",
         "3e-3",
         method=method,

@@ -14,89 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..endings import fail, follow_launcher, guarded, is_main_rank, leave, run_command
+from .verbs import OPTIONS, ROAD, VERBS
 
 if TYPE_CHECKING:
     from ..config import RunConfig
 
 # Nothing that imports torch may stand here: that takes seconds, a help text needs none of it, and
 # Ctrl-C must be handled from the first moment on.
-
-# A command's module has `run(options)`, and may have `if_interrupted(options)`, which returns the
-# line for a user who stopped it.
-VERBS = {  # the module of each command, the class of its options, and what it is for
-    "data plan": (
-        "train.commands.plan",
-        "PlanOptions",
-        "what a training run will cost, before anything runs",
-    ),
-    "data extract": (
-        "train.data.extract",
-        "ExtractOptions",
-        "store the target's features, so that training needs no target",
-    ),
-    "data regenerate": (
-        "train.data.regenerate",
-        "RegenerateOptions",
-        "let the target write the replies of a data set",
-    ),
-    "export": (
-        "train.commands.exporting",
-        "ExportOptions",
-        "a drafter as a serving engine loads it, with the command that serves it",
-    ),
-    "import": (
-        "train.commands.importing",
-        "ImportOptions",
-        "a public Medusa, EAGLE, DFlash or DSpark checkpoint becomes a drafter",
-    ),
-    "evaluate": (
-        "inference.evaluation.evaluate",
-        "EvaluateOptions",
-        "acceptance and speed of drafters on held-out prompts",
-    ),
-    "compare": (
-        "inference.evaluation.compare",
-        "CompareOptions",
-        "tau before and after by category, from reports of one drafter's lineage",
-    ),
-    "report": (
-        "inference.evaluation.report.report",
-        "ReportOptions",
-        "evaluations and training runs as one HTML page, or as Markdown tables",
-    ),
-    "simulate": (
-        "inference.evaluation.simulate",
-        "SimulateOptions",
-        "what an acceptance is worth: tokens a round, best draft length",
-    ),
-    "tune": (
-        "inference.evaluation.tuning.tune",
-        "TuneOptions",
-        "which tree pays on this machine: measures, searches, writes a profile",
-    ),
-    "generate": (
-        "train.commands.generate",
-        "GenerateOptions",
-        "decode one prompt and show what was accepted",
-    ),
-    "doctor": (
-        "train.commands.doctor",
-        "DoctorOptions",
-        "is this machine, target and data fit to run?",
-    ),
-}
-
-# The usual road from a target to a served drafter, in order.
-ROAD = {
-    "data regenerate": "let the target write the replies that a drafter learns from",
-    "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",
-    "evaluate": "measure it on held-out prompts, beside plain decoding",
-    "generate": "look at a reply and its accepted drafts",
-    "export": "hand it to vLLM, SGLang, TensorRT-LLM, llama.cpp, TGI or transformers",
-}
-
-# The module with the options of all commands of a package.
-OPTIONS = {"train": "..options", "inference": "...inference.evaluation.options"}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from ..command_line.help_text import options_of_class
 from ..command_line.parse import positional
 from ..endings import fail
 from ..method import METHODS, method_named
-from .cli import OPTIONS, VERBS
+from .verbs import OPTIONS, VERBS
 
 FILES = {"config", "prompts", "data", "report", "reports", "profile", "json", "path", "runs"}
 FOLDERS = {"drafter", "out", "init_from", "store", "features", "from_", "target.path"}

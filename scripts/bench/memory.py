@@ -64,9 +64,7 @@ def make_step(arguments: argparse.Namespace, name: str, options: dict[str, Any])
     )  # fmt: skip
     target = Target(AutoModelForCausalLM.from_config(config).to(arguments.device), None, "random")
     method = method_named(name)
-    run = method.run_class(
-        out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
-    )
+    run = method.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
     if name == "distill":
         run.draft_model = DraftModelConfig(layers=max(arguments.layers // 2, 1))
     ids = torch.randint(0, arguments.vocab, (1, arguments.length))

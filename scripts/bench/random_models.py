@@ -127,9 +127,7 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """Return a function that takes one optimiser step, and returns its loss."""
     known = method_named(method)  # type: ignore[arg-type]
-    run = known.run_class(
-        out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")])
-    )
+    run = known.run_class(out="-", target=TargetConfig(path="-"), data=Data(sources=[Source("-")]))
     for option, value in objective_options.items():
         setattr(run.objective, option, value)
     objective = known.make_objective(run, target, drafter)

@@ -32,7 +32,7 @@ def run(options: Options) -> None:
     limit = _share(options.fail_on_regression)
     check_output(options.json, "--json")
     if len(options.reports) < 2:
-        raise UserError("give at least two reports: --report before.json --report after.json")
+        raise UserError("give at least two reports: draftsmith compare before.json after.json")
     if options.drafter and len(options.drafter) != len(options.reports):
         raise UserError(
             f"--drafter must be given once for each of the {len(options.reports)} reports, or not "

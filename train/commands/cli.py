@@ -40,7 +40,7 @@ def _main(argv: list[str]) -> None:
         print(f"draftsmith {metadata.version('draftsmith')}")
         return
     if argv[0] == "train":
-        _train_here(argv[1:])
+        _train_main(argv[1:], "draftsmith train")
         return
     if argv[0] == "completion":
         from .completion import print_completion
@@ -76,18 +76,6 @@ def _main(argv: list[str]) -> None:
     guarded(lambda: module.run(options), if_interrupted)
 
 
-def _train_here(argv: list[str]) -> None:
-    """Train in this process, and say how to train in several.
-
-    Raises `UserError` where a launcher started this process, since the launch has to name
-    `draftsmith.train`.
-    """
-    words = shlex.join(argv)
-    if argv and not {"-h", "--help", "--help-all", "--print-config"} & {*argv}:
-        print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
-    _train_main(argv, "draftsmith train")
-
-
 def train_main(argv: list[str] | None = None) -> None:
     """Run `python -m draftsmith.train METHOD`, alone or under `accelerate launch`."""
     follow_launcher()
@@ -112,6 +100,10 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         fail(f"name a method to train: {', '.join(METHODS)}{hint}")
     method = method_named(argv[0])
     run, config_yaml = parse(method.run_class, argv[1:], f"{prog} {argv[0]}")
+
+    if prog == "draftsmith train":
+        words = shlex.join(argv)
+        print(f"on several GPUs: accelerate launch -m draftsmith.train {words}", file=sys.stderr)
 
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.

@@ -258,7 +258,7 @@ def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:
     mask = attention_mask.tolist() if isinstance(attention_mask, Array) else attention_mask
     if ids and isinstance(ids[0], Integral):
         return list(compress(ids, mask))
-    return [list(compress(row, kept)) for row, kept in zip(ids, mask, strict=True)]
+    return [list(compress(row, there)) for row, there in zip(ids, mask, strict=True)]
 
 
 def _is_one(prompts: Any) -> bool:

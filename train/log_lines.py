@@ -1,11 +1,10 @@
-"""What a person follows a run by: a line for each interval, and a table at the end.
+"""Lines and a table by which a person follows a run: one for each interval, and one at the end.
 
 The lines fit 100 columns. `metrics.jsonl` and the trackers have every number.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 from rich.table import Table
 
 from ..inference.console import clock, plain_table
+from ..inference.evaluation.training_log import METRICS_FILE, read_metrics
 from ..inference.metrics import conditional
 
-METRICS_FILE = "metrics.jsonl"
 SHARES = {
     "share_data": "waiting for data",
     "share_target": "the target",
@@ -60,8 +59,11 @@ def place(step: int, total: int) -> str:
 
 
 def summary(folder: Path, best_step: int) -> Table:
-    """Return the table at the end of a run, from its `metrics.jsonl`."""
-    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    """Return the table at the end of a run, from its `metrics.jsonl`.
+
+    Raises `UserError` if that cannot be read.
+    """
+    rows = read_metrics(folder / METRICS_FILE)
     judged = {row["step"]: row for row in rows if "tau_estimated" in row}
     table = plain_table(None, show_header=False)
     first, best = judged[min(judged)], judged.get(best_step)

@@ -29,6 +29,7 @@ from ..heads.errors import UserError
 from ..heads.files import JsonObject, check_output_folder
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
+from ..inference.evaluation.training_log import METRICS_FILE
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
@@ -39,7 +40,7 @@ from .endings import Stopped
 from .estimate import check_affordable
 from .evaluation import HeldOutEvaluation, evaluate
 from .inputs import inputs_of
-from .log_lines import METRICS_FILE, evaluation_line, step_line
+from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
 from .objectives import Sums, acceptance_lengths, add_sums
 from .parallel import end_training, engine_of, load_models_whole, on_main

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from draftsmith.inference.console import Console
-from draftsmith.train.log_lines import METRICS_FILE, evaluation_line, step_line, summary
+from draftsmith.inference.evaluation.training_log import METRICS_FILE
+from draftsmith.train.log_lines import evaluation_line, step_line, summary
 
 STEP = {"loss": 0.42, "tau_rows": 2.384, "lr": 1e-4, "tokens_s": 12345.6}
 MEASURED = {"tau_measured": 4.694, "tau_measured_low": 4.35, "tau_measured_high": 4.97}

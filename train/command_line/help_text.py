@@ -14,9 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
+from .spelling import SHORT_GROUPS
+
 MOST_COLUMNS = 100
 INDENT = 24  # column of the explanations
-SHORT_GROUPS = ("target", "sampling")  # whose options may be written without the group's name
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from ..method import FORMER_KEYS
 
 FORMER_OPTIONS = {**FORMER_KEYS, "run": "config", "report": "reports"}
 """Options by their former names, which are still read where only the name of now is known."""
+SHORT_GROUPS = ("sampling", "target")
+"""Groups whose options may be written without the name of the group."""
 SWITCHES = (bool, bool | None)  # types of the options that need no value
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMBT])", re.IGNORECASE)
 THOUSANDS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -96,7 +98,7 @@ def known_name(name: str, types: dict[str, Any]) -> str:
     # A field cannot have the name of a Python keyword: --from is the field from_.
     if name not in types and f"{name}_" in types:
         name += "_"
-    for group in ("sampling", "target"):
+    for group in SHORT_GROUPS:
         if name not in types and f"{group}.{name}" in types:
             name = f"{group}.{name}"
     if name == "target" and types.get("target") is TargetConfig:

@@ -97,6 +97,8 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
             return
         close = difflib.get_close_matches(argv[0], METHODS, n=1) if argv else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
+        # The one other command that is launched.
+        hint = hint or (" (or data extract)" if prog != "draftsmith train" else "")
         fail(f"name a method to train: {', '.join(METHODS)}{hint}")
     method = method_named(argv[0])
     run, config_yaml = parse(method.run_class, argv[1:], f"{prog} {argv[0]}")
@@ -118,12 +120,16 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
 
 def say_what_came_out(best: Path, run: RunConfig) -> None:
     """Print the best drafter of a run, what it gained, and the command that measures it."""
-    from ...inference.console import Console
+    from ...heads.errors import UserError
+    from ...inference.console import Console, warn
     from ..log_lines import summary
 
     print(f"best drafter: {best}")
     step = best.resolve().parent.name.removeprefix("step-")
-    Console().print(summary(best.parent, int(step)))
+    try:
+        Console().print(summary(best.parent, int(step)))
+    except UserError as error:  # the run has ended well all the same
+        warn(f"no table of the run: {error}")
     print(f"next: draftsmith evaluate --target {run.target.path} --drafter {best} --prompts FILE")
 
 

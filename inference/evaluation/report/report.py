@@ -5,7 +5,6 @@ Its inputs are JSON reports of `draftsmith evaluate` and the logs of training ru
 
 from __future__ import annotations
 
-import json as json_module
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from ....heads.files import JsonObject, check_output, read_json, whole_file
 from ..evaluate import BASELINES
 from ..options import ReportOptions as Options
 from ..results import Report, read_report
+from ..training_log import METRICS_FILE, read_metrics
 from . import sections
 from .page import folded, page
 from .tables import Training, categories, firsts, served, summary, trainings
 
-METRICS_FILE = "metrics.jsonl"  # a training run's log, in its output folder
 HTML_FILE = "report.html"
 
 
@@ -126,35 +125,6 @@ def is_report(file: Path) -> bool:
     except UserError:
         return False
     return isinstance(value, dict) and {"settings", "prompt_set"} <= value.keys()
-
-
-def read_metrics(path: Path) -> list[JsonObject]:
-    """Return the rows that a training run has logged, at least one.
-
-    A last line that a killed run has left half-written is passed over. Raises `UserError` for a
-    file that cannot be read, for another line that is no row, and for a log without rows.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read {path} ({error}); name the folder of a training run"
-        ) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json_module.loads(line)
-            _ = row["step"] + 0  # raises TypeError for a step that is no number
-            rows.append(row)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            if number < len(lines):
-                raise UserError(
-                    f"{path} is no log of a training run: line {number} holds no step; mend or "
-                    "remove it"
-                ) from error
-    if not rows:
-        raise UserError(f"{path} holds no step yet; wait until the run has logged one")
-    return rows
 
 
 def html(found: Found) -> bytes:

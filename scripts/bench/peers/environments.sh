@@ -11,7 +11,7 @@ pip_of() {
     python3.11 -m venv "$folder/$1"
     "$folder/$1/bin/pip" install -q --disable-pip-version-check torch==2.13.0 -c constraints.txt
 }
-# The last line of each part writes a file by which a part that was interrupted is told from a whole one.
+# The last line of each part writes a file, which a part that was interrupted does not have.
 if [ ! -e "$folder/speculators/.whole" ]; then
     pip_of speculators
     "$folder/speculators/bin/pip" install -q --disable-pip-version-check torch==2.13.0 transformers==5.19.0 accelerate aiohttp click \

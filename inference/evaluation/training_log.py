@@ -1,0 +1,40 @@
+"""Log of a training run: `metrics.jsonl` in its output folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+
+METRICS_FILE = "metrics.jsonl"
+
+
+def read_metrics(path: Path) -> list[JsonObject]:
+    """Return the rows that a training run has logged, at least one.
+
+    A last line that a killed run has left half-written is passed over. Raises `UserError` for a
+    file that cannot be read, for another line that is no row, and for a log without rows.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read {path} ({error}); name the folder of a training run"
+        ) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            _ = row["step"] + 0  # raises TypeError for a step that is no number
+            rows.append(row)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            if number < len(lines):
+                raise UserError(
+                    f"{path} is no log of a training run: line {number} holds no step; mend or "
+                    "remove it"
+                ) from error
+    if not rows:
+        raise UserError(f"{path} holds no step yet; wait until the run has logged one")
+    return rows

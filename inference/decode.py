@@ -9,7 +9,7 @@ root, H hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -47,6 +47,8 @@ class Request:
     id: int = 0
     sample: int = 0
     """Number of the reply among those to the same prompt."""
+    max_new_tokens: int | None = None
+    """Limit of this reply's tokens; that of the batch if None."""
 
 
 @dataclass(kw_only=True)
@@ -176,12 +178,14 @@ def decode(
     sampling: Sampling = GREEDY,
     eos_ids: frozenset[int] | None = None,
     stop: Sequence[str] = (),
-) -> Generator[list[Step], None, None]:
+) -> Generator[list[Step], Collection[int] | None, None]:
     """Yield the target's own continuation of all prompts, round by round, as it is verified.
 
     A row ends at an end token or with the token that completes a stop string (both are yielded),
-    after `max_new_tokens`, or where the target's positions end, and then leaves the batch. Raises
-    `UserError` for an empty prompt and for one that fills the target's positions.
+    after `max_new_tokens`, or where the target's positions end, and then leaves the batch. Indices
+    of requests that are sent into the generator leave the batch before the next round, and nothing
+    more is yielded of them. Raises `UserError` for an empty prompt and for one that fills the
+    target's positions.
     """
     if not all(isinstance(text, str) and text for text in stop):
         raise UserError("a stop string must be a text of at least one character")
@@ -196,9 +200,11 @@ def decode(
     # After `_Batch` was made: a prompt that it refuses must not leave the proposer marked.
     _AT_WORK.add(proposer)
     try:
-        yield batch.start()
+        given_up = yield batch.start()
         while batch.rows:
-            yield batch.round()
+            if given_up:
+                batch.drop(given_up)
+            given_up = (yield batch.round()) if batch.rows else None
         # On a GPU the last rounds' times are known only when their events have happened.
         batch.clock.settle(wait=True)
     finally:
@@ -290,7 +296,7 @@ class _Batch:
         self.target, self.proposer, self.ends = target, proposer, ends
         self.sampling = sampling.resolved(target.repetition_penalty)
         self.rows = [
-            _Row(index, request, max_new_tokens, target.max_positions)
+            _Row(index, request, request.max_new_tokens or max_new_tokens, target.max_positions)
             for index, request in enumerate(requests)
         ]
         self.clock = Clock(target.device)
@@ -454,28 +460,37 @@ class _Batch:
             if reason is None:
                 going.append(number)
             steps.append((row.index, record, reason))
-        if len(going) < len(self.rows):
-            self.rows = [self.rows[number] for number in going]
-            # With no row left the loop ends, and `finish` releases the state.
-            if going:
-                index = send(going, self.root.device)
-                self.root = self.root[index]
-                self.draws.keep(index)
-                self.cache.keep(going)
-                self.proposer.keep(going)
-                if self._ahead is not None:
-                    self._ahead = self._ahead.keep(index)
+        self._keep(going)
         return steps
+
+    def drop(self, given_up: Collection[int]) -> None:
+        """Drop the rows of the requests with these indices, whose replies nobody wants any more."""
+        self._keep([i for i, row in enumerate(self.rows) if row.index not in given_up])
+
+    def _keep(self, going: list[int]) -> None:
+        """Drop every row but those numbered `going`."""
+        if len(going) == len(self.rows):
+            return
+        self.rows = [self.rows[number] for number in going]
+        # With no row left the loop ends, and `finish` releases the state.
+        if going:
+            index = send(going, self.root.device)
+            self.root = self.root[index]
+            self.draws.keep(index)
+            self.cache.keep(going)
+            self.proposer.keep(going)
+            if self._ahead is not None:
+                self._ahead = self._ahead.keep(index)
 
 
 def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int) -> None:
     """Raise `UserError` for requests that cannot be decoded."""
     if not requests:
         raise UserError("there is no prompt; give at least one")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise UserError(
-            f"max_new_tokens must be a whole number of at least 1, not {max_new_tokens!r}"
-        )
+    limits = [request.max_new_tokens for request in requests]
+    for limit in {max_new_tokens, *limits} - {None}:
+        if not isinstance(limit, int) or limit < 1:
+            raise UserError(f"max_new_tokens must be a whole number of at least 1, not {limit!r}")
     for request in requests:
         length = len(request.prompt_ids)
         if not length:

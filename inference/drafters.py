@@ -5,6 +5,7 @@ A method's module in `proposers/` is imported when a drafter of that method is l
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import logging
@@ -219,6 +220,15 @@ def proposer_of(artifact: Artifact, **settings: Any) -> Any:
     """Return a loaded drafter at work with these settings. Raises `UserError`."""
     kind = TRAINED[artifact.method]
     return kind.maker(artifact, **kind.split(artifact.method, settings))
+
+
+def proposer_like(proposer: Proposer) -> Proposer:
+    """Return a second proposer of the same drafter and settings, for another batch meanwhile.
+
+    Both share the weights. The state of a batch is made by `prefill`, which replaces what the copy
+    has in common with the original.
+    """
+    return copy.copy(proposer)
 
 
 def weight_bytes(proposer: Proposer, target: TargetSource) -> int:

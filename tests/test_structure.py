@@ -32,6 +32,7 @@ LAYERS = (  # packages of one line may import each other and all lines above
         "inference.evaluation.server",
         "inference.evaluation.tuning",
     ),
+    ("inference.serving",),
     ("distill",),
     ("train", "train.command_line", "train.data"),
     ("train.methods",),

@@ -60,6 +60,11 @@ VERBS = {  # the module of each command, the class of its options, and what it i
         "GenerateOptions",
         "decode one prompt and show what was accepted",
     ),
+    "serve": (
+        "inference.serving.serve",
+        "ServeOptions",
+        "a local server with OpenAI's API and a page to chat on",
+    ),
     "doctor": (
         "train.commands.doctor",
         "DoctorOptions",

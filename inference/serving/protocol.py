@@ -1,0 +1,245 @@
+"""Requests in the form of OpenAI's API, as types, and what the engine gets of them.
+
+Fields of vLLM are taken where they mean something here (top_k, min_p, repetition_penalty,
+ignore_eos, return_token_ids, skip_special_tokens, chat_template_kwargs). A field that would change
+the reply and cannot be honoured is refused; an unknown one too, since it may be a misspelling.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+from ..conversations.formats import Conversation, RowError
+from ..conversations.rows import parsed, prompt_ids
+from ..decode import Request
+from ..settings import Sampling
+from ..targets.target import Target
+
+MOST_CHOICES = 128
+FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+"""OpenAI's words for `Generation.finish_reason`."""
+
+
+class RequestError(Exception):
+    """Request that is refused, with its HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """Options of a streamed reply."""
+
+    include_usage: bool = False
+    """Send the numbers of tokens in a last event."""
+    continuous_usage_stats: bool = False
+
+
+class Common(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that both kinds of requests have."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    """At most 0: all tokens."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    seed: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = False
+    return_pieces: bool = False
+    """Of draftsmith: send the text token by token, with the origin of each."""
+    # Fields that would change the reply.
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: JsonObject | None = None
+    logprobs: bool | int | None = None
+    response_format: JsonObject | None = None
+    # Fields that change nothing of it.
+    user: str | None = None
+    metadata: JsonObject | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    def refused(self) -> str | None:
+        """Return the name of a given field that cannot be honoured; None if there is none."""
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias", "logprobs"):
+            if getattr(self, name):
+                return name
+        if (self.response_format or {}).get("type", "text") != "text":
+            return "response_format"
+        return None
+
+
+class CompletionRequest(Common, kw_only=True):
+    """Body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+    def refused(self) -> str | None:
+        if self.echo or self.suffix:
+            return "echo" if self.echo else "suffix"
+        if self.best_of not in (None, 1, self.n):
+            return "best_of"
+        return super().refused()
+
+
+class ChatRequest(Common, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[JsonObject], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    chat_template_kwargs: JsonObject | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
+
+    def refused(self) -> str | None:
+        if self.tools:
+            return "tools"
+        return "top_logprobs" if self.top_logprobs else super().refused()
+
+
+def read_request(body: bytes, kind: type[Any]) -> Any:
+    """Return the request of type `kind` in a body. Raises `RequestError`."""
+    try:
+        request = msgspec.convert(parsed(body.decode()), kind)
+    except (UnicodeDecodeError, RowError, msgspec.ValidationError) as error:
+        message = str(error).replace("Object contains unknown field", "there is no field")
+        raise RequestError(f"the request cannot be read: {message}") from error
+    if (name := request.refused()) is not None:
+        raise RequestError(f"{name} is not supported here; leave it out")
+    return request
+
+
+def sampling_of(request: Common, defaults: Sampling) -> Sampling:
+    """Return the sampling parameters of a request; `defaults` has those that it does not name.
+
+    Raises `RequestError`. A seed of its own is only set where the request has one.
+    """
+    values = {
+        name: given
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+        if (given := getattr(request, name)) is not None
+    }
+    if request.top_k is not None:
+        values["top_k"] = max(request.top_k, 0)
+    merged = {**vars_of(defaults), **values}
+    if merged["temperature"] == 0:
+        # Clients send them all the same. They never remove the best token, which greedy takes.
+        merged |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    try:
+        return Sampling(**merged)
+    except UserError as error:
+        raise RequestError(str(error)) from error
+
+
+def vars_of(sampling: Sampling) -> JsonObject:
+    """Return the fields of sampling parameters by their names."""
+    return {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
+
+
+def stops_of(request: Common) -> tuple[str, ...]:
+    """Return the stop strings of a request. Raises `RequestError` for an empty one."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if not all(stops):
+        raise RequestError("a stop string must have at least one character")
+    return tuple(dict.fromkeys(stops))
+
+
+def requests_of(request: Common, target: Target, longest: int) -> list[Request]:
+    """Return what is to be decoded for a request: all samples of each prompt, in order.
+
+    `longest` limits a reply where the request does not. Noise belongs to a request's seed; without
+    one each request has noise of its own. Raises `RequestError` for a prompt that cannot be
+    decoded.
+    """
+    limit = request.max_tokens
+    if isinstance(request, ChatRequest):
+        limit = request.max_completion_tokens or limit
+    # `row_keys` takes 64 bits; 0 is the name of the only prompt of `Decoder.generate`.
+    name = 0 if request.seed is not None else secrets.randbits(62)
+    found = []
+    for number, ids in enumerate(prompts_of(request, target)):
+        room = target.max_positions - len(ids)
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        if room < 1:
+            raise RequestError(
+                f"a prompt of {len(ids)} tokens leaves no room in {target.max_positions} "
+                "positions; shorten it"
+            )
+        if not all(0 <= token < target.vocab_size for token in ids):
+            raise RequestError(
+                f"a prompt holds something that is no token id of {target.name} (0 to "
+                f"{target.vocab_size - 1})"
+            )
+        for sample in range(request.n or 1):
+            found.append(Request(ids, name + number, sample, min(limit or longest, room)))
+    return found
+
+
+def prompts_of(request: Common, target: Target) -> list[list[int]]:
+    """Return the token ids of each prompt of a request. Raises `RequestError`."""
+    try:
+        if isinstance(request, ChatRequest):
+            conversation = Conversation(
+                messages=[plain_message(message) for message in request.messages],
+                template_kwargs=request.chat_template_kwargs or {},
+            )
+            return [prompt_ids(conversation, target.tokenizer, target.name)]
+        assert isinstance(request, CompletionRequest)
+        given: Any = request.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise RequestError("there is no prompt; give at least one")
+        ids = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                prompt = target.tokenizer(prompt, add_special_tokens=request.add_special_tokens)
+                prompt = prompt["input_ids"]
+            ids.append(list(prompt))
+        return ids
+    except (RowError, UserError) as error:
+        raise RequestError(f"the prompt cannot be encoded: {error}") from error
+
+
+def plain_message(message: JsonObject) -> JsonObject:
+    """Return a message whose content is one text, also where it came in parts.
+
+    Raises `RequestError` for parts that are no text, and for a role or content of a wrong form.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestError("a message has no role")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise RequestError("a message has a part that is no text; this server takes texts")
+            texts.append(part["text"])
+        content = "".join(texts)
+    if not isinstance(content, str):
+        raise RequestError(f"the content of a message of role {role} is no text")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}

@@ -1,0 +1,197 @@
+"""Replies under way: what the engine delivers becomes text, and answers in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from secrets import token_hex
+
+from ...heads.files import JsonObject
+from ..api import Reply, none_for_nan
+from ..decode import Request, Round
+from ..detokenize import StreamedText
+from ..targets.target import Target
+from .engine import BatchSettings, Engine, Job
+from .protocol import FINISH, ChatRequest, Common
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection."""
+
+
+class DecodingFailed(Exception):
+    """The engine could not decode a reply; the message says why."""
+
+
+class Choice:
+    """One reply as its client gets it: its text so far, and its times as the server sees them."""
+
+    def __init__(self, job: Job, target: Target, skip_special: bool) -> None:
+        self.reply = Reply(list(job.request.prompt_ids))
+        self._text = StreamedText(target.tokenizer, job.settings.stop)
+        self._hidden = target.eos_ids if skip_special else frozenset[int]()
+        self._asked = time.perf_counter()
+
+    def add(self, record: Round, reason: str | None) -> list[tuple[str, bool]]:
+        """Take a step of the reply; return its new text in pieces, each with True if drafted."""
+        reply, now = self.reply, time.perf_counter()
+        if record.drafted is None:
+            reply.ttft_s = now - self._asked
+        else:
+            reply.rounds.append(record)
+        reply.decode_s = now - self._asked - reply.ttft_s
+        reply.token_ids += record.tokens
+        reply.finish_reason = reason or ""
+        pieces = []
+        for place, token in enumerate(record.tokens):
+            last = reason is not None and place == len(record.tokens) - 1
+            piece = self._text.add([] if token in self._hidden else [token], last)
+            if piece:
+                pieces.append((piece, place < record.accepted))
+        reply.text += "".join(text for text, _ in pieces)
+        return pieces
+
+    @property
+    def figures(self) -> JsonObject:
+        """What the reply gained from its drafts, and its speed."""
+        reply = self.reply
+        return {
+            "rounds": len(reply.rounds),
+            "tau": none_for_nan(reply.tau),
+            "acceptance": [round(share, 4) for share in reply.acceptance],
+            "tokens_per_second": none_for_nan(reply.tokens_per_second),
+            "ttft_s": reply.ttft_s,
+            "decode_s": reply.decode_s,
+        }
+
+
+class Pending:
+    """The replies to one request, from its submission until they have ended or are given up."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        settings: BatchSettings,
+        asked: Common,
+        model: str,
+    ) -> None:
+        """Submit all replies of the request `asked`. Raises `QueueFull`."""
+        self._engine, self._asked, self._model = engine, asked, model
+        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+        self.chat = isinstance(asked, ChatRequest)
+        self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
+        self.created = int(time.time())
+        self.jobs = []
+        for number, request in enumerate(requests):
+            self.jobs.append(Job(request, settings, partial(self._deliver, number)))
+        self.choices = [Choice(job, engine.target, asked.skip_special_tokens) for job in self.jobs]
+        engine.submit(self.jobs)
+
+    def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
+        """Hand a step over from the engine's thread to the loop of the connections."""
+        # The loop is closed where the server has stopped meanwhile: nobody listens any more.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (number, record, reason))
+
+    async def steps(
+        self, left: asyncio.Future[None]
+    ) -> AsyncIterator[tuple[int, Round, list[tuple[str, bool]]]]:
+        """Yield each step: the number of its choice, its record, and its new pieces of text.
+
+        Raises `ClientLeft` once `left` is done, and `DecodingFailed`. However it ends, nothing of
+        the request runs on afterwards.
+        """
+        try:
+            still_open = set(range(len(self.jobs)))
+            while still_open:
+                number, record, reason = await self._next(left)
+                if record is None:
+                    raise DecodingFailed(reason)
+                if reason is not None:
+                    still_open.discard(number)
+                yield number, record, self.choices[number].add(record, reason)
+        finally:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Let the engine drop the replies that have not ended."""
+        self._engine.give_up(self.jobs)
+
+    async def _next(self, left: asyncio.Future[None]) -> tuple[int, Round | None, str | None]:
+        """Return the next event of the engine. Raises `ClientLeft`."""
+        if not self._events.empty() and not left.done():
+            return self._events.get_nowait()
+        event = asyncio.ensure_future(self._events.get())
+        await asyncio.wait({event, left}, return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
+            event.cancel()
+            raise ClientLeft
+        return event.result()
+
+    def whole(self) -> JsonObject:
+        """Return the answer with all replies, which have ended."""
+        choices = []
+        for number, choice in enumerate(self.choices):
+            reply = choice.reply
+            entry = self._entry(number, reply.finish_reason)
+            if self.chat:
+                entry["message"] = {"role": "assistant", "content": reply.text, "refusal": None}
+            else:
+                entry["text"] = reply.text
+            if self._asked.return_token_ids:
+                entry["token_ids"] = reply.token_ids
+            choices.append(entry)
+        return {
+            **self._head("chat.completion" if self.chat else "text_completion"),
+            "choices": choices,
+            "usage": self.usage(),
+            "draftsmith": [choice.figures for choice in self.choices],
+        }
+
+    def chunk(self, number: int, record: Round, pieces: list[tuple[str, bool]]) -> JsonObject:
+        """Return the event of a stream for one step of a reply."""
+        reply = self.choices[number].reply
+        entry = self._entry(number, reply.finish_reason)
+        text = "".join(piece for piece, _ in pieces)
+        if self.chat:
+            # The role comes with the first event, which is the prefill's.
+            role = {"role": "assistant"} if record.drafted is None else {}
+            entry["delta"] = {**role, "content": text}
+        else:
+            entry["text"] = text
+        if self._asked.return_token_ids:
+            entry["token_ids"] = record.tokens
+        if self._asked.return_pieces:
+            entry["pieces"] = [{"text": piece, "drafted": drafted} for piece, drafted in pieces]
+        event = {
+            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
+            "choices": [entry],
+        }
+        if reply.finish_reason and self._asked.return_pieces:
+            event["draftsmith"] = self.choices[number].figures
+        return event
+
+    def last_chunk(self) -> JsonObject:
+        """Return the event of a stream that has the numbers of tokens."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": self.usage()}
+
+    def usage(self) -> JsonObject:
+        """Return the numbers of tokens of all replies; each prompt counts once."""
+        prompts = {job.request.id: len(job.request.prompt_ids) for job in self.jobs}
+        prompt = sum(prompts.values())
+        written = sum(len(choice.reply.token_ids) for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+        }
+
+    def _head(self, kind: str) -> JsonObject:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self._model}
+
+    def _entry(self, number: int, reason: str) -> JsonObject:
+        return {"index": number, "finish_reason": FINISH.get(reason), "logprobs": None}

@@ -114,7 +114,7 @@ def app_of(service: Service) -> Starlette:
         ],
         # A name that another site's owner lets point at this machine must not reach the server.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=service.hosts)],
-        exception_handlers={404: unknown_path},
+        exception_handlers={404: unknown_path, Exception: unforeseen},
         lifespan=lifespan,
     )
 
@@ -134,6 +134,11 @@ async def page_file(request: Request) -> Response:
 async def unknown_path(request: Request, error: Exception) -> Response:
     """Return the answer to a path that there is not."""
     return failure(f"there is no {request.url.path}; clients of OpenAI's API use /v1", 404)
+
+
+async def unforeseen(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that met an internal error, which the server's log shows."""
+    return failure(f"an internal error: {type(error).__name__}; see the server's log", 500)
 
 
 def failure(message: str | Exception, status: int, headers: dict[str, str] | None = None):

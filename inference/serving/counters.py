@@ -33,13 +33,9 @@ class ServerCounters:
 
         self._prompts = counter("vllm:prompt_tokens", "Prompt tokens of all requests.")
         self._tokens = counter("vllm:generation_tokens", "Tokens written for all requests.")
-        self._drafts = counter(
-            "vllm:spec_decode_num_drafts", "Rounds in which drafts were verified."
-        )
-        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.")
-        self._accepted = counter(
-            "vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted."
-        )
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Rounds with drafts.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Verified drafts.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Accepted drafts.")
         self._by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafts by their depth, from 0.",
@@ -56,9 +52,9 @@ class ServerCounters:
         self._totals: dict[str, tuple[int, int]] = {}
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float]) -> None:
-        """Show what the two functions return as the numbers of requests at work and in the queue."""
+        """Show what the functions return as the numbers of requests at work and in the queue."""
         gauges = (
-            ("vllm:num_requests_running", "Requests that are being decoded.", running),
+            ("vllm:num_requests_running", "Requests at work.", running),
             ("vllm:num_requests_waiting", "Requests in the queue.", waiting),
         )
         for name, meaning, function in gauges:

@@ -88,7 +88,8 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(Common, kw_only=True):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[Any]
+    """Text, texts, token ids, or several lists of token ids."""
     echo: bool | None = False
     suffix: str | None = None
     best_of: int | None = None
@@ -209,7 +210,7 @@ def prompts_of(request: Common, target: Target) -> list[list[int]]:
             )
             return [prompt_ids(conversation, target.tokenizer, target.name)]
         assert isinstance(request, CompletionRequest)
-        given: Any = request.prompt
+        given = request.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         if not given:
@@ -219,7 +220,9 @@ def prompts_of(request: Common, target: Target) -> list[list[int]]:
             if isinstance(prompt, str):
                 prompt = target.tokenizer(prompt, add_special_tokens=request.add_special_tokens)
                 prompt = prompt["input_ids"]
-            ids.append(list(prompt))
+            if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+                raise RequestError("a prompt is a text or a list of token ids")
+            ids.append(prompt)
         return ids
     except (RowError, UserError) as error:
         raise RequestError(f"the prompt cannot be encoded: {error}") from error

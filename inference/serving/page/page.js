@@ -136,7 +136,10 @@ function figuresOf(turn) {
   else if (turn.plain) {
     const ratio = turn.figures.tokens_per_second / turn.plain.figures.tokens_per_second;
     add(` · plain decoding ${speed(turn.plain.figures)}`);
-    if (Number.isFinite(ratio)) add(`, ${ratio.toFixed(2)}x with drafts`, true);
+    if (Number.isFinite(ratio)) {
+      add(", ");
+      add(`${ratio.toFixed(2)}x with drafts`, true);
+    }
     add(turn.plain.same ? ", the same text" : ", another text");
   }
   return line;

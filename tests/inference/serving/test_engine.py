@@ -1,0 +1,176 @@
+"""The engine of the local server: what it decodes together equals what is decoded alone, and what
+nobody waits for leaves."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+import pytest
+from draftsmith.inference.decode import Request, decode, generate
+from draftsmith.inference.drafters import load_proposer, proposer_like
+from draftsmith.inference.serving.engine import BatchSettings, Engine, Job, QueueFull
+from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.target import Target
+
+from tests.conftest import QUICKSTART
+from tests.trained import chat_prompts
+
+DRAFTERS = QUICKSTART.parent / "drafters"
+KINDS = ["ngram", "suffix", "lookahead", "early-exit", "none"]
+TRAINED = [str(DRAFTERS / name) for name in ("eagle3", "medusa", "dflash", "dspark", "distill")]
+
+
+def prompts_of(target: Target, count: int) -> list[list[int]]:
+    return chat_prompts(target, "test", count)
+
+
+@pytest.mark.parametrize("spec", [*KINDS, *TRAINED], ids=lambda spec: spec.rpartition("/")[2])
+def test_two_batches_of_one_drafter_in_turns_write_what_each_writes_alone(
+    quickstart: Target, spec: str
+) -> None:
+    """A copy of a proposer shares the weights and no state, for every kind of drafter."""
+    first = load_proposer(spec, quickstart, print)
+    second = proposer_like(first)
+    prompts = prompts_of(quickstart, 5)
+    batches = [prompts[:2], prompts[2:]]
+    alone = [[g.token_ids for g in generate(quickstart, first, batch, 24)] for batch in batches]
+    written: list[dict[int, list[int]]] = [{}, {}]
+    open_loops = []
+    for place, (proposer, batch) in enumerate(zip((first, second), batches, strict=True)):
+        requests = [Request(ids, number) for number, ids in enumerate(batch)]
+        open_loops.append((place, decode(quickstart, proposer, requests, 24)))
+    while open_loops:
+        for place, loop in list(open_loops):
+            try:
+                for index, step, _ in next(loop):
+                    written[place].setdefault(index, []).extend(step.tokens)
+            except StopIteration:
+                open_loops.remove((place, loop))
+    for place in (0, 1):
+        assert [written[place][i] for i in range(len(batches[place]))] == alone[place]
+
+
+@pytest.mark.parametrize("spec", ["ngram", TRAINED[0]], ids=["ngram", "eagle3"])
+def test_a_row_that_is_given_up_leaves_and_the_others_go_on(quickstart: Target, spec: str) -> None:
+    proposer = load_proposer(spec, quickstart, print)
+    prompts = prompts_of(quickstart, 3)
+    alone = [g.token_ids for g in generate(quickstart, proposer, prompts, 32)]
+    requests = [Request(ids, number) for number, ids in enumerate(prompts)]
+    loop = decode(quickstart, proposer, requests, 32)
+    written: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    steps = next(loop)
+    given_up: set[int] | None = None
+    rounds = 0
+    while True:
+        for index, step, _ in steps:
+            assert rounds < 3 or index != 1, "a row that was given up has gained tokens"
+            written[index] += step.tokens
+        rounds += 1
+        given_up = {1} if rounds == 3 else None
+        try:
+            steps = loop.send(given_up)
+        except StopIteration:
+            break
+    assert written[0] == alone[0] and written[2] == alone[2]
+    assert written[1] == alone[1][: len(written[1])] and len(written[1]) < len(alone[1])
+
+
+def test_a_request_has_a_limit_of_its_own(quickstart: Target) -> None:
+    proposer = load_proposer("ngram", quickstart, print)
+    prompts = prompts_of(quickstart, 2)
+    whole = generate(quickstart, proposer, prompts, 20)
+    requests = [Request(prompts[0], 0, 0, 5), Request(prompts[1], 1)]
+    cut = generate(quickstart, proposer, requests, 20)
+    assert cut[0].token_ids == whole[0].token_ids[:5] and cut[0].finish_reason == "length"
+    assert cut[1].token_ids == whole[1].token_ids
+
+
+class Listener:
+    """Collects what the engine delivers of one job."""
+
+    def __init__(self, prompt: list[int], limit: int, settings: BatchSettings, name: int = 0):
+        self.events: queue.Queue[Any] = queue.Queue()
+        request = Request(prompt, name, 0, limit)
+        self.job = Job(request, settings, lambda record, reason: self.events.put((record, reason)))
+
+    def result(self) -> tuple[list[int], str]:
+        tokens: list[int] = []
+        while True:
+            record, reason = self.events.get(timeout=60)
+            if record is None:
+                raise RuntimeError(reason)
+            tokens += record.tokens
+            if reason is not None:
+                return tokens, reason
+
+
+@pytest.fixture
+def engine(quickstart: Target):
+    proposers = {name: load_proposer(name, quickstart, print) for name in ("ngram", "none")}
+    made = Engine(quickstart, proposers, rows=3, queue=8)
+    yield made
+    made.close()
+
+
+def test_jobs_of_different_settings_get_what_they_would_get_alone(
+    engine: Engine, quickstart: Target
+) -> None:
+    """Eight jobs, at most three in a batch: greedy, sampled, and with a stop string."""
+    sampled = Sampling(temperature=0.8, seed=3)
+    settings = [
+        BatchSettings("ngram"),
+        BatchSettings("ngram", sampled),
+        BatchSettings("none", stop=("return",)),
+        BatchSettings("ngram"),
+    ] * 2
+    prompts = prompts_of(quickstart, 8)
+    listeners = [
+        Listener(prompt, 12 + number, one)
+        for number, (prompt, one) in enumerate(zip(prompts, settings, strict=True))
+    ]
+    engine.submit([listener.job for listener in listeners])
+    for number, (listener, prompt, one) in enumerate(
+        zip(listeners, prompts, settings, strict=True)
+    ):
+        proposer = load_proposer("ngram", quickstart, print)
+        request = Request(prompt)
+        (alone,) = generate(
+            quickstart, proposer, [request], 12 + number, one.sampling, None, one.stop
+        )
+        assert listener.result() == (alone.token_ids, alone.finish_reason)
+    assert engine.running == engine.waiting == 0
+
+
+def test_what_is_given_up_leaves_the_queue_and_the_batch(
+    engine: Engine, quickstart: Target
+) -> None:
+    prompts = prompts_of(quickstart, 8)
+    endless = BatchSettings("none", ignore_eos=True)
+    listeners = [Listener(prompt, 800, endless) for prompt in prompts]
+    engine.submit([listener.job for listener in listeners])
+    with pytest.raises(QueueFull):
+        engine.submit([Listener(prompt, 8, endless).job for prompt in [*prompts, prompts[0]]])
+    assert listeners[0].events.get(timeout=60)
+    engine.give_up([listener.job for listener in listeners])
+    until = time.monotonic() + 30
+    while (engine.running or engine.waiting) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert engine.running == engine.waiting == 0
+    ends = engine.counters.text().decode()
+    assert 'draftsmith:requests_total{end="cancelled"} 8.0' in ends
+    after = Listener(prompts[0], 4, BatchSettings("ngram"))
+    engine.submit([after.job])
+    assert len(after.result()[0]) == 4
+
+
+def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstart: Target) -> None:
+    prompts = prompts_of(quickstart, 2)
+    broken = Listener([10**9], 4, BatchSettings("none"))
+    sound = Listener(prompts[0], 4, BatchSettings("ngram"))
+    engine.submit([broken.job])
+    engine.submit([sound.job])
+    with pytest.raises(RuntimeError, match="no token id"):
+        broken.result()
+    assert len(sound.result()[0]) == 4

@@ -1,0 +1,289 @@
+"""`draftsmith serve` as its clients see it: the `openai` package, plain HTTP, and
+`draftsmith evaluate --server`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from draftsmith.inference.api import Decoder, load
+from draftsmith.inference.targets.target import Target
+
+from tests.conftest import QUICKSTART
+from tests.inference.evaluation.test_simulate import run_cli
+from tests.inference.serving.conftest import EAGLE3, Running, started
+from tests.trained import questions
+
+REQUESTS, CLIENTS, LIMIT = 200, 16, 16
+
+
+@pytest.fixture(scope="module")
+def decoder(quickstart: Target) -> Decoder:
+    return load(quickstart, EAGLE3)
+
+
+@pytest.fixture
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.address}/v1", api_key="any", max_retries=0)
+
+
+def chat(words: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "target",
+        "messages": [{"role": "user", "content": words}],
+        "temperature": 0,
+        "max_tokens": LIMIT,
+        **more,
+    }
+
+
+def counters(server: Running) -> dict[str, float]:
+    lines = httpx.get(f"{server.address}/metrics").text.splitlines()
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
+
+
+def wait_until_idle(server: Running) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        found = counters(server)
+        if not found["vllm:num_requests_running"] + found["vllm:num_requests_waiting"]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"rows run on: {found}")
+
+
+def test_replies_are_those_of_generate(client: openai.OpenAI, decoder: Decoder) -> None:
+    words = questions("test", 3)
+    for prompt, reply in zip(words, decoder.generate(words, LIMIT), strict=True):
+        for model in ("target", "target:ngram", "target:plain"):
+            whole = client.chat.completions.create(**chat(prompt, model=model))
+            assert whole.choices[0].message.content == reply.text
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == len(reply.token_ids)
+            assert whole.choices[0].finish_reason == (
+                "length" if reply.finish_reason == "length" else "stop"
+            )
+    (raw,) = decoder.generate(words[:1], LIMIT, raw=True)
+    done = client.completions.create(
+        model="target", prompt=words[0], temperature=0, max_tokens=LIMIT
+    )
+    assert done.choices[0].text == raw.text
+
+
+def test_samples_of_a_seed_are_those_of_generate(client: openai.OpenAI, decoder: Decoder) -> None:
+    words = questions("test", 1)[0]
+    expected = decoder.generate(words, LIMIT, samples=3, temperature=0.8, top_p=0.9, seed=7)
+    done = client.chat.completions.create(**chat(words, n=3, temperature=0.8, top_p=0.9, seed=7))
+    assert [choice.message.content for choice in done.choices] == [r.text for r in expected]
+    # without a seed each request has noise of its own
+    free = [
+        client.chat.completions.create(**chat(words, temperature=1.5)).choices[0].message.content
+        for _ in range(4)
+    ]
+    assert len(set(free)) > 1
+
+
+def test_a_stream_is_the_reply_and_says_what_was_drafted(
+    client: openai.OpenAI, decoder: Decoder
+) -> None:
+    words = questions("test", 1)[0]
+    reply = decoder.generate(words, LIMIT)
+    events = list(
+        client.chat.completions.create(
+            **chat(words, stream=True, stream_options={"include_usage": True}),
+            extra_body={"return_pieces": True, "return_token_ids": True},
+        )
+    )
+    *parts, last = events
+    assert "".join(part.choices[0].delta.content for part in parts) == reply.text
+    extra = [part.choices[0].model_extra or {} for part in parts]
+    assert [token for one in extra for token in one["token_ids"]] == reply.token_ids
+    pieces = [piece for one in extra for piece in one["pieces"]]
+    assert "".join(piece["text"] for piece in pieces) == reply.text
+    accepted = sum(min(r.accepted, len(r.tokens)) for r in reply.rounds)
+    assert sum(piece["drafted"] for piece in pieces) == accepted > 0
+    assert not last.choices and last.usage.completion_tokens == len(reply.token_ids)
+    figures = (parts[-1].model_extra or {})["draftsmith"]
+    assert figures["tau"] == reply.tau and figures["rounds"] == len(reply.rounds)
+
+
+def test_sixteen_clients_and_one_that_leaves(server: Running, decoder: Decoder) -> None:
+    """200 requests by 16 clients, half of them streamed; some clients leave in the middle of a
+    reply. Every other reply is that of `generate`, no row runs on, and memory is as before."""
+    words = questions("test", 20)
+    expected = [reply.text for reply in decoder.generate(words, LIMIT)]
+    asyncio.run(many(server.address, words, REQUESTS // 2))  # buffers become as large as they get
+    wait_until_idle(server)
+    before, counted = server.process.memory_info().rss, counters(server)
+    found = asyncio.run(many(server.address, words, REQUESTS))
+    wait_until_idle(server)
+    left = 0
+    for number, text in found.items():
+        if text is None:
+            left += 1
+        else:
+            assert text == expected[number % len(words)], number
+    assert len(found) == REQUESTS and left == REQUESTS // 50
+    assert server.process.memory_info().rss < 1.05 * before
+    now = counters(server)
+
+    def gained(name: str) -> float:
+        return now.get(name, 0) - counted.get(name, 0)
+
+    ends = [gained(f'draftsmith:requests_total{{end="{end}"}}') for end in ("eos", "length")]
+    assert sum(ends) == REQUESTS - left
+    assert gained('draftsmith:requests_total{end="cancelled"}') == left
+    tau = gained('draftsmith:round_tokens_total{drafter="eagle3"}') / gained(
+        'draftsmith:rounds_total{drafter="eagle3"}'
+    )
+    assert 1.5 < tau < 5
+
+
+async def many(address: str, words: list[str], count: int) -> dict[int, str | None]:
+    """The replies to `count` requests, 16 at a time; None: the client left in the middle."""
+    found: dict[int, str | None] = {}
+    numbers = iter(range(count))
+    async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+
+        async def one_client() -> None:
+            for number in numbers:
+                body = chat(words[number % len(words)])
+                if number % 50 == 25:
+                    body |= {"max_tokens": 900}
+                    stream = await client.chat.completions.create(
+                        **body, stream=True, extra_body={"ignore_eos": True}
+                    )
+                    async for _ in stream:
+                        break
+                    await stream.close()
+                    found[number] = None
+                elif number % 2:
+                    text = ""
+                    async for part in await client.chat.completions.create(**body, stream=True):
+                        text += part.choices[0].delta.content or ""
+                    found[number] = text
+                else:
+                    whole = await client.chat.completions.create(**body)
+                    found[number] = whole.choices[0].message.content
+
+        await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
+    return found
+
+
+def test_a_client_that_leaves_before_a_whole_reply_ends_it(server: Running) -> None:
+    before = counters(server).get('draftsmith:requests_total{end="cancelled"}', 0)
+    body = chat("def f():", max_tokens=900) | {"ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=0.3)
+    wait_until_idle(server)
+    assert counters(server)['draftsmith:requests_total{end="cancelled"}'] == before + 1
+
+
+REFUSED = [
+    ({"model": "other"}, 404, "there is no model 'other'; there are: target, target:eagle3"),
+    ({"temprature": 1}, 400, "there is no field `temprature`"),
+    ({"temperature": -1}, 400, "$.temperature"),
+    ({"tools": [{"type": "function"}]}, 400, "tools is not supported here"),
+    ({"logprobs": True}, 400, "logprobs is not supported here"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
+    ({"messages": []}, 400, "$.messages"),
+    ({"messages": [{"role": "user"}]}, 400, "the content of a message of role user is no text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "no text"),
+    ({"messages": [{"role": "user", "content": "a b " * 2000}]}, 400, "leaves no room in 1024"),
+    ({"stop": [""]}, 400, "at least one character"),
+    ({"max_tokens": 0}, 400, "$.max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "said"), REFUSED, ids=lambda value: str(value)[:30])
+def test_wrong_requests_are_answered_in_one_line(
+    server: Running, change: dict[str, Any], status: int, said: str
+) -> None:
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=chat("a") | change)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == status and said in message and "\n" not in message
+
+
+def test_what_is_no_request_is_refused(server: Running) -> None:
+    path = f"{server.address}/v1/completions"
+    as_json = {"Content-Type": "application/json"}
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"content": "{", "headers": as_json}, 400),
+        ({"content": b"\xff", "headers": as_json}, 400),
+        ({"content": "{}"}, 415),
+        ({"json": {"prompt": [10**9], "model": "target"}}, 400),
+        ({"json": {"prompt": [], "model": "target"}}, 400),
+        ({"json": {"prompt": "x" * (17 << 20)}}, 413),
+        ({"json": {"prompt": "x"}, "headers": {"Host": "evil.example"}}, 400),
+    ]
+    for request, status in cases:
+        assert httpx.post(path, **request).status_code == status, request
+    assert httpx.get(f"{server.address}/v1/nothing").status_code == 404
+    assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
+
+
+def test_a_full_queue_refuses_and_goes_on(server: Running) -> None:
+    body = {"prompt": "def f():", "n": 65, "max_tokens": 2, "model": "target"}
+    answer = httpx.post(f"{server.address}/v1/completions", json=body)
+    assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
+    answer = httpx.post(f"{server.address}/v1/completions", json=body | {"n": 40}, timeout=60)
+    assert len(answer.json()["choices"]) == 40
+
+
+def test_evaluate_measures_it_as_it_measures_vllm(server: Running, tmp_path: Path) -> None:
+    """`--server` reads the counters, and the greedy replies equal plain decoding's."""
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text("".join(json.dumps({"text": w}) + "\n" for w in questions("test", 6)))
+    done = run_cli(
+        "evaluate", "--target", str(QUICKSTART), "--target.device", "cpu", "--server",
+        server.address, "--drafter", str(EAGLE3), "--no-baselines", "--prompts", str(prompts),
+        "--concurrency", "2", "--max-new-tokens", "24", "--repeats", "1", "--json", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    (found,) = report["server"]["settings"]
+    assert found["equal_to_plain"] == found["compared"] == 6
+    local = report["settings"][0]["drafters"]["eagle3"]
+    # The counters see rounds with drafts, here all; drafts accepted behind a reply's end count.
+    assert found["tau_incl_bonus"] >= 0.99 * local["tau_incl_bonus"] > 1.5
+
+
+def test_the_key_is_asked_for_and_a_stop_is_clean() -> None:
+    process, address = started("--api-key", "secret")
+    try:
+        models = f"{address}/v1/models"
+        assert httpx.get(models).status_code == 401
+        assert httpx.get(models, headers={"Authorization": "Bearer wrong"}).status_code == 401
+        listed = httpx.get(models, headers={"Authorization": "Bearer secret"}).json()["data"]
+        assert [entry["id"] for entry in listed] == ["target", "target:plain"]
+        assert httpx.get(address).status_code == 200
+    finally:
+        process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_mistakes_end_before_the_target_is_loaded(server: Running) -> None:
+    port = server.address.rpartition(":")[2]
+    cases = [
+        (["--port", port], f"cannot listen on 127.0.0.1, port {port}"),
+        (["--port", "70000"], "--port must be between 0 and 65535"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
+        (["--max-batch", "0"], "--max-batch must be at least 1"),
+        (["--drafter", "eagel"], "eagel is not a drafter"),
+    ]
+    for options, said in cases:
+        done = run_cli("serve", "--target", str(QUICKSTART), *options)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import compress
 from numbers import Integral
 from pathlib import Path
@@ -15,10 +20,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from transformers import PreTrainedModel
 
 from ..heads.errors import UserError
+from ..heads.exchange.hub import Drafter
 from .compiled import prepare_to_compile
 from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
-from .decode import Generation, Request, decode, generate
+from .decode import Generation, Request, Step, decode, generate
 from .detokenize import StreamedText
 from .drafters import load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
@@ -103,6 +109,72 @@ class Reply(Generation):
         )
 
 
+class Stream:
+    """Iterator over the text of replies as it is decided; see `Decoder.stream`.
+
+    `close` ends it early, after which the drafter can begin another batch.
+    """
+
+    def __init__(
+        self,
+        steps: Generator[list[Step], Any, None],
+        requests: Sequence[Request],
+        target: Target,
+        stops: Sequence[str],
+        single: bool,
+    ) -> None:
+        self._steps, self._target, self._single = steps, target, single
+        self.replies = [Reply(list(request.prompt_ids)) for request in requests]
+        """The replies so far, in the order of the prompts."""
+        self._texts = [StreamedText(target.tokenizer, stops) for _ in requests]
+        self._started = time.perf_counter()
+        self._ready: deque[Any] = deque()
+
+    @property
+    def reply(self) -> Reply:
+        """The reply to the only prompt so far, or to the first one."""
+        return self.replies[0]
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._ready:
+            self._take(next(self._steps))
+        return self._ready.popleft()
+
+    def _take(self, steps: list[Step]) -> None:
+        """Add the steps of a round to the replies, and their text to what is ready."""
+        elapsed = time.perf_counter() - self._started
+        for index, step, reason in steps:
+            reply = self.replies[index]
+            reply.take(step, reason, elapsed)
+            tokens = [token for token in step.tokens if token not in self._target.eos_ids]
+            if piece := self._texts[index].add(tokens, last=reason is not None):
+                reply.text += piece
+                self._ready.append(piece if self._single else (index, piece))
+
+    def close(self) -> None:
+        """Give up what has not been decoded."""
+        self._steps.close()
+
+
+async def asynchronous(stream: Stream) -> AsyncIterator[Any]:
+    """Yield what a stream yields, which one thread decodes. A consumer that leaves closes it."""
+    end = object()
+    # One thread of its own: torch keeps threads for each thread that computes.
+    with ThreadPoolExecutor(1, "decoding") as decoding:
+        try:
+            while True:
+                step = partial(next, stream, end)
+                piece = await asyncio.get_running_loop().run_in_executor(decoding, step)
+                if piece is end:
+                    return
+                yield piece
+        finally:
+            decoding.submit(stream.close)
+
+
 def none_for_nan(value: float) -> float | None:
     """Return a number as JSON can hold it."""
     return None if math.isnan(value) else value
@@ -151,15 +223,7 @@ class Decoder:
         stops = _stops(stop)
         if input_ids is not None:
             prompts = _without_padding(prompts, input_ids, attention_mask)
-        given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
-        single = _is_one(given)
-        everything: Sequence[Any] = [given] if single else given
-        requests = []
-        for i, prompt in enumerate(everything):
-            for sample in range(samples):
-                requests.append(Request(self.encode(prompt, raw), i, sample))
-        if not requests:
-            raise UserError("there is no prompt; give at least one")
+        requests, single = self._requests(prompts, raw, samples)
         eos = frozenset() if ignore_eos else self.target.eos_ids
         replies: list[Reply] = []
         for start in range(0, len(requests), batch_size):
@@ -172,33 +236,58 @@ class Decoder:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int = 128,
         *,
         stop: str | Sequence[str] = (),
         raw: bool = False,
         **sampling: Any,
-    ) -> Iterator[str]:
-        """Yield the text of one reply as it is decided, at most one piece in each round.
+    ) -> Stream:
+        """Return an iterator over the text of one reply, or of a batch, as it is decided.
 
-        Arguments as in `generate`. Raises `UserError`.
+        Of one prompt it yields pieces of text, at most one in each round; of a list of prompts,
+        which are decoded together, pairs of a prompt's index and a piece. Its `reply`, or
+        `replies`, is complete at the end. Arguments as in `generate`. Raises `UserError`.
+
+        >>> decoder = load("scripts/quickstart/target", "ngram", device="cpu")
+        >>> stream = decoder.stream("def add(a, b):", max_new_tokens=16)
+        >>> "".join(stream) == stream.reply.text
+        True
         """
         stops = _stops(stop)
-        text = StreamedText(self.target.tokenizer, stops)
-        request = Request(self.encode(prompt, raw))
-        for steps in decode(
+        requests, single = self._requests(prompts, raw)
+        steps = decode(
             self.target,
             self.proposer,
-            [request],
+            requests,
             max_new_tokens,
             _known(Sampling, sampling),
             None,
             stops,
-        ):
-            for _, step, reason in steps:
-                tokens = [token for token in step.tokens if token not in self.target.eos_ids]
-                if piece := text.add(tokens, last=reason is not None):
-                    yield piece
+        )
+        return Stream(steps, requests, self.target, stops, single)
+
+    def astream(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        """Return what `stream` yields as an asynchronous iterator; a thread decodes meanwhile.
+
+        Arguments as in `stream`. Raises `UserError` when it is begun.
+        """
+        return asynchronous(self.stream(*arguments, **options))
+
+    def _requests(self, prompts: Any, raw: bool, samples: int = 1) -> tuple[list[Request], bool]:
+        """Return the requests for prompts, and True if one prompt and no list was given.
+
+        Raises `UserError`.
+        """
+        given: Any = prompts.tolist() if isinstance(prompts, Array) else prompts
+        single = _is_one(given)
+        requests = []
+        for i, prompt in enumerate([given] if single else given):
+            ids = self.encode(prompt, raw)
+            requests += [Request(ids, i, sample) for sample in range(samples)]
+        if not requests:
+            raise UserError("there is no prompt; give at least one")
+        return requests, single
 
     def encode(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Return the token ids of a prompt; `raw` leaves the chat template out for words.
@@ -291,10 +380,11 @@ def _stops(stop: Any) -> list[str]:
 
 def load(
     target: str | Path | TargetConfig | Target | PreTrainedModel,
-    drafter: str | Path | Proposer = "none",
+    drafter: str | Path | Drafter | Proposer = "none",
     *,
     compile: bool = False,
     tokenizer: Any = None,
+    tuned: dict[str, Any] | None = None,
     **options: Any,
 ) -> Decoder:
     """Return a decoder of `target` that drafts with `drafter`. Raises `UserError`.
@@ -303,8 +393,9 @@ def load(
     transformers has loaded, with its `tokenizer` (read from where the model came from if not
     given). `options` are those of `TargetConfig` (dtype, device, adapter, attention), for a folder
     or a name. `drafter` is an artifact's folder, a draft model's folder, or none, ngram, suffix,
-    lookahead or early-exit, with settings after a colon; or a proposer. `compile` compiles the
-    rounds: the first ones with each kind of sampling take a minute or two.
+    lookahead or early-exit, with settings after a colon; a `Drafter`; or a proposer. `tuned` are
+    settings of its tree from a profile of draftsmith tune. `compile` compiles the rounds: the first
+    ones with each kind of sampling take a minute or two.
 
     >>> decoder = load("scripts/quickstart/target", "ngram:length=6", device="cpu")
     >>> reply = decoder.generate("def add(a, b):", max_new_tokens=24)
@@ -345,6 +436,8 @@ def load(
         target.compiled = True
     if drafter is None:
         raise UserError("a drafter must be named; 'none' decodes plainly")
+    if isinstance(drafter, Drafter):
+        drafter = drafter.folder
     if isinstance(drafter, str | Path):
-        drafter = load_proposer(drafter, target, log.warning, choose=True)
+        drafter = load_proposer(drafter, target, log.warning, tuned, choose=True)
     return Decoder(target, drafter)

@@ -114,6 +114,16 @@ class Generation:
     decode_s: float = 0.0
     """Seconds from the first token to the last."""
 
+    def take(self, step: Round, reason: str | None, elapsed: float) -> None:
+        """Add a step of `decode`, which came `elapsed` seconds after the request was made."""
+        if step.drafted is None:  # the prefill, which is no round
+            self.ttft_s = elapsed
+        else:
+            self.rounds.append(step)
+        self.token_ids.extend(step.tokens)
+        self.finish_reason = reason or ""
+        self.decode_s = elapsed - self.ttft_s
+
     @property
     def lossless(self) -> bool:
         """True if every round was decided by a rule that keeps the target's distribution."""
@@ -139,14 +149,7 @@ def generate(
     for steps in decode(target, proposer, named, max_new_tokens, sampling, eos_ids, stop):
         now = time.perf_counter() - started
         for index, step, reason in steps:
-            result = results[index]
-            if step.drafted is None:
-                result.ttft_s = now
-            else:
-                result.rounds.append(step)
-            result.token_ids.extend(step.tokens)
-            result.finish_reason = reason or ""
-            result.decode_s = now - result.ttft_s
+            results[index].take(step, reason, now)
     return results
 
 

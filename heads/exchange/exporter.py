@@ -24,6 +24,7 @@ from ..layout import place
 from ..pretrained import clear_errors, read_tokenizer
 from ..vocabulary import offsets
 from .card import CardFigures, card
+from .custom_generate import write_custom_generate
 from .exports import Recipe, kind_of, recipe_for
 from .layouts import ExportRequest, files_for
 from .selfcheck import check_export, check_name, side_of
@@ -59,6 +60,8 @@ def export(
             save_file(tensors, folder / drafter.weights_file, metadata={"format": "pt"})
         # While the files still lie aside: a failed check leaves nothing where a user looks.
         check_export(folder, artifact, order, recipe, head)
+        if order.engine == "hf":
+            write_custom_generate(folder)
         document = artifact.own_facts(order.dtype)
         # The checksums are taken before the card is written, so the card may be edited later.
         document["export"] = {
@@ -66,7 +69,9 @@ def export(
             "layout": recipe.layout,
             "serve": recipe.serve(order, drafter),
             "measured": [vars(row) for row in measured],
-            "sha256": {path.name: checksum(path) for path in sorted(folder.iterdir())},
+            "sha256": {
+                path.name: checksum(path) for path in sorted(folder.iterdir()) if path.is_file()
+            },
         }
         write_json(folder / OWN_FILE, document)
         (folder / CARD).write_text(card(artifact, order, recipe, licence, measured))

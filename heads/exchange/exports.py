@@ -31,7 +31,7 @@ from .layouts import (
     sglang_taps,
 )
 
-CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi", "hf")
+CHAINS_ONLY = ("vllm", "speculators", "trtllm", "llamacpp", "tgi")
 GGUF_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 DRAFTS = 3  # drafts of a round, if no other number is given
 # Families that scale their embeddings after the lookup, while engines share the matrix alone.
@@ -115,6 +115,8 @@ def obstacle(engine: str, artifact: Artifact) -> str | None:
     drafter, kind = artifact.drafter, kind_of(artifact.drafter)
     if kind not in RECIPES[engine]:  # type: ignore[index]
         return f"it takes no {TITLES[kind]}"
+    if engine == "hf":  # draftsmith itself drafts there
+        return None
     if kind in ("eagle1", "eagle3"):
         return eagle_obstacle(engine, drafter.shape, artifact.fingerprint.model_type)
     if kind in BLOCKS:
@@ -350,19 +352,32 @@ def _tgi(order: ExportRequest, drafter: Any) -> str:
     return f"text-generation-launcher --model-id {quote(order.out)} --speculate {order.drafts}"
 
 
-def _hf(order: ExportRequest, drafter: Any) -> str:
+def _hf_script(order: ExportRequest, lines: str, how: str) -> str:
     """Return a shell command with a script that decodes a prompt by transformers' `generate`."""
     return (
         "python - <<'END'\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"tokenizer = AutoTokenizer.from_pretrained({order.target!r})\n"
-        f"names = ({order.target!r}, {order.out!r})\n"
-        "target, draft = (AutoModelForCausalLM.from_pretrained(name) for name in names)\n"
-        f"draft.generation_config.num_assistant_tokens = {order.drafts}\n"
+        f"target = AutoModelForCausalLM.from_pretrained({order.target!r})\n"
+        f"{lines}"
         'prompt = tokenizer("The capital of France is", return_tensors="pt")\n'
-        "print(tokenizer.decode(target.generate(**prompt, assistant_model=draft)[0]))\n"
+        f"print(tokenizer.decode(target.generate(**prompt, {how})[0]))\n"
         "END"
     )
+
+
+def _hf(order: ExportRequest, drafter: Any) -> str:
+    """Return the script with the drafter's own `custom_generate/generate.py`."""
+    return _hf_script(order, "", f"custom_generate={order.out!r}, trust_remote_code=True")
+
+
+def _hf_assisted(order: ExportRequest, drafter: Any) -> str:
+    """Return the script with transformers' own assisted generation."""
+    lines = (
+        f"draft = AutoModelForCausalLM.from_pretrained({order.out!r})\n"
+        f"draft.generation_config.num_assistant_tokens = {order.drafts}\n"
+    )
+    return _hf_script(order, lines, "assistant_model=draft")
 
 
 TITLES = {
@@ -390,6 +405,14 @@ _READ_ONLY = "Written after the engine's source; it has not been run."
 _CONVERTER = (
     "`convert_hf_to_gguf.py` is in llama.cpp's sources and reads folders: fetch a target of the "
     "hub with `hf download`."
+)
+_TRUST = (
+    "`trust_remote_code=True` lets transformers run `custom_generate/generate.py` of this folder, "
+    "which calls draftsmith and nothing else; draftsmith has to be installed."
+)
+_ASSISTED = (
+    "`assistant_model` is transformers' own assisted generation; `custom_generate=FOLDER` decodes "
+    "by draftsmith, batches too."
 )
 _MEDUSA_VLLM = "vLLM 0.33 has dropped Medusa: 0.32 or older, V1 runner."
 RECIPES: dict[EngineName, dict[str, Recipe]] = {
@@ -432,7 +455,14 @@ RECIPES: dict[EngineName, dict[str, Recipe]] = {
         "draft_model": Recipe("native", _llamacpp("draft-simple"), (_CONVERTER,), _MODEL),
     },
     "tgi": {"medusa": Recipe("native", _tgi, (_CHAIN, _READ_ONLY), ("vllm", "tgi"))},
-    "hf": {"draft_model": Recipe("native", _hf, (), _MODEL)},
+    "hf": {
+        "eagle3": Recipe("native", _hf, (_TRUST,)),
+        "eagle1": Recipe("native", _hf, (_TRUST,)),
+        "dflash": Recipe("native", _hf, (_TRUST,)),
+        "dspark": Recipe("native", _hf, (_TRUST,)),
+        "medusa": Recipe("native", _hf, (_TRUST,)),
+        "draft_model": Recipe("native", _hf_assisted, (_ASSISTED, _TRUST), _MODEL),
+    },
 }
 
 

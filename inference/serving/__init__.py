@@ -1,1 +1,1 @@
-"""The local server: requests in OpenAI's form, decoded together, and a page to chat on."""
+"""Interfaces through which other programs decode: HTTP with a page, and transformers' generate."""

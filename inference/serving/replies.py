@@ -36,14 +36,8 @@ class Choice:
 
     def add(self, record: Round, reason: str | None) -> list[tuple[str, bool]]:
         """Take a step of the reply; return its new text in pieces, each with True if drafted."""
-        reply, now = self.reply, time.perf_counter()
-        if record.drafted is None:
-            reply.ttft_s = now - self._asked
-        else:
-            reply.rounds.append(record)
-        reply.decode_s = now - self._asked - reply.ttft_s
-        reply.token_ids += record.tokens
-        reply.finish_reason = reason or ""
+        reply = self.reply
+        reply.take(record, reason, time.perf_counter() - self._asked)
         pieces = []
         for place, token in enumerate(record.tokens):
             last = reason is not None and place == len(record.tokens) - 1

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi
 
 from ...heads.artifact import OWN_FILE, Artifact
-from ...heads.errors import UserError, first_line
+from ...heads.errors import UserError
 from ...heads.exchange.card import CardFigures
 from ...heads.exchange.exporter import export, load_alone, with_vocabulary
 from ...heads.exchange.exports import DRAFTS
+from ...heads.exchange.hub import upload
 from ...heads.exchange.layouts import BLOCKS, ExportRequest
 from ...heads.files import check_output_folder, checksum
 from ...heads.vocabulary import most_frequent
@@ -71,7 +71,7 @@ def run(options: Options) -> None:
         print(f"note: {note}")
     print(f"\n{recipe.serve(request, artifact.drafter)}")
     if options.push is not None:
-        push(options.out, options.push)
+        print(f"\npushed: {upload(options.out, options.push)}")
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:
@@ -230,23 +230,3 @@ def _figure(
 def known(values: Sequence[float | None]) -> tuple[float, ...]:
     """Return the figures of a report, NaN for those that it does not have."""
     return tuple(NAN if value is None else value for value in values)
-
-
-def push(folder: str, name: str) -> None:
-    """Upload the folder to the hub as the repository `name`, private if it is new.
-
-    Raises `UserError` where the hub does not take it.
-    """
-    try:
-        api = HfApi()
-        api.create_repo(name, private=True, exist_ok=True)
-        address = api.upload_folder(
-            repo_id=name, folder_path=folder, commit_message="draftsmith export"
-        )
-    except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
-        raise UserError(
-            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
-            "with hf auth login"
-        ) from error
-    print(f"\npushed: {address}")

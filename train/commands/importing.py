@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 
 from ...heads.artifact import (
     OWN_FILE,
@@ -21,8 +20,9 @@ from ...heads.artifact import (
     drafter_class,
 )
 from ...heads.documents import OwnFile, read_document
-from ...heads.errors import UserError, first_line
+from ...heads.errors import UserError
 from ...heads.exchange.foreign import Answers, Public, TargetSide
+from ...heads.exchange.hub import fetched
 from ...heads.exchange.public import read_public
 from ...heads.files import check_output_folder, checksum
 from ...heads.stored_tensors import StoredTensors
@@ -42,7 +42,7 @@ def run(options: Options) -> None:
     import.
     """
     check_output_folder(options.out, "--out")
-    folder = folder_of(options.from_)
+    folder = fetched(options.from_, READ, "checkpoint")
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")
     answers = Answers(
@@ -73,26 +73,6 @@ def run(options: Options) -> None:
         f"\ndraftsmith evaluate --target {options.target} --drafter {options.out} --prompts "
         "HELD_OUT.jsonl"
     )
-
-
-def folder_of(name: str) -> Path:
-    """Return the folder `name`, or a folder with the files of the repository `name` on the hub.
-
-    Raises `UserError` where there is neither.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"{name} is not a folder; name a checkpoint's folder, or a repository on the hub"
-        )
-    try:
-        return Path(snapshot_download(name, allow_patterns=READ, ignore_patterns=["*/*"]))
-    except Exception as error:  # of any HTTP library that huggingface_hub uses
-        reason = first_line(error)
-        raise UserError(
-            f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
-        ) from error
 
 
 def taps_of(text: str | None) -> list[int] | None:

@@ -82,7 +82,7 @@ def test_chat(server: Running, quickstart: Target) -> None:
 
 
 def test_a_reply_is_stopped_and_texts_are_never_markup(server: Running) -> None:
-    evil = "<img src=x onerror=alert(1)> \u202eمرحبا 你好"
+    evil = "<img src=x onerror=alert(1)> \u202e\u0645\u0631\u062d\u0628\u0627 \u4f60\u597d"
     with opened(server.address, viewport={"width": 390, "height": 780}) as (page, wrong):
         page.click("#settings summary")
         page.fill("#limit", "900")

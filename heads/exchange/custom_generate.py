@@ -1,0 +1,44 @@
+"""The file that transformers runs for `model.generate(custom_generate=FOLDER)`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = "custom_generate"
+CODE = '''"""Decoding with the drafter of this folder, by draftsmith.
+
+    model.generate(**inputs, custom_generate=FOLDER, trust_remote_code=True)
+
+transformers runs this file, and no other code of the folder, because trust_remote_code allows it:
+read it first. Everything else is done by the package draftsmith, which has to be installed. The
+text is that of plain generate.
+"""
+
+import sys
+
+
+def generate(model, *, drafter=None, **arguments):
+    """Return what model.generate(**arguments) returns, in fewer passes of the model.
+
+    drafter is the drafter's folder or hub repository, if custom_generate does not name it.
+    """
+    try:
+        from draftsmith.inference.serving.transformers_generate import generate_with
+    except ImportError as error:
+        raise ImportError(
+            "this drafter decodes with draftsmith, which is not installed: pip install draftsmith"
+        ) from error
+    if drafter is None:
+        # transformers runs a copy of this file elsewhere and does not hand the folder's name on,
+        # but the function that calls this one holds it.
+        drafter = sys._getframe(1).f_locals.get("custom_generate")
+    if drafter is None:
+        raise ValueError("give the drafter's folder too: drafter=FOLDER")
+    return generate_with(model, str(drafter), **arguments)
+'''
+
+
+def write_custom_generate(folder: Path) -> None:
+    """Write the file into the folder of an export."""
+    (folder / FOLDER).mkdir()
+    (folder / FOLDER / "generate.py").write_text(CODE)

@@ -1,0 +1,101 @@
+"""Drafters by name: a folder here, or a repository on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, snapshot_download
+
+from ..artifact import OWN_FILE, check_files, not_a_drafter
+from ..documents import OwnFile, read_document
+from ..errors import UserError, first_line
+from ..files import check_output_folder, whole_directory
+
+READ = ("*.json", "*.safetensors", "*.md", "*.jinja", "*.model", "*.txt")
+"""Files of a drafter, the tokenizer of a draft model among them. No code."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Drafter on disk, whose files were found to be those that were written.
+
+    >>> drafter = Drafter.from_pretrained("scripts/quickstart/drafters/eagle3")
+    >>> drafter.method, drafter.target_name
+    ('eagle', 'quickstart')
+    """
+
+    folder: Path
+    method: str
+    """medusa, eagle, dflash, dspark or draft_model."""
+    target_name: str
+    """Name of the target in the training."""
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path) -> Drafter:
+        """Return the drafter of a folder, or of a repository on the hub, which is downloaded.
+
+        Raises `UserError` for what is no drafter, and for damaged files.
+        """
+        folder = fetched(str(name), READ)
+        if not (folder / OWN_FILE).is_file():
+            raise not_a_drafter(folder)
+        own, _ = read_document(folder / OWN_FILE, OwnFile, "save or copy the drafter again")
+        check_files(folder, own, lambda message: None)
+        return cls(folder, own.method, own.target.name)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Copy the drafter's files to a folder, all or none. Raises `UserError`."""
+        check_output_folder(folder, "folder")
+        if Path(folder).exists():
+            raise UserError(f"{folder} is there already; name a new folder")
+        with whole_directory(folder) as aside:
+            shutil.copytree(self.folder, aside, dirs_exist_ok=True)
+
+    def push_to_hub(self, name: str) -> str:
+        """Upload the drafter as the repository `name`, and return its address.
+
+        Raises `UserError`.
+        """
+        return upload(self.folder, name)
+
+
+def fetched(name: str, patterns: Sequence[str], what: str = "drafter") -> Path:
+    """Return the folder `name`, or a folder with the files of the repository `name` on the hub.
+
+    Raises `UserError` where there is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"{name} is not a folder; name a {what}'s folder, or a repository on the hub"
+        )
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=["*/*"]))
+    except Exception as error:  # of any HTTP library that huggingface_hub uses
+        reason = first_line(error)
+        raise UserError(
+            f"{name} is no folder here, and the hub cannot give it ({reason}); check the name"
+        ) from error
+
+
+def upload(folder: str | Path, name: str) -> str:
+    """Upload a folder as the repository `name`, private if it is new; return its address.
+
+    Raises `UserError` where the hub does not take it.
+    """
+    try:
+        api = HfApi()
+        api.create_repo(name, private=True, exist_ok=True)
+        return str(
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message="draftsmith export")
+        )
+    except Exception as error:  # of any HTTP library that huggingface_hub uses
+        reason = first_line(error)
+        raise UserError(
+            f"{folder} was written, but the hub does not take it as {name} ({reason}); log in "
+            "with hf auth login"
+        ) from error

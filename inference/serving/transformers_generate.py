@@ -1,0 +1,196 @@
+"""transformers' `generate` by the decode loop, for `custom_generate/generate.py` of an export.
+
+The text is that of plain `generate`: token for token where it is greedy, and with the same
+distribution where it samples. Arguments that would change the text otherwise are refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ...heads.errors import UserError
+from ...heads.exchange.hub import Drafter
+from ..api import Decoder, load
+from ..decode import Generation, Request, generate
+from ..settings import Sampling
+
+DEFAULT_TOP_K = 50  # of transformers where it samples and nothing else is said
+DEFAULT_NEW_TOKENS = 20  # of transformers where no length is given
+
+# Values by which each of these changes nothing; of others plain `generate` would be needed.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "bad_words_ids": (None,),
+    "renormalize_logits": (None, False),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None,),
+    "guidance_scale": (None, 1.0),
+    "watermarking_config": (None,),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "max_time": (None,),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "prompt_lookup_num_tokens": (None,),
+}
+IGNORED = {"use_model_defaults", "synced_gpus", "cache_implementation", "use_cache", "position_ids"}
+"""Arguments about how plain `generate` computes, which this one does not need."""
+
+_DECODERS: WeakKeyDictionary[PreTrainedModel, dict[str, Decoder]] = WeakKeyDictionary()
+"""Decoders of each model by the drafter's name, so that a second call loads nothing."""
+
+
+def generate_with(
+    model: PreTrainedModel,
+    drafter: str,
+    inputs: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    **options: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Return the sequences `[B, S + new]` that `model.generate` returns, padded on the right.
+
+    `drafter` is a folder or a repository on the hub; `tokenizer` is the model's, read from where
+    the model came from if not given. The other arguments are those of `generate`. Sampled text
+    takes its seed from torch's generator. Raises `UserError` for an argument that cannot be
+    honoured.
+    """
+    ids = input_ids if input_ids is not None else inputs
+    if ids is None or ids.ndim != 2:
+        raise UserError("give the prompts as input_ids [B, S]")
+    config = copy.deepcopy(generation_config or model.generation_config)
+    rest = config.update(**options)
+    refuse(config, {name: value for name, value in rest.items() if name not in IGNORED})
+    decoder = decoder_of(model, drafter, tokenizer)
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    copies = config.num_return_sequences or 1
+    limit = new_tokens(config, generation_config, options, ids.shape[1])
+    requests = []
+    for number, (row, real) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
+        prompt = [token for token, there in zip(row, real, strict=True) if there]
+        requests += [Request(prompt, number, sample) for sample in range(copies)]
+    stops = config.stop_strings or []
+    generations = generate(
+        decoder.target,
+        decoder.proposer,
+        requests,
+        limit,
+        sampling_of(config),
+        frozenset(ends_of(config)),
+        [stops] if isinstance(stops, str) else stops,
+    )
+    sequences = padded(ids.repeat_interleave(copies, 0), generations, config)
+    if streamer is not None:
+        streamer.put(ids.cpu())
+        streamer.put(sequences[0, ids.shape[1] :].cpu())
+        streamer.end()
+    if config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+    return sequences
+
+
+def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
+    """Return the decoder of a model and a drafter, loaded once. Raises `UserError`."""
+    decoders = _DECODERS.setdefault(model, {})
+    if drafter not in decoders:
+        decoders[drafter] = load(
+            model, Drafter.from_pretrained(drafter).folder, tokenizer=tokenizer
+        )
+    return decoders[drafter]
+
+
+def refuse(config: GenerationConfig, rest: dict[str, Any]) -> None:
+    """Raise `UserError` for an argument that only plain `generate` can honour."""
+    for name, neutral in NEUTRAL.items():
+        if (value := getattr(config, name, None)) not in neutral:
+            raise UserError(
+                f"{name}={value!r} is not supported by custom_generate; call generate without it"
+            )
+    for name, value in rest.items():
+        if value is not None and not (isinstance(value, list) and not value):
+            raise UserError(
+                f"the argument {name} is not supported by custom_generate; call generate without it"
+            )
+
+
+def new_tokens(
+    config: GenerationConfig,
+    given: GenerationConfig | None,
+    options: dict[str, Any],
+    prompt: int,
+) -> int:
+    """Return the number of tokens to write behind prompts of `prompt` padded tokens.
+
+    Raises `UserError` where the prompt is as long as `max_length` already.
+    """
+    if config.max_new_tokens is not None:
+        return config.max_new_tokens
+    if config.max_length is None:
+        return DEFAULT_NEW_TOKENS
+    if config.max_length <= prompt:
+        raise UserError(
+            f"max_length={config.max_length} leaves no room behind {prompt} tokens; give "
+            "max_new_tokens"
+        )
+    return config.max_length - prompt
+
+
+def sampling_of(config: GenerationConfig) -> Sampling:
+    """Return the sampling parameters of a generation config. Raises `UserError`."""
+    penalty = config.repetition_penalty or 1.0
+    if not config.do_sample or config.temperature == 0:
+        return Sampling(repetition_penalty=penalty)
+    return Sampling(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=DEFAULT_TOP_K if config.top_k is None else config.top_k,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=penalty,
+        seed=int(torch.randint(1 << 31, ())),
+    )
+
+
+def ends_of(config: GenerationConfig) -> list[int]:
+    """Return the end tokens of a generation config; there may be none."""
+    eos: Any = config.eos_token_id
+    if eos is None:
+        return []
+    if isinstance(eos, Tensor):
+        eos = eos.tolist()
+    return [eos] if isinstance(eos, int) else list(eos)
+
+
+def padded(prompts: Tensor, generations: list[Generation], config: GenerationConfig) -> Tensor:
+    """Return prompts `[B, S]` with their replies behind them, those padded to one length."""
+    ends = ends_of(config)
+    pad: Any = config.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
+    longest = max(len(generation.token_ids) for generation in generations)
+    rows = [g.token_ids + [int(pad)] * (longest - len(g.token_ids)) for g in generations]
+    return torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)

@@ -170,7 +170,7 @@ def bar_chart(
     low, top, grid = marks(Axis(label, None if dots else 0, high), edges, True)
     across = Scale(low, top, left, right)
     rows, y = [], 8.0
-    spans: list[tuple[float, float]] = []  # of the bars: vertical lines leave out headings
+    spans: list[tuple[float, float]] = []  # of the bars: the rule leaves out headings
     for name, group in finite_groups:
         if name:
             heading = escape(short(name, longest_line))
@@ -188,7 +188,7 @@ def bar_chart(
     back = []
     for at, text in grid:
         back.append(
-            f'<path class="grid" d="{_uprights(across(at), spans)}"/>'
+            f'<path class="grid" d="M{across(at):.1f} 4V{y:.1f}"/>'
             f'<text class="tick" text-anchor="middle" x="{across(at):.1f}" '
             f'y="{y + 15:.1f}">{text}</text>'
         )

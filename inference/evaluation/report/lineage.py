@@ -196,7 +196,7 @@ def _sentences(part: Part, rows: Sequence[_Row]) -> list[str]:
             category = row.change.category or UNNAMED
             worse.append(f"{_subject(part, row)}, {category} ({_where(row)})")
     if worse:
-        said.append(f'<p class="regressed" role="alert">Regressed: {escape("; ".join(worse))}.</p>')
+        said.append(f'<p class="alert" role="alert">Regressed: {escape("; ".join(worse))}.</p>')
     same = [name for name in part.comparisons if _same_weights(part, name)]
     if same:
         names = escape(", ".join(same))

@@ -38,7 +38,8 @@ def replies(report: Report, colours: Colours) -> str:
             for place, sample in enumerate(samples):
                 inside.append(folded(_about(sample), reply(sample), opened and place == 0))
             if samples:
-                views.append(folded(f"{name}: {len(samples)} replies", "".join(inside), opened))
+                count = f"{len(samples)} {'reply' if len(samples) == 1 else 'replies'}"
+                views.append(folded(f"{name}: {count}", "".join(inside), opened))
         if views:
             blocks += [f"<h4>{escape(caption(setting))}</h4>", *views]
     return LEGEND + "".join(blocks) if blocks else ""

@@ -148,7 +148,7 @@ def html(found: Found) -> bytes:
         if several:
             links.append((f"report-{index}", part.title))
             body.append(f'<h2 id="report-{index}">{escape(part.title)}</h2>')
-        body += [sections.lossy_alert(report), sections.headline(report, colours)]
+        body += [sections.alerts(report), sections.headline(report, colours)]
         body.append(sections.verdict(report))
         level = "h3" if several else "h2"
         for name, text in parts_of(part, report, colours):

@@ -62,7 +62,6 @@ def facts(report: Report, path: str) -> str:
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
         "prompts": _prompt_set(report.prompt_set),
         "replies": _reply_limits(report.options or {}),
-        "partial": f"only {report.partial} so far" if report.partial else None,
         **{f"without {name}": why for name, why in report.left_out.items()},
     }
     body = ""
@@ -107,13 +106,16 @@ def _reply_limits(options: JsonObject) -> str | None:
     return f"at most {options['max_new_tokens']} tokens, timed runs of each: {runs}"
 
 
-def lossy_alert(report: Report) -> str:
-    """Return a warning of settings that do not keep the target's distribution; "" for none."""
+def alerts(report: Report) -> str:
+    """Return what a reader has to know before any figure; "" for a whole and lossless report."""
+    said = ""
+    if report.partial:
+        said = f'<p class="alert">Not whole: only {escape(report.partial)} so far.</p>\n'
     lossy = [f"T = {s.temperature:g}, batch {s.batch}" for s in report.settings if not s.lossless]
     if not lossy:
-        return ""
+        return said
     lossy_settings = "; ".join(lossy)
-    return (
+    return said + (
         '<p class="lossy" role="alert">⚠ LOSSY: typical acceptance does not keep the '
         f"target's distribution ({lossy_settings}). Replies differ from the target's own in "
         "distribution, and speed-ups are not those of lossless decoding.</p>"
@@ -189,7 +191,7 @@ def summaries(report: Report, colours: Colours) -> str:
         "Intervals are over prompts. A draft tree offers several tokens for one place, at most one "
         "of which is accepted: its share of accepted tokens is low even where its tau is high."
     ]
-    if shares := loop_shares(report):
+    if shares := loop_shares(report, every=True):
         notes.append(shares)
     for setting in report.settings:
         for name, s in setting.drafters.items():

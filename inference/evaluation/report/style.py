@@ -37,7 +37,7 @@ code, pre, .reply, .prompt { font-family: ui-monospace, SFMono-Regular, Menlo, C
   "DejaVu Sans Mono", monospace; }
 code { font-size: 12.5px; overflow-wrap: anywhere; } code span { display: inline-block;
   max-width: 100%; }
-.regressed { font-weight: 600; }
+.alert { font-weight: 600; }
 .lossless { display: inline-block; margin: 10px 0 2px; padding: 2px 10px;
   border: 1px solid var(--c3); border-radius: 99px;
   font-size: 13px; }
@@ -90,7 +90,7 @@ svg.full { display: none; }
   svg.full { display: block; } svg.half { display: none; } }
 svg text { font-size: 12px; fill: var(--text); font-variant-numeric: tabular-nums; }
 svg .tick, svg .axis { fill: var(--soft); }
-svg .value { paint-order: stroke; stroke: var(--back); stroke-width: 4px; }
+svg .value, svg .group { paint-order: stroke; stroke: var(--back); stroke-width: 4px; }
 svg .group { font-weight: 600; }
 svg .grid { stroke: var(--line); stroke-width: 1; fill: none; }
 svg .rule { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 2 3; fill: none; }

@@ -126,13 +126,13 @@ def firsts(report: Report) -> list[SettingFigures]:
     return list(smallest.values())
 
 
-def loop_shares(report: Report) -> str:
-    """Return a sentence with the share of plain decoding's replies that loop, in each setting.
+def loop_shares(report: Report, every: bool = False) -> str:
+    """Return a sentence with the share of plain decoding's replies that loop, by setting.
 
-    It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
+    It names `every` setting, or the smallest batch of each temperature. It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
     """
     known = []
-    for setting in report.settings:
+    for setting in report.settings if every else firsts(report):
         if (share := setting.plain.loop_share) is not None:
             known.append(f"{share:.0%} ({caption(setting)})")
     if not known:

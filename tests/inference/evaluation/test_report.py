@@ -388,6 +388,11 @@ def test_the_page_begins_with_tau_and_speed_up_and_ends_with_the_facts(tmp_path:
     assert replies_at < text.index('id="measured-0"') < facts_at < text.index('id="definitions"')
 
 
+def test_a_report_that_is_not_whole_says_so_first(tmp_path: Path) -> None:
+    text = page_of(made() | {"partial": "3 of 6 prompts"}, tmp_path)
+    assert text.index("only 3 of 6 prompts so far") < text.index("<svg")
+
+
 def test_all_settings_stand_in_one_table(tmp_path: Path) -> None:
     text = page_of(made((1, 4), (0.0, 1.0)), tmp_path)
     rows = [row for row in Seen(text).rows if row[0] in ("plain", "ngram", "head")]
@@ -406,7 +411,7 @@ def test_loop_share_and_categories_are_shown_for_every_setting(tmp_path: Path) -
     settings = ["T = 0, batch 1", "T = 0, batch 4", "T = 1, batch 1", "T = 1, batch 4"]
     percent = ("50%", "25%", "0%", "12%")
     shares = [f"{share} ({where})" for share, where in zip(percent, settings, strict=True)]
-    assert ", ".join(shares) in loop_shares(typed(report))
+    assert ", ".join(shares) in loop_shares(typed(report), every=True)
     text = page_of(report, tmp_path)
     shown = markdown(gather([str(tmp_path / "made.json")]))
     for share, where in zip(shares, settings, strict=True):

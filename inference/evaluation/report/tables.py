@@ -129,7 +129,8 @@ def firsts(report: Report) -> list[SettingFigures]:
 def loop_shares(report: Report, every: bool = False) -> str:
     """Return a sentence with the share of plain decoding's replies that loop, by setting.
 
-    It names `every` setting, or the smallest batch of each temperature. It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
+    It names `every` setting, or the smallest batch of each temperature. It is empty where loops
+    were not counted; see docs/metrics.md#doubtful-figures.
     """
     known = []
     for setting in report.settings if every else firsts(report):

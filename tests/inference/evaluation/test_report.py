@@ -461,9 +461,10 @@ def test_a_prediction_begins_at_the_point_that_was_measured() -> None:
 
 
 def test_curves_begin_before_training_where_that_was_evaluated() -> None:
-    rows: list[dict[str, Any]] = [{"step": 5, "loss": 2.0, "surv@1": 0.1, "alpha@1": 0.2}]
+    rows: list[dict[str, Any]] = []
     for step, tau in ((0, 2.0), (5, 2.5)):
         rows.append({"step": step, "tau_estimated": tau, "surv@1": tau / 4, "surv@2": tau / 8})
+    rows.append({"step": 5, "loss": 2.0, "surv@1": 0.1, "alpha@1": 0.2})
     run = Training("x", rows)
     table = trainings([run])
     assert table is not None and table.rows[0][3:] == ["2.00", "\u2013", "2.50", "5"]

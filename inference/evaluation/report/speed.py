@@ -83,9 +83,9 @@ def misfits(growth: Growth) -> list[str]:
             continue
         off = abs(predicted - measured) / measured
         if off > MISFIT:
-            scaled = "" if first else " from the dashed line"
+            scaled = "" if first else " by the dashed line"
             said.append(
-                f"{growth.name} at batch {batch}: {factor(predicted)} predicted{scaled}, "
+                f"batch {batch}, {growth.name}: {factor(predicted)} predicted{scaled}, "
                 f"{factor(measured)} measured, off by {off:.0%}"
             )
         first = False
@@ -95,7 +95,7 @@ def misfits(growth: Growth) -> list[str]:
 def speed(report: Report, colours: Colours) -> str:
     """Return a chart of the speed-up for each temperature: over batch sizes, or bars for one.
 
-    A sentence below them says where the cost model does not fit.
+    A sentence and a list below them say where the cost model does not fit.
     """
     figures, remarks = [], []
     for first in firsts(report):
@@ -114,11 +114,11 @@ def speed(report: Report, colours: Colours) -> str:
         figures.append(Figure(title, _over_batches(lines, same, colours), note))
         for line in lines:
             remarks += [f"T = {first.temperature:g}, {said}" for said in misfits(line)]
-    if remarks:
-        listed = "; ".join(remarks)
-        remark = f"The cost model does not fit the measurement here: {listed}."
-        return side_by_side(figures) + f'<p class="note">{escape(remark)}</p>\n'
-    return side_by_side(figures)
+    if not remarks:
+        return side_by_side(figures)
+    lead = f"The cost model is off by more than {MISFIT:.0%} of the measured speed-up here:"
+    listed = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
+    return f'{side_by_side(figures)}<p class="note">{lead}</p>\n<ul class="note">{listed}</ul>\n'
 
 
 def _one_batch(setting: SettingFigures, colours: Colours) -> partial[str]:

@@ -29,6 +29,7 @@ h3 { font-size: 17px; margin: 40px 0 6px; }
 h4 { font-size: 14px; margin: 22px 0 8px; }
 p { margin: 6px 0; max-width: 92ch; }
 .kicker { color: var(--soft); font-size: 13px; letter-spacing: .04em; }
+ul.note { margin: 4px 0; padding-left: 20px; }
 .note, figcaption small { color: var(--soft); font-size: 13px; }
 .verdict { font-size: 17px; margin: 4px 0; max-width: none; }
 a { color: inherit; text-underline-offset: 3px; }

@@ -444,20 +444,20 @@ def test_a_prediction_begins_at_the_point_that_was_measured() -> None:
     ngram, head = speed.growths(typed(report).settings)
     assert head.scale == 2 and head.drawn == [2.0, 1.8]
     assert speed.misfits(head) == [
-        "head at batch 1: 1.00\u00d7 predicted, 2.00\u00d7 measured, off by 50%",
-        "head at batch 4: 1.80\u00d7 predicted from the dashed line, 1.50\u00d7 measured, off by "
-        "20%",
+        "batch 1, head: 1.00\u00d7 predicted, 2.00\u00d7 measured, off by 50%",
+        "batch 4, head: 1.80\u00d7 predicted by the dashed line, 1.50\u00d7 measured, off by 20%",
     ]
     assert ngram.drawn == [pytest.approx(1.0)] * 2 and speed.misfits(ngram) == [], "10% is near"
     text = speed.speed(typed(report), {"ngram": 2, "head": 1})
-    assert "The cost model does not fit the measurement here: T = 0, head at batch 1:" in text
+    assert "The cost model is off by more than 15%" in text
+    assert "<li>T = 0, batch 1, head: 1.00" in text
     line, *_ = re.findall(r'<path class="line c1 dashed" d="M([\d.]+) ([\d.]+)L', text)
     marks = re.findall(r'<path class="mark c1" d="M([\d.]+) ([\d.]+)a', text)
     assert float(line[0]) - 3.6 == pytest.approx(float(marks[0][0]), abs=0.11)
     assert float(line[1]) == pytest.approx(float(marks[0][1]), abs=0.11), "at the first point"
     for setting in report["settings"]:
         setting["drafters"]["head"]["modelled_speedup"] = float("nan")
-    assert "does not fit" not in speed.speed(typed(report), {"ngram": 2, "head": 1})
+    assert "cost model is off" not in speed.speed(typed(report), {"ngram": 2, "head": 1})
 
 
 def test_curves_begin_before_training_where_that_was_evaluated() -> None:

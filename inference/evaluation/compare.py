@@ -222,14 +222,19 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
     return requests
 
 
-def _only_drafter(report: Report, path: str) -> str:
-    """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
-    drafters = report.settings[0].drafters
+def own_drafters(report: Report) -> list[str]:
+    """Return the drafters of a report's first setting that are no baselines."""
     names = []
-    for name in drafters:
+    for name in report.settings[0].drafters if report.settings else ():
         baseline = name in ("plain", *BASELINES) or name.startswith("assisted (")
         if not baseline:
             names.append(name)
+    return names
+
+
+def _only_drafter(report: Report, path: str) -> str:
+    """Return the drafter of a report that has one besides the baselines. Raises `UserError`."""
+    names = own_drafters(report)
     if len(names) != 1:
         raise UserError(
             f"{path} has {len(names)} drafters besides the baselines ({', '.join(names)}); name "

@@ -4,171 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from .charts import COLOURS, LOOKS
-
-STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1c2024; --soft: #5c656f; --line: #dfe3e8;
-  --panel: #f6f7f9;
-  --warn-back: #b3261e; --warn-text: #fff; --draft: 0 114 178; --own: #b8500a; --focus: #0b63ce;
-  --c0: #6f7782; --c1: #0072b2; --c2: #d55e00; --c3: #009e73; --c4: #b0548a; --c5: #c98a00;
-  --c6: #3d9fd6; --c7: #7a6a00; }
-@media screen and (prefers-color-scheme: dark) { :root { --back: #14171a; --text: #e8eaed;
-  --soft: #a3acb6; --line: #343a41;
-  --panel: #1d2125; --warn-back: #f2726a; --warn-text: #14171a; --draft: 86 180 233;
-  --own: #f5a55a; --focus: #7db8ff;
-  --c0: #98a1ab; --c1: #5ab0ea; --c2: #f08a4b; --c3: #2fc79b; --c4: #dc94bd; --c5: #e8b33c;
-  --c6: #9bd3f5; --c7: #d8cf5a; } }
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
-body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.55 system-ui,
-  -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 36px 24px 80px; }
-h1, h2, h3, h4 { line-height: 1.25; text-wrap: balance; overflow-wrap: anywhere; }
-h1 { font-size: 27px; margin: 2px 0 14px; letter-spacing: -.01em; }
-h2 { font-size: 21px; margin: 56px 0 12px; padding-top: 20px; border-top: 1px solid var(--line); }
-h3 { font-size: 17px; margin: 40px 0 6px; }
-h4 { font-size: 14px; margin: 22px 0 8px; }
-p { margin: 6px 0; max-width: 92ch; }
-.kicker { color: var(--soft); font-size: 13px; letter-spacing: .04em; }
-.note, figcaption small { color: var(--soft); font-size: 13px; }
-.verdict { font-size: 17px; margin: 4px 0; max-width: none; }
-a { color: inherit; text-underline-offset: 3px; }
-nav { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 18px 0 0; font-size: 14px; }
-code, pre, .reply, .prompt { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas,
-  "DejaVu Sans Mono", monospace; }
-code { font-size: 12.5px; overflow-wrap: anywhere; } code span { display: inline-block;
-  max-width: 100%; }
-.lossless { display: inline-block; margin: 10px 0 2px; padding: 2px 10px;
-  border: 1px solid var(--c3); border-radius: 99px;
-  font-size: 13px; }
-.lossy { margin: 14px 0; padding: 10px 14px; border-radius: 6px; background: var(--warn-back);
-  color: var(--warn-text);
-  font-weight: 600; max-width: none; }
-dl.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 3px 18px;
-  margin: 16px 0; font-size: 14px; }
-dl.facts dt { color: var(--soft); }
-dl.facts dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; margin: 14px 0; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums;
-  min-width: 100%; }
-caption { text-align: left; font-weight: 600; font-size: 14px; padding: 4px 0 6px; }
-th, td { padding: 4px 9px; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--line); }
-thead th { font-weight: 500; font-size: 12.5px; color: var(--soft); vertical-align: bottom;
-  white-space: normal; }
-th:first-child { text-align: left; position: sticky; left: 0; background: var(--back);
-  font-weight: 500; padding-left: 0; }
-td:last-child, th:last-child { padding-right: 2px; }
-tr.best td, tr.best th { font-weight: 700; }
-.key { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 8px;
-  background: var(--c); }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr));
-  gap: 24px 40px; }
-figure { margin: 12px 0; min-width: 0; max-width: 560px; break-inside: avoid; }
-figcaption { font-weight: 600; font-size: 14px; margin-bottom: 8px; }
-figcaption small { display: block; font-weight: 400; }
-svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { font-size: 12px; fill: var(--text); font-variant-numeric: tabular-nums; }
-svg .tick, svg .axis { fill: var(--soft); }
-svg .value { paint-order: stroke; stroke: var(--back); stroke-width: 4px; }
-svg .group { font-weight: 600; }
-svg .grid { stroke: var(--line); stroke-width: 1; fill: none; }
-svg .rule { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 2 3; fill: none; }
-svg .line { fill: none; stroke: var(--c); stroke-width: 2; stroke-linejoin: round; }
-svg .line.dashed { stroke-dasharray: 6 4; stroke-width: 1.6; }
-svg .mark { fill: var(--c); stroke: var(--back); stroke-width: 1; }
-svg .mark.dashed { fill: var(--back); stroke: var(--c); stroke-width: 1.4; }
-svg .whisker { stroke: var(--c); stroke-width: 1.2; fill: none; }
-svg .whisker.over { stroke: var(--text); }
-svg .leader { stroke: var(--c); stroke-width: .8; opacity: .6; fill: none; }
-svg text.name[class*=" c"] { fill: var(--c); font-weight: 600; }
-svg .bar { fill: var(--c); }
-svg .predicted { stroke: var(--text); stroke-width: 2; stroke-dasharray: 3 2; fill: none; }
-svg .part { stroke: var(--back); stroke-width: 1; }
-svg rect.p0 { fill: #e69f00; } svg rect.p1 { fill: #0072b2; } svg rect.p2 { fill: #36b890; }
-  svg rect.p3 { fill: #cc79a7; }
-svg rect.p4 { fill: #a9b0b8; }
-svg text.inside { fill: #14171a; font-weight: 600; } svg text.inside.p1 { fill: #fff; }
-details { margin: 5px 0; } details details { margin: 2px 0 2px 18px; }
-summary { cursor: pointer; font-size: 14px; font-weight: 500; padding: 4px 0; }
-.prompt, .reply { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 13px;
-  line-height: 1.75; margin: 6px 0 14px;
-  padding: 10px 14px; border-radius: 6px; }
-.prompt { border: 1px solid var(--line); color: var(--soft); max-height: 15em; overflow: auto;
-  line-height: 1.5; }
-.reply { background: var(--panel); }
-.reply i, .legend i { font-style: normal; unicode-bidi: isolate; border-radius: 3px; padding: 1px 0;
-  border-bottom: 2px solid transparent; }
-.legend { display: flex; flex-wrap: wrap; gap: 6px 16px; font-size: 13px; margin: 10px 0;
-  padding: 0; list-style: none; }
-.legend i { padding: 1px 7px; }
-i.own { border-bottom-color: var(--own); }
-i.first { border-bottom: 2px dotted var(--soft); }
-i.d1 { background: rgb(var(--draft) / .13); } i.d2 { background: rgb(var(--draft) / .22); }
-i.d3 { background: rgb(var(--draft) / .31); } i.d4 { background: rgb(var(--draft) / .40); }
-i.d5 { background: rgb(var(--draft) / .49); } i.d6 { background: rgb(var(--draft) / .58); }
-.reply i.on { outline: 2px solid var(--focus); }
-.nl { color: var(--soft); opacity: .7; }
-#tip { position: fixed; z-index: 9; max-width: min(340px, 92vw); padding: 8px 11px;
-  border-radius: 6px; pointer-events: none;
-  background: var(--text); color: var(--back); font: 12.5px/1.5 ui-monospace, Menlo, Consolas,
-  monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere; }
-#tip[hidden] { display: none; }
-:focus-visible { outline: 2px solid var(--focus); outline-offset: 2px; }
-dl.words { font-size: 14px; } dl.words dt { font-weight: 600; margin-top: 8px; } dl.words dd {
-  margin: 0; color: var(--soft); }
-@media (max-width: 600px) { main { padding: 22px 16px 60px; } h1 { font-size: 22px; } svg text {
-  font-size: 13px; }
-  dl.facts { grid-template-columns: minmax(0, 1fr); gap: 0; } dl.facts dd { margin-bottom: 6px; } }
-@media print { body { font-size: 11px; } main { max-width: none; padding: 0; } nav {
-  display: none; }
-  .wide { overflow: visible; } table, thead th { font-size: 9px; } th, td { padding: 3px 4px; }
-  .key { width: 7px; height: 7px; margin-right: 4px; } .prompt { max-height: none; }
-  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
-  tr, figure { break-inside: avoid; } h2, h3, h4 { break-after: avoid; } }
-"""
-
-# The classes c0, c1, .. only set the variable --c, so that a drafter's line, markers and key in a
-# table get one colour. 0 is neutral; from c8 on the colours begin again.
-for _look in range(LOOKS + 1):
-    _colour = 1 + (_look - 1) % COLOURS if _look else 0
-    STYLE += f".c{_look} {{ --c: var(--c{_colour}); }}\n"
-
-# Shows the `title` of a reply's token in a box: under the pointer, on touch, and with the arrow
-# keys. Without the script a browser still shows titles, but only under the pointer.
-SCRIPT = """
-const tip = document.createElement('div'); tip.id = 'tip'; tip.hidden = true;
-  tip.setAttribute('role', 'status');
-document.body.append(tip);
-let on = null;
-function show(token) {
-  if (on === token) return;
-  if (on) { on.title = tip.textContent; on.classList.remove('on'); }
-  on = token; tip.hidden = !token;
-  if (!token) return;
-  tip.textContent = token.title; token.removeAttribute('title'); token.classList.add('on');
-  const at = token.getClientRects()[0] || token.getBoundingClientRect();
-  const box = tip.getBoundingClientRect();
-  const under = at.bottom + 8 + box.height < innerHeight;
-  tip.style.left = Math.max(8, Math.min(at.left, innerWidth - box.width - 8)) + 'px';
-  tip.style.top = (under ? at.bottom + 8 : Math.max(8, at.top - box.height - 8)) + 'px';
-}
-document.addEventListener('pointerover', e => show(e.target.closest('.reply i')));
-document.addEventListener('scroll', () => show(null), { passive: true });
-document.addEventListener('focusout', () => show(null));
-document.addEventListener('keydown', e => {
-  const reply = e.target.closest('.reply');
-  if (e.key === 'Escape') show(null);
-  if (!reply || (e.key !== 'ArrowRight' && e.key !== 'ArrowLeft')) return;
-  e.preventDefault();
-  const tokens = [...reply.querySelectorAll('i')], step = e.key === 'ArrowRight' ? 1 : -1;
-  show(tokens[Math.max(0, Math.min(tokens.length - 1, tokens.indexOf(on) + step))]);
-});
-"""
+from ..results import Report, SettingFigures
+from .axes import FULL, HALF
+from .script import SCRIPT
+from .style import STYLE
+from .tables import firsts
 
 
 def page(title: str, body: str) -> bytes:
@@ -197,18 +41,43 @@ def page(title: str, body: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-def figure(title: str, chart: str, note: str = "") -> str:
-    """Return a chart under its title and an optional note; "" if `chart` is empty."""
-    if not chart:
+@dataclass(frozen=True)
+class Figure:
+    """A chart with its title and an optional note."""
+
+    title: str
+    draw: Callable[..., str]
+    """Returns the chart for a keyword argument `width`; "" if there is nothing to draw."""
+    note: str = ""
+
+    def html(self, alone: bool = False) -> str:
+        """Return the chart under its title; "" if it is empty.
+
+        A chart that stands `alone` in its row is there twice: in half of the page's width, for
+        phones and print, and in all of it. The style shows one of them.
+        """
+        chart = self.draw(width=HALF)
+        if not chart:
+            return ""
+        if alone:
+            whole = self.draw(width=FULL).replace("<svg ", '<svg class="full" ', 1)
+            chart = chart.replace("<svg ", '<svg class="half" ', 1) + whole
+        small = f"<small>{escape(self.note)}</small>" if self.note else ""
+        kind = ' class="alone"' if alone else ""
+        return f"<figure{kind}><figcaption>{escape(self.title)}{small}</figcaption>{chart}</figure>"
+
+
+def side_by_side(figures: Sequence[Figure]) -> str:
+    """Return figures in rows of two where the page is wide enough; "" if all of them are empty.
+
+    The last of an odd number of figures takes a whole row.
+    """
+    drawn = [figure for figure in figures if figure.html()]
+    if not drawn:
         return ""
-    small = f"<small>{escape(note)}</small>" if note else ""
-    return f"<figure><figcaption>{escape(title)}{small}</figcaption>{chart}</figure>\n"
-
-
-def side_by_side(figures: list[str]) -> str:
-    """Return figures side by side where the page is wide enough; "" if all of them are empty."""
-    joined = "".join(figures)
-    return f'<div class="figures">{joined}</div>\n' if joined else ""
+    last = len(drawn) - 1
+    blocks = [f.html(alone=i == last and i % 2 == 0) for i, f in enumerate(drawn)]
+    return f'<div class="figures">{"".join(blocks)}</div>\n'
 
 
 def folded(summary: str, inside: str, opened: bool = False) -> str:
@@ -217,3 +86,19 @@ def folded(summary: str, inside: str, opened: bool = False) -> str:
         return ""
     tag = "<details open>" if opened else "<details>"
     return f"{tag}<summary>{escape(summary)}</summary>{inside}</details>\n"
+
+
+def others_folded(report: Report, draw: Callable[[SettingFigures], list[Figure]]) -> str:
+    """Return figures of the smallest batches in sight, and those of all others folded.
+
+    `draw` returns the figures of one setting.
+    """
+    smallest = firsts(report)
+    in_sight, others = [], []
+    for setting in smallest:
+        in_sight += draw(setting)
+    for setting in report.settings:
+        # By identity, since two settings may be equal in all their numbers.
+        if not any(setting is first for first in smallest):
+            others += draw(setting)
+    return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))

@@ -17,9 +17,12 @@ from ..evaluate import BASELINES
 from ..options import ReportOptions as Options
 from ..results import Report, read_report
 from ..training_log import METRICS_FILE, read_metrics
-from . import sections
+from . import sections, speed
+from .lineage import Part, before_after, compare_table, parts_of_page
 from .page import folded, page
-from .tables import Training, categories, firsts, served, summary, trainings
+from .replies import replies
+from .tables import Colours, categories, served, summary
+from .training import Training, curves, trainings
 
 HTML_FILE = "report.html"
 
@@ -84,9 +87,13 @@ def gather(paths: Sequence[str]) -> Found:
             for log in [folder / METRICS_FILE, *sorted(folder.glob(f"*/{METRICS_FILE}"))]:
                 if log.is_file():
                     runs[log.parent.resolve()] = read_metrics(log)
+            inside = []
             for file in sorted(folder.glob("*.json")):
                 if is_report(file):
-                    reports[file.resolve()] = (str(file), read_report(str(file)))
+                    inside.append((str(file), read_report(str(file))))
+            # Their names say nothing about which is before and which after.
+            for name, report in sorted(inside, key=lambda entry: entry[1].started_at):
+                reports[Path(name).resolve()] = (name, report)
             if len(reports) + len(runs) == before and not known:
                 raise UserError(
                     f"{text} holds neither {METRICS_FILE} nor a JSON of draftsmith evaluate; name "
@@ -128,21 +135,23 @@ def is_report(file: Path) -> bool:
 
 
 def html(found: Found) -> bytes:
-    """Return the page: a part for each report, then training runs and definitions."""
-    reports = [report for _, report in found.reports]
-    several = len(reports) > 1
+    """Return the page: its parts of one report or one lineage, then training runs, definitions."""
+    parts = parts_of_page(found.reports)
+    reports = [part.report for part in parts]
+    several = len(parts) > 1
     colours = sections.colours_of(reports, BASELINES)
     targets = dict.fromkeys(report.target_name for report in reports)
     title = ", ".join(targets) or f"Training of {', '.join(run.name for run in found.trainings)}"
     body = [f'<p class="kicker">draftsmith report</p>\n<h1>{escape(title)}</h1>']
     links: list[tuple[str, str]] = []
-    for index, (path, report) in enumerate(found.reports):
+    for index, (part, report) in enumerate(zip(parts, reports, strict=True)):
         if several:
-            links.append((f"report-{index}", path))
-            body.append(f'<h2 id="report-{index}">{escape(path)}</h2>')
-        body += [sections.verdict(report), sections.facts(report, path)]
+            links.append((f"report-{index}", part.title))
+            body.append(f'<h2 id="report-{index}">{escape(part.title)}</h2>')
+        body += [sections.alerts(report), sections.headline(report, colours)]
+        body.append(sections.verdict(report))
         level = "h3" if several else "h2"
-        for name, text in parts_of(report, colours):
+        for name, text in parts_of(part, report, colours):
             # Several reports repeat the same sections, so the number keeps the ids apart.
             anchor = f"{name.split()[0].lower()}-{index}"
             if not several:
@@ -151,8 +160,7 @@ def html(found: Found) -> bytes:
     table = trainings(found.trainings)
     if table is not None:
         links.append(("training", "Training"))
-        curves = sections.training(found.trainings)
-        body.append(f'<h2 id="training">Training</h2>\n{table.html()}{curves}')
+        body.append(f'<h2 id="training">Training</h2>\n{table.html()}{curves(found.trainings)}')
     definitions = _definitions(reports)
     if definitions:
         links.append(("definitions", "Definitions"))
@@ -174,33 +182,51 @@ def _definitions(reports: Sequence[Report]) -> str:
         f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>"
         for name, meaning in definitions.items()
     )
-    return folded("What each number means", f"<dl class=words>{rows}</dl>")
+    return folded("What each key of the JSON means", f"<dl class=words>{rows}</dl>")
 
 
-def parts_of(report: Report, colours: dict[str, int]) -> list[tuple[str, str]]:
-    """Return headings and HTML of the sections that have something to show, in their order."""
+def parts_of(part: Part, report: Report, colours: Colours) -> list[tuple[str, str]]:
+    """Return headings and HTML of the sections that have something to show, in their order.
+
+    `report` is the one of the part, or all of its lineage in one.
+    """
     table = served(report)
     every = [
+        ("Before and after", before_after(part, colours)),
         ("Summary", sections.summaries(report, colours)),
         ("Server", "" if table is None else table.html()),
         ("Acceptance by position", sections.acceptance(report, colours)),
         ("Categories", sections.by_category(report, colours)),
-        ("Speed-up", sections.speed(report, colours)),
-        ("Time of a round", sections.times(report)),
-        ("Replies token by token", sections.replies(report, colours)),
+        ("Speed-up", speed.speed(report, colours)),
+        ("Time of a round", speed.times(report)),
+        ("Replies token by token", replies(report, colours)),
+        ("Measured on", _conditions(part)),
     ]
     return [(name, text) for name, text in every if text]
 
 
-def markdown(found: Found) -> str:
-    """Return the tables of all reports and training runs as Markdown."""
+def _conditions(part: Part) -> str:
+    """Return what each report of a part was measured on; a lineage says which is which."""
     blocks = []
-    for path, report in found.reports:
+    for label, (path, report) in zip(part.labels, part.reports, strict=True):
+        heading = f"<h4>{escape(label)}</h4>" if len(part.reports) > 1 else ""
+        blocks.append(heading + sections.facts(report, path))
+    return "".join(blocks)
+
+
+def markdown(found: Found) -> str:
+    """Return the tables of all reports, lineages and training runs as Markdown."""
+    blocks = []
+    for part in parts_of_page(found.reports):
+        report = part.report
         prompts = report.prompt_set.prompts
-        blocks.append(f"## {report.target_name}\n\n{prompts} prompts, {path}\n")
-        for setting in report.settings:
-            blocks.append(summary(setting, report.drafter_bytes).markdown())
-        tables = [served(report), *(categories(setting) for setting in firsts(report))]
+        blocks.append(f"## {report.target_name}\n\n{prompts} prompts, {part.title}\n")
+        tables = [
+            compare_table(part),
+            summary(report) if report.settings else None,
+            served(report),
+            *(categories(setting) for setting in report.settings),
+        ]
         blocks += [table.markdown() for table in tables if table is not None]
     table = trainings(found.trainings)
     if table is not None:

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TypeGuard
 
-from ....heads.files import JsonObject
-from ..results import Report, SettingFigures
+from ..results import DrafterFigures, Report, SettingFigures
 
 # Typographic signs, written as codes because they look like others.
 NOTHING, TO, TIMES = "\u2013", "\u2013", "\u00d7"
 UNNAMED = "(none)"  # the category of prompts that have none
-
-
-@dataclass(frozen=True)
-class Training:
-    """Name of a training run, and the rows of its log."""
-
-    name: str
-    rows: Sequence[JsonObject]
-
-    def curve(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) of every row with a finite value of `key`, by step.
-
-        A step that was logged again after a restart counts once, with its last value.
-        """
-        values = {row["step"]: row[key] for row in self.rows if is_finite(row.get(key))}
-        return sorted(values.items())
+Colours = Mapping[str, int]
+"""Numbers of looks (`charts.LOOKS`) by drafters' names."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +25,10 @@ class Table:
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    best: int | None = None
-    """Number of the row that is set in bold, from 0."""
+    best: Collection[int] = ()
+    """Numbers of the rows that are set in bold, from 0."""
+    switches: Sequence[str] = ()
+    """Columns of few values, by which a reader of the page can choose rows."""
 
     def markdown(self) -> str:
         """Return the table as Markdown, its title in bold above it."""
@@ -55,7 +42,7 @@ class Table:
         return "\n".join(lines) + "\n"
 
     def html(self, colours: Mapping[str, int] | None = None) -> str:
-        """Return the table as HTML.
+        """Return the table as HTML, which the page's script makes sortable.
 
         Rows that `colours` names get a key in their colour, so that the table is the legend of the
         charts below it.
@@ -65,11 +52,15 @@ class Table:
         for number, (name, *cells) in enumerate(self.rows):
             key = f'<i class="key c{colours[name]}"></i>' if colours and name in colours else ""
             values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-            best = ' class="best"' if number == self.best else ""
-            body.append(f'<tr{best}><th scope="row">{key}{escape(name)}</th>{values}</tr>')
+            best = ' class="best"' if number in self.best else ""
+            head = f'<th scope="row">{key}<bdi>{escape(name)}</bdi></th>'
+            body.append(f"<tr{best}>{head}{values}</tr>")
         caption = f"<caption>{escape(self.title)}</caption>"
+        places = " ".join(str(list(self.columns).index(column)) for column in self.switches)
+        switches = f' data-switches="{places}"' if places else ""
         table = (
-            f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+            f"<table{switches}>{caption}<thead><tr>{heads}</tr></thead>"
+            f"<tbody>{''.join(body)}</tbody></table>"
         )
         return (
             '<div class="wide" tabindex="0" role="region" '
@@ -135,13 +126,14 @@ def firsts(report: Report) -> list[SettingFigures]:
     return list(smallest.values())
 
 
-def loop_shares(report: Report) -> str:
-    """Return a sentence with the share of plain decoding's replies that loop, by temperature.
+def loop_shares(report: Report, every: bool = False) -> str:
+    """Return a sentence with the share of plain decoding's replies that loop, by setting.
 
-    It is empty where loops were not counted; see docs/metrics.md#doubtful-figures.
+    It names `every` setting, or the smallest batch of each temperature. It is empty where loops
+    were not counted; see docs/metrics.md#doubtful-figures.
     """
     known = []
-    for setting in firsts(report):
+    for setting in report.settings if every else firsts(report):
         if (share := setting.plain.loop_share) is not None:
             known.append(f"{share:.0%} ({caption(setting)})")
     if not known:
@@ -160,47 +152,86 @@ def fastest(setting: SettingFigures) -> str | None:
 
 
 COLUMNS = (
-    "drafter", "tau", "tau 95%", "tau untrunc.", "accept rate", "drafts/round", "tokens/s",
-    "speed-up", "its 95%", "TTFT p50 ms", "ms/token p50", "p95", "drafter size", "identical",
-)  # fmt: skip
+    "drafter",
+    "speed-up",
+    "temperature",
+    "batch size",
+    "tau",
+    "tau, 95% interval",
+    "speed-up, 95% interval",
+    "tokens a second",
+    "drafted tokens a round",
+    "share of them accepted",
+    "time to first token, median, ms",
+    "time per later token, median, ms",
+    "95th percentile of that, ms",
+    "size of the drafter",
+    "replies equal to plain decoding's",
+    "tau if no reply stopped inside a round",
+)
 
 
-def summary(setting: SettingFigures, sizes: Mapping[str, int | None]) -> Table:
-    """Return the table of one setting, with a row for each way of decoding.
+def summary(report: Report) -> Table:
+    """Return the table of all settings, with a row for each setting and each way of decoding.
 
-    `sizes` are the drafters' own weights in bytes, by name.
+    The fastest drafter of each setting is in bold. A setting that is lossy says so.
     """
-    rows = []
-    for name, s in setting.drafters.items():
-        # Without drafts tau is 1 by definition, and there is nothing to accept.
-        drafts = bool(s.mean_n_draft)
-        ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
-        equal = s.equal_to_ar
-        rows.append([
-            name,
-            number(s.tau_incl_bonus),
-            interval(s.tau_ci95) if drafts else NOTHING,
-            number(s.tau_untruncated),
-            number(s.accept_rate) if drafts else NOTHING,
-            number(s.mean_n_draft, ".1f") if drafts else NOTHING,
-            number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
-            factor(s.speedup),
-            interval(s.speedup_ci95) if name != "plain" else NOTHING,
-            number(ttft.get("p50"), ".1f", 1000),
-            number(tpot.get("p50"), ".2f", 1000),
-            number(tpot.get("p95"), ".2f", 1000),
-            size(sizes.get(name)),
-            NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
-        ])  # fmt: skip
-    best = fastest(setting)
-    best_row = None if best is None else list(setting.drafters).index(best)
-    return Table(caption(setting), COLUMNS, rows, best_row)
+    rows, best = [], []
+    for setting in report.settings:
+        winner = fastest(setting)
+        for name, figures in setting.drafters.items():
+            if name == winner:
+                best.append(len(rows))
+            rows.append(_summary_row(setting, name, figures, report.drafter_bytes.get(name)))
+    title = "Every setting"
+    if any(not setting.lossless for setting in report.settings):
+        title += ", LOSSY typical acceptance"
+    return Table(title, COLUMNS, rows, best, ("temperature", "batch size"))
+
+
+def _summary_row(
+    setting: SettingFigures, name: str, s: DrafterFigures, weights: int | None
+) -> list[str]:
+    """Return the row of one way of decoding; `weights` are the drafter's own, in bytes."""
+    # Without drafts tau is 1 by definition, and there is nothing to accept.
+    drafts = bool(s.mean_n_draft)
+    ttft, tpot = s.ttft_quantiles_s or {}, s.tpot_quantiles_s or {}
+    equal = s.equal_to_ar
+    return [
+        name,
+        factor(s.speedup),
+        f"{setting.temperature:g}",
+        str(setting.batch),
+        number(s.tau_incl_bonus),
+        interval(s.tau_ci95) if drafts else NOTHING,
+        interval(s.speedup_ci95) if name != "plain" else NOTHING,
+        number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
+        number(s.mean_n_draft, ".1f") if drafts else NOTHING,
+        number(s.accept_rate) if drafts else NOTHING,
+        number(ttft.get("p50"), ".1f", 1000),
+        number(tpot.get("p50"), ".2f", 1000),
+        number(tpot.get("p95"), ".2f", 1000),
+        size(weights),
+        NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
+        number(s.tau_untruncated),
+    ]
 
 
 SERVER_COLUMNS = (
-    "setting", "tau", "emitted", "accepted 1", "2", "3", "accept rate", "tokens/s", "TTFT p50 ms",
-    "its p95", "ms/token p50", "its p95", "identical",
-)  # fmt: skip
+    "setting",
+    "tau",
+    "tau, steps without a draft counted",
+    "accepted 1 or more",
+    "2 or more",
+    "3 or more",
+    "share of drafted tokens accepted",
+    "tokens a second",
+    "time to first token, median, ms",
+    "95th percentile of that, ms",
+    "time per later token, median, ms",
+    "95th percentile of that one, ms",
+    "replies equal to plain decoding's",
+)
 
 
 def served(report: Report) -> Table | None:
@@ -251,46 +282,12 @@ def categories(setting: SettingFigures) -> Table | None:
         for by in by_drafter.values():
             c = by.get(category)
             # A drafter whose replies had no round has no tau in that category.
-            cells.append(NOTHING if c is None else _with_interval(c.tau_incl_bonus, c.tau_ci95))
+            cells.append(NOTHING if c is None else with_interval(c.tau_incl_bonus, c.tau_ci95))
         rows.append(cells)
     return Table(f"Tau by category, {caption(setting)}", ["category", *by_drafter], rows)
 
 
-def trainings(runs: Sequence[Training]) -> Table | None:
-    """Return a row for each training run, with its end and its best evaluation; `None` for no runs.
-
-    The best evaluation is the one of the highest measured tau, or of the highest estimated tau
-    where nothing was measured.
-    """
-    rows = []
-    for run in runs:
-        loss, measured = run.curve("loss"), run.curve("tau_measured")
-        estimated = dict(run.curve("tau_estimated"))
-        last_step = max(row["step"] for row in run.rows)
-        best = max(measured, key=lambda point: point[1], default=None)
-        if best is not None:
-            best_step = best[0]
-        else:
-            best_step = max(estimated, key=lambda step: estimated[step], default=None)
-        rows.append([
-            run.name,
-            f"{last_step:.0f}",
-            number(loss[-1][1] if loss else None, ".3f"),
-            NOTHING if best is None else _with_interval(best[1], bounds(run, best[0])),
-            NOTHING if best_step is None else number(estimated.get(best_step)),
-            NOTHING if best_step is None else f"{best_step:.0f}",
-        ])  # fmt: skip
-    columns = ["run", "steps", "last loss", "best tau, measured", "tau, estimated there", "at step"]
-    return Table("Training runs", columns, rows) if rows else None
-
-
-def bounds(run: Training, step: float) -> tuple[float, float] | None:
-    """Return the 95% interval of the tau measured at that step; `None` where it is not known."""
-    low, high = (dict(run.curve(f"tau_measured_{edge}")).get(step) for edge in ("low", "high"))
-    return None if low is None or high is None else (low, high)
-
-
-def _with_interval(value: float, pair: Sequence[float | None] | None) -> str:
+def with_interval(value: float, pair: Sequence[float | None] | None) -> str:
     """Return `2.31 (2.01-2.34)`, without the brackets where the interval is not known."""
     text = interval(pair)
     return number(value) + (f" ({text})" if text != NOTHING else "")

@@ -1,160 +1,40 @@
-"""The page of `draftsmith report`: its numbers are the JSON's, no text breaks out of it, a browser
-shows it without complaint."""
+"""The page of `draftsmith report`: its numbers are the JSON's, and no text breaks out of it."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from draftsmith.heads.documents import convert
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.evaluation.report import charts, sections
-from draftsmith.inference.evaluation.report.charts import (
-    Axis,
-    Bar,
-    Series,
-    Shares,
-    bar_chart,
-    line_chart,
-    share_chart,
-    spread,
-    ticks,
-)
-from draftsmith.inference.evaluation.report.page import SCRIPT
+from draftsmith.inference.evaluation.report import charts, replies, sections, speed
 from draftsmith.inference.evaluation.report.report import Options, gather, html, markdown, run
-from draftsmith.inference.evaluation.report.tables import (
-    Table,
-    Training,
-    fastest,
-    size,
-    summary,
-    trainings,
-)
+from draftsmith.inference.evaluation.report.script import SCRIPT
+from draftsmith.inference.evaluation.report.tables import Table, fastest, loop_shares, summary
 from draftsmith.inference.evaluation.report.tables import served as tables_served
+from draftsmith.inference.evaluation.report.training import Training, curves, trainings
 from draftsmith.inference.evaluation.results import Report, Sample, read_report
 
+from tests.inference.evaluation.reports import (
+    EVIL,
+    Seen,
+    drafter,
+    made,
+    page_of,
+    sample,
+    typed,
+    write_inputs,
+)
 from tests.inference.evaluation.test_simulate import run_cli
-
-EVIL = [
-    "<script>alert(1)</script>",
-    "</pre></div>",
-    '"><img src=x onerror=alert(2)>',
-    "&lt;b&gt;",
-    "'",
-    "\n  ",
-    "",
-    "\u202e",
-    "\x00",
-]
-
-
-def drafter(tau: float, speedup: float, drafts: float = 4.0, **more: Any) -> dict[str, Any]:
-    return {
-        "requests": 6, "rounds": 20, "tau_incl_bonus": tau, "tau_ci95": [tau - 0.25, tau + 0.25],
-        "tau_untruncated": tau + 0.125,
-        "accept_rate": 0.43, "mean_n_draft": drafts, "tokens_s": 123.4 * speedup,
-        "speedup": speedup,
-        "speedup_ci95": [speedup - 0.11, speedup + 0.11], "predicted_speedup": speedup + 0.01,
-        "equal_to_ar": 5,
-        "ttft_quantiles_s": {"p50": 0.0123, "p95": 0.02, "p99": 0.02},
-        "tpot_quantiles_s": {"p50": 0.0045, "p95": 0.0067},
-        "cond_accept": [0.9, 0.8, 0.5], "cond_offered": [0.9, 0.85, 0.75], "survival": [0.9, 0.72,
-        0.36],
-        "by_category": {
-            "code": {"requests": 3, "tau_incl_bonus": tau + 1, "tau_ci95": [tau + 0.9, tau + 1.1]},
-            "chat": {"requests": 3, "tau_incl_bonus": tau - 1, "tau_ci95": [tau - 1.1, tau - 0.9]},
-        },
-        "split_s": {"draft": 0.05, "verify": 0.1, "accept": 0.02, "kv": 0.01, "host": 0.02},
-        "per_request": [],
-        "samples": [sample(["def", " add", "(", "a"], [-1, 1, 2, 0])], **more,
-    }  # fmt: skip
-
-
-def sample(tokens: list[str], came: list[int]) -> dict[str, Any]:
-    return {
-        "id": "q1", "turn": 0, "prompt": "write <b>add</b>", "tokens": tokens, "came": came,
-        "p": [0.625] * len(tokens),
-        "best": [[[token, 0.625], [" sub", 0.25], ["(x", 0.125]] for token in tokens],
-    }  # fmt: skip
-
-
-def made(
-    batches: tuple[int, ...] = (1,), temperatures: tuple[float, ...] = (0.0,), lossless: bool = True
-) -> dict[str, Any]:
-    """A report as `draftsmith evaluate` writes it, with numbers that are easy to find again."""
-    settings = []
-    for temperature in temperatures:
-        for batch in batches:
-            plain = drafter(
-                1.0, 1.0, 0.0, loop_share=0.5, cond_accept=[], cond_offered=[], survival=[]
-            )
-            drafters = {
-                "plain": plain,
-                "ngram": drafter(1.61, 0.83),
-                "head": drafter(3.14, 2.71 - 0.1 * batch),
-            }
-            settings.append(
-                {
-                    "temperature": temperature,
-                    "batch": batch,
-                    "lossless": lossless,
-                    "drafters": drafters,
-                }
-            )
-    return {
-        "schema_version": 3, "command": "draftsmith evaluate --target some/target",
-        "started_at": "2026-01-02T03:04:05+00:00",
-        "target": {"name": "some/target"}, "dtype": "float32", "device": "cpu", "threads": 2,
-        "versions": {"torch": "9.9.9"},
-        "options": {"max_new_tokens": 64, "repeats": 3},
-        "left_out": {"early-exit": "no such layer"},
-        "prompt_set": {"path": "held.jsonl", "sha256": "abc" * 20, "prompts": 6,
-        "categories": {"code": 3, "chat": 3}},
-        "drafter_bytes": {"plain": 0, "ngram": 0, "head": 3_940_000}, "settings": settings,
-        "definitions": {"tau_incl_bonus": "tokens emitted per round"},
-    }  # fmt: skip
-
-
-def typed(report: dict[str, Any]) -> Report:
-    return convert(report, Report)
-
-
-def metrics() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"step": 10 * i, "loss": 4.0 / i} for i in range(1, 5)]
-    for step, tau in ((20, 1.5), (40, 2.25)):
-        measured = {
-            "tau_measured": tau,
-            "tau_measured_low": tau - 0.5,
-            "tau_measured_high": tau + 0.5,
-        }
-        rows.append({"step": step, "tau_estimated": tau + 0.125, **measured})
-    return rows
 
 
 @pytest.fixture
 def inputs(tmp_path: Path) -> Path:
-    """A folder with a report, another JSON, and a training run."""
-    (tmp_path / "a.json").write_text(json.dumps(made((1, 4), (0.0, 1.0))))
-    (tmp_path / "other.json").write_text("[1, 2]")
-    (tmp_path / "eagle").mkdir()
-    (tmp_path / "eagle" / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in metrics())
-    )
-    return tmp_path
-
-
-def page_of(report: dict[str, Any], tmp_path: Path) -> str:
-    path = tmp_path / "made.json"
-    path.write_text(json.dumps(report))
-    return html(gather([str(path)])).decode()
+    return write_inputs(tmp_path)
 
 
 def test_a_server_has_its_table(tmp_path: Path) -> None:
@@ -192,35 +72,6 @@ def test_a_server_has_its_table(tmp_path: Path) -> None:
     assert table.html() in page_of(made() | {"server": server}, tmp_path)
 
 
-class Seen(HTMLParser):
-    """Elements with their attributes, the headings, and the cells of every table."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.rows: list[list[str]] = []
-        self.headings: list[str] = []
-        self._inside = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self._inside = tag if tag in ("th", "td", "h2", "h3") else self._inside
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("th", "td"):
-            self.rows[-1].append("")
-
-    def handle_data(self, data: str) -> None:
-        if self._inside in ("th", "td"):
-            self.rows[-1][-1] += data
-        elif self._inside in ("h2", "h3"):
-            self.headings.append(data)
-
-    def handle_endtag(self, tag: str) -> None:
-        self._inside = "" if tag == self._inside else self._inside
-
-
 def test_reports_of_older_versions_are_read_with_a_notice(tmp_path: Path, caplog) -> None:
     setting = {
         "temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75, "tau_kept": 2.5,
@@ -240,23 +91,26 @@ def test_reports_of_older_versions_are_read_with_a_notice(tmp_path: Path, caplog
 
 def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
     rows = Seen(page_of(made(), tmp_path)).rows
-    cells = [
-        "3.14",
-        "2.89\u20133.39",
-        "3.27",
-        "0.43",
-        "4.0",
-        "322",
-        "2.61\u00d7",
-        "2.50\u20132.72",
-        "12.3",
-        "4.50",
-        "6.70",
-        "3.94 MB",
-        "5 of 6",
-    ]
-    assert next(row for row in rows if row[0] == "head")[1:] == cells
-    assert next(row for row in rows if row[0] == "plain")[1] == "1.00"
+    cells = {
+        "speed-up": "2.61\u00d7",
+        "temperature": "0",
+        "batch size": "1",
+        "tau": "3.14",
+        "tau, 95% interval": "2.89\u20133.39",
+        "speed-up, 95% interval": "2.50\u20132.72",
+        "tokens a second": "322",
+        "drafted tokens a round": "4.0",
+        "share of them accepted": "0.43",
+        "time to first token, median, ms": "12.3",
+        "time per later token, median, ms": "4.50",
+        "95th percentile of that, ms": "6.70",
+        "size of the drafter": "3.94 MB",
+        "replies equal to plain decoding's": "5 of 6",
+        "tau if no reply stopped inside a round": "3.27",
+    }
+    assert rows[0][1:] == list(cells), "the second column is what a phone shows"
+    assert next(row for row in rows if row[0] == "head")[1:] == list(cells.values())
+    assert next(row for row in rows if row[0] == "plain")[4] == "1.00"
     text = page_of(made(), tmp_path)
     for fact in (
         "some/target",
@@ -277,7 +131,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
 def test_a_lossy_setting_is_flagged_loudly(tmp_path: Path) -> None:
     text = page_of(made(lossless=False), tmp_path)
     assert 'class="lossy" role="alert"' in text and "✓ lossless" not in text
-    assert "LOSSY" in summary(typed(made(lossless=False)).settings[0], {}).title
+    assert "LOSSY" in summary(typed(made(lossless=False))).title
     assert "LOSSY" in markdown(gather([str(tmp_path / "made.json")]))
 
 
@@ -289,6 +143,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
         "Speed-up",
         "Time of a round",
         "Replies token by token",
+        "Measured on",
     ]
     assert Seen(page_of(made(), tmp_path)).headings == [*every, "Definitions"]
     report = made()
@@ -305,7 +160,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
         ):
             del s[name]
     del report["definitions"]
-    assert Seen(page_of(report, tmp_path)).headings == ["Summary"]
+    assert Seen(page_of(report, tmp_path)).headings == ["Summary", "Measured on"]
     report = made()
     for s in report["settings"][0]["drafters"].values():
         s["by_category"] = {"": s["by_category"]["code"]}
@@ -364,7 +219,7 @@ def test_no_text_of_a_report_breaks_out_of_its_place(tmp_path: Path) -> None:
 
 
 def test_the_token_view_says_how_each_token_came() -> None:
-    seen = Seen(sections.reply(convert(sample(["def", " add", "(", "\n"], [-1, 1, 9, 0]), Sample)))
+    seen = Seen(replies.reply(convert(sample(["def", " add", "(", "\n"], [-1, 1, 9, 0]), Sample)))
     spans = [attrs for tag, attrs in seen.elements if tag == "i"]
     assert [s["class"] for s in spans] == ["first", "d1", "d6", "own"]
     titles = [(s["title"] or "").replace("\u2018", "[").replace("\u2019", "]") for s in spans]
@@ -377,8 +232,8 @@ def test_the_token_view_says_how_each_token_came() -> None:
         "from the prefill"
     )
     assert (
-        sections.visible("a\nb <") == 'a<span class="nl">↵</span>\nb &lt;'
-        and sections.visible("\x1b") == "\u241b"
+        replies.visible("a\nb <") == 'a<span class="nl">↵</span>\nb &lt;'
+        and replies.visible("\x1b") == "\u241b"
     )
 
 
@@ -413,7 +268,7 @@ def test_training_curves_and_their_table(inputs: Path) -> None:
     )
     table = trainings([found])
     assert table is not None and table.rows == [
-        ["eagle", "50", "1.500", "2.25 (1.75\u20132.75)", "2.38", "40"]
+        ["eagle", "50", "1.500", "\u2013", "2.25 (1.75\u20132.75)", "2.38", "40"]
     ]
     text = html(gather([str(inputs / "eagle")])).decode()
     assert (
@@ -423,7 +278,7 @@ def test_training_curves_and_their_table(inputs: Path) -> None:
     )
     estimated_only = Training("x", [{"step": 1, "loss": 1.0}, {"step": 1, "tau_estimated": 2.5}])
     table = trainings([estimated_only])
-    assert table is not None and table.rows[0][3:] == ["\u2013", "2.50", "1"]
+    assert table is not None and table.rows[0][4:] == ["\u2013", "2.50", "1"]
 
 
 def test_what_a_folder_holds_is_found_once(inputs: Path) -> None:
@@ -509,7 +364,7 @@ def test_the_command_takes_runs_without_an_options_name(inputs: Path) -> None:
     done = run_cli("report", "--format", "md", str(inputs))
     assert (
         done.returncode == 0
-        and "| head | 3.14 |" in done.stdout
+        and "| head | 2.61\u00d7 | 0 | 1 | 3.14 |" in done.stdout
         and "**Training runs**" in done.stdout
     )
     assert (
@@ -522,234 +377,116 @@ def test_the_command_takes_runs_without_an_options_name(inputs: Path) -> None:
     ), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (0, 3, [0, 1, 2, 3]),
-        (0, 1404, [0, 250, 500, 750, 1000, 1250]),
-        (0.93, 1.11, [0.95, 1, 1.05, 1.1]),
-        (2, 2, [2]),
-    ],
-)
-def test_ticks_are_round_numbers_within(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == pytest.approx(expected)
+def test_the_page_begins_with_tau_and_speed_up_and_ends_with_the_facts(tmp_path: Path) -> None:
+    text = page_of(made((1, 4), (0.0, 1.0)), tmp_path)
+    first, second = re.findall("<svg.*?</svg>", text, re.DOTALL)[:2]
+    assert text.index(first) < text.index(second) < text.index("<h2") < text.index("<table")
+    assert [svg.count(">head</text>") for svg in (first, second)] == [2, 2], "T = 0 and T = 1"
+    assert first.count(">3.14<") == second.count(">2.61<") == 2 and "whisker" in first + second
+    assert text.index(">head</text>") < text.index(">ngram</text>"), "baselines come last"
+    replies_at, facts_at = text.index('id="replies-0"'), text.index('<dl class="facts">')
+    assert replies_at < text.index('id="measured-0"') < facts_at < text.index('id="definitions"')
 
 
-def test_labels_move_apart_and_keep_their_order() -> None:
-    assert spread([10, 50], 15, 0, 100) == [10, 50]
-    assert spread([50, 51, 49], 15, 0, 100) == [64, 79, 49]
-    assert spread([95, 99, 2], 15, 0, 100) == [85, 100, 2], "none below the chart"
-    assert charts.nudged(1, 2) == [0] and charts.nudged(3, 2) == [-1, 0, 1]
-    assert [charts.shown(v) for v in (0.25, 1500, 25_000, 2.5e6)] == ["0.25", "1500", "25k", "2.5M"]
-    assert charts.short("a-very-long-name-of-a-drafter") == "a-very-lon…a-drafter"
-    assert [size(n) for n in (0, 999, 3_940_000, 2_000_000_000_000)] == [
-        "\u2013",
-        "999 B",
-        "3.94 MB",
-        "2e+03 GB",
+def test_a_report_that_is_not_whole_says_so_first(tmp_path: Path) -> None:
+    text = page_of(made() | {"partial": "3 of 6 prompts"}, tmp_path)
+    assert text.index("only 3 of 6 prompts so far") < text.index("<svg")
+
+
+def test_all_settings_stand_in_one_table(tmp_path: Path) -> None:
+    text = page_of(made((1, 4), (0.0, 1.0)), tmp_path)
+    rows = [row for row in Seen(text).rows if row[0] in ("plain", "ngram", "head")]
+    assert text.count("<table") == 1 and len(rows) == 4 * 3
+    assert text.count('<tr class="best">') == 4, "one of each setting"
+    assert [row[2:4] for row in rows[::3]] == [["0", "1"], ["0", "4"], ["1", "1"], ["1", "4"]]
+    assert '<table data-switches="2 3">' in text
+    shown = markdown(gather([str(tmp_path / "made.json")]))
+    assert shown.count("| head | 2.61") == 2 and shown.count("| head | 2.31") == 2
+
+
+def test_loop_share_and_categories_are_shown_for_every_setting(tmp_path: Path) -> None:
+    report = made((1, 4), (0.0, 1.0))
+    for setting, share in zip(report["settings"], (0.5, 0.25, 0.0, 0.125), strict=True):
+        setting["drafters"]["plain"]["loop_share"] = share
+    settings = ["T = 0, batch 1", "T = 0, batch 4", "T = 1, batch 1", "T = 1, batch 4"]
+    percent = ("50%", "25%", "0%", "12%")
+    shares = [f"{share} ({where})" for share, where in zip(percent, settings, strict=True)]
+    assert ", ".join(shares) in loop_shares(typed(report), every=True)
+    text = page_of(report, tmp_path)
+    shown = markdown(gather([str(tmp_path / "made.json")]))
+    for share, where in zip(shares, settings, strict=True):
+        assert share in text and f"Tau by category, {where}" in text
+        assert f"Tau by category, {where}" in shown
+
+
+def test_the_page_speaks_plain_words(tmp_path: Path) -> None:
+    server = {
+        "engine": "vllm", "version": "0", "url": "http://127.0.0.1:1",
+        "settings": [{"temperature": 0, "concurrency": 8, "tau_incl_bonus": 2.75,
+        "tau_emitted": 2.5, "survival": [0.875], "accept_rate": 0.4375, "tokens_s": 321.4}],
+    }  # fmt: skip
+    report = made((1, 4), (0.0, 1.0)) | {"server": server}
+    del report["definitions"]
+    text = page_of(report, tmp_path)
+    words = re.sub("<[^>]*>", " ", re.sub("<(style|script)>.*?</", "", text, flags=re.DOTALL))
+    words += markdown(gather([str(tmp_path / "made.json")]))
+    for jargon in ("untrunc", "its 95%", "its p95", "foretold", "TTFT", "p50", "accept rate"):
+        assert jargon not in words, jargon
+    assert not re.search(r"\b(kv|host)\b", words)
+
+
+def test_a_prediction_begins_at_the_point_that_was_measured() -> None:
+    """Measured 2.0 and 1.5; the model says half of it, and too much of the second."""
+    report = made((1, 4))
+    for setting, measured, modelled in zip(report["settings"], (2.0, 1.5), (1.0, 0.9), strict=True):
+        setting["drafters"]["head"] |= {"speedup": measured, "modelled_speedup": modelled}
+        setting["drafters"]["ngram"] |= {"speedup": 1.0, "modelled_speedup": 1.1}
+    ngram, head = speed.growths(typed(report).settings)
+    assert head.scale == 2 and head.drawn == [2.0, 1.8]
+    assert speed.misfits(head) == [
+        "batch 1, head: 1.00\u00d7 predicted, 2.00\u00d7 measured, off by 50%",
+        "batch 4, head: 1.80\u00d7 predicted by the dashed line, 1.50\u00d7 measured, off by 20%",
     ]
+    assert ngram.drawn == [pytest.approx(1.0)] * 2 and speed.misfits(ngram) == [], "10% is near"
+    text = speed.speed(typed(report), {"ngram": 2, "head": 1})
+    assert "The cost model is off by more than 15%" in text
+    assert "<li>T = 0, batch 1, head: 1.00" in text
+    line, *_ = re.findall(r'<path class="line c1 dashed" d="M([\d.]+) ([\d.]+)L', text)
+    marks = re.findall(r'<path class="mark c1" d="M([\d.]+) ([\d.]+)a', text)
+    assert float(line[0]) - 3.6 == pytest.approx(float(marks[0][0]), abs=0.11)
+    assert float(line[1]) == pytest.approx(float(marks[0][1]), abs=0.11), "at the first point"
+    for setting in report["settings"]:
+        setting["drafters"]["head"]["modelled_speedup"] = float("nan")
+    assert "cost model is off" not in speed.speed(typed(report), {"ngram": 2, "head": 1})
 
 
-def coordinates(svg: str, kind: str) -> list[list[float]]:
-    """Numbers in the paths of that class."""
-    return [
-        [float(n) for n in re.findall(r"-?[\d.]+", d)]
-        for d in re.findall(rf'<path class="{kind}[^"]*" d="([^"]*)"', svg)
-    ]
+def test_curves_begin_before_training_where_that_was_evaluated() -> None:
+    rows: list[dict[str, Any]] = []
+    for step, tau in ((0, 2.0), (5, 2.5)):
+        rows.append({"step": step, "tau_estimated": tau, "surv@1": tau / 4, "surv@2": tau / 8})
+    rows.append({"step": 5, "loss": 2.0, "surv@1": 0.1, "alpha@1": 0.2})
+    run = Training("x", rows)
+    table = trainings([run])
+    assert table is not None and table.rows[0][3:] == ["2.00", "\u2013", "2.50", "5"]
+    assert run.curve("surv@1", True) == [(0, 0.5), (5, 0.625)], "not the training positions'"
+    text = curves([run])
+    assert "dotted: before training" in text and 'class="rule"' in text
+    assert "x: acceptance by position" in text and text.count(">position 2</text>") == 2
+    assert "position 2 at 0: 0.25</title>" in text and "position 1 at 5: 0.625</title>" in text
+    late = curves([Training("x", [row for row in rows if row["step"]])])
+    assert "before training" not in late and 'class="rule"' not in late
+    assert "overlap of target" in curves([Training("x", [{"step": 5, "alpha@1": 0.5}])])
+    assert "acceptance by position" not in curves([Training("x", [{"step": 5, "loss": 0.5}])])
 
 
-def test_a_line_goes_where_its_numbers_are() -> None:
-    """Between 0 and 1: half way up is half way between the grid's lines."""
-    line = Series(
-        "a",
-        [(1, 0.0), (2, 0.5), (3, 1.0), (4, float("nan"))],
-        1,
-        [None, (0.25, 0.75), (float("nan"), 1.0), None],
-    )
-    svg = line_chart([line], Axis("x", 1, 3), Axis("y", 0, 1))
-    ((x1, y1, x2, y2, x3, y3),) = coordinates(svg, "line")
-    assert (
-        x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
-        and y1 - y2 == pytest.approx(y2 - y3, abs=0.2)
-        and y1 > y3
-    )
-    (whisker,) = coordinates(svg, "whisker")
-    assert whisker[0] == x2 and sorted(whisker[1:3]) == pytest.approx(
-        [(y2 + y3) / 2, (y1 + y2) / 2], abs=0.2
-    )
-    assert "nan" not in svg and line_chart([Series("a", [], 1)], Axis("x"), Axis("y")) == ""
-    assert line_chart([Series("one", [(1, 2.0)], 1)], Axis("x"), Axis("y")), (
-        "a single point is a chart too"
-    )
-
-
-def test_bars_are_as_long_as_their_numbers() -> None:
-    svg = bar_chart(
-        [("g", [Bar("a", 1.0, 1), Bar("b", 2.0, 2, (1.0, 3.0), 2.5), Bar("c", float("nan"), 3)])],
-        "tau",
-    )
-    one, two = (float(w) for w in re.findall(r'class="bar[^>]* width="([\d.]+)"', svg))
-    assert two == pytest.approx(2 * one, abs=0.2)
-    (whisker,) = coordinates(svg, "whisker over")
-    assert (
-        whisker[2] - whisker[0] == pytest.approx(2 * one, abs=0.2)
-        and len(coordinates(svg, "predicted")) == 1
-    )
-    assert bar_chart([("g", [])], "tau") == ""
-
-
-def test_shares_fill_the_whole_and_a_part_below_nothing_is_none() -> None:
-    svg = share_chart([Shares("a", [1.0, 3.0, -0.5], "8 ms")], ["x", "y", "z"])
-    _, _, _, x, y, z = (
-        float(w) for w in re.findall(r'<rect class="part[^>]* width="([\d.]+)"', svg)
-    )
-    assert (
-        y == pytest.approx(3 * x, abs=0.05)
-        and z == 0
-        and ">25%<" in svg
-        and ">75%<" in svg
-        and ">8 ms<" in svg
-    )
-    assert share_chart([], ["x"]) == ""
-
-
-# What a browser says. The page is shown from file://, where nothing but itself is at hand.
-
-PROBE = """<script>{
-document.querySelectorAll('details').forEach(d => d.open = true);
-const page = document.documentElement, width = page.dataset.width;
-if (width) page.style.width = width;
-const apart = (a, b) => a.right <= b.left + 1 || b.right <= a.left + 1
-  || a.bottom <= b.top + 3 || b.bottom <= a.top + 3;
-const found = { sizes: [], overlaps: [], outside: [] };
-for (const svg of document.querySelectorAll('svg')) {
-  const box = svg.getBoundingClientRect(); found.sizes.push([box.width, box.height]);
-  const texts = [...svg.querySelectorAll('text')]
-    .map(t => [t.textContent, t.getBoundingClientRect()]);
-  texts.forEach(([text, b], i) => {
-    const inside = b.left > box.left - 2 && b.right < box.right + 2
-      && b.top > box.top - 2 && b.bottom < box.bottom + 2;
-    if (!inside) found.outside.push(text);
-    for (const [other, c] of texts.slice(i + 1))
-      if (!apart(b, c)) found.overlaps.push([text, other]);
-  });
-}
-const main = document.querySelector('main');
-found.wider = main.scrollWidth - Math.ceil(main.getBoundingClientRect().width);
-const token = document.querySelector('.reply i:nth-child(2)');
-const tip = document.getElementById('tip');
-token.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
-found.tip = tip.textContent;
-token.parentElement.dispatchEvent(
-  new KeyboardEvent('keydown', { key: 'ArrowRight', bubbles: true }));
-found.next = tip.textContent;
-found.back = token.title;
-document.body.dataset.found = JSON.stringify(found);
-}</script>"""
-
-
-def chromium() -> str:
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        if (path := shutil.which(name)) is not None:
-            return path
-    if os.environ.get("CI"):
-        pytest.fail("no chromium: CI must show the page in a browser, and .ci/run installs one")
-    pytest.skip("no chromium")
-
-
-def visit(page: Path, width: int = 1280) -> tuple[str, list[str], list[str]]:
-    """The page's DOM as a browser leaves it, what it said on the console, and what the page asked
-    the network for."""
-    log, profile = page.with_suffix(".netlog"), page.with_suffix(".profile")
-    quiet = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-first-run",
-        "--disable-background-networking",
-    ]
-    watch = [
-        "--enable-logging=stderr",
-        "--v=0",
-        f"--log-net-log={log}",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-    ]
-    shape = [
-        f"--window-size={width},2000",
-        f"--user-data-dir={profile}",
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    done = subprocess.run(
-        [chromium(), *quiet, *watch, *shape], capture_output=True, text=True, timeout=120
-    )
-    said = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-    record = json.loads(log.read_text())
-    start = record["constants"]["logEventTypes"]["URL_REQUEST_START_JOB"]
-    asked = [
-        event["params"]
-        for event in record["events"]
-        if event["type"] == start and "url" in event.get("params", {})
-    ]
-    # The browser asks for updates of its own, which no page has initiated.
-    return (
-        done.stdout,
-        said,
-        [params["url"] for params in asked if params["initiator"] != "not an origin"],
-    )
-
-
-def probed(page: Path, width: int, layout: str = "") -> dict[str, Any]:
-    """What the probe finds in the page; its policy is taken away, which would refuse the probe."""
-    text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text()).replace(
-        "</body>", PROBE + "</body>"
-    )
-    copy = page.with_name(f"probed-{width}.html")
-    copy.write_text(text.replace("<html ", f'<html data-width="{layout}" '))
-    dom, said, _ = visit(copy, width)
-    assert not said, said
-    (found,) = re.findall(r'data-found="([^"]*)"', dom)
-    return json.loads(unescape(found))
-
-
-def test_a_browser_shows_the_page_without_complaint(inputs: Path) -> None:
-    out = inputs / "r.html"
-    run(Options([str(inputs)], str(out)))
-    dom, said, asked = visit(out)
-    assert not said and not asked
-    assert (
-        dom.count("<table") == 5
-        and dom.count("<svg") == dom.count("</svg>") == 4 * 2 + 4 + 2 + 4 + 2
-    )
-    assert 'id="tip"' in dom, "the script ran, as the policy allows"
-    assert not re.search(r'(src|href)="(?!#)|url\(|@import', out.read_text())
-    for width, layout in ((1280, ""), (500, "390px")):
-        found = probed(out, width, layout)
-        assert len(found["sizes"]) == 20 and all(w > 250 and h > 60 for w, h in found["sizes"]), (
-            width
-        )
-        assert not found["overlaps"] and not found["outside"] and found["wider"] <= 0, (
-            width,
-            found,
-        )
-        assert found["tip"].startswith("accepted draft, depth 1\n") and found["next"].startswith(
-            "accepted draft, depth 2\n"
-        )
-        assert found["back"] == found["tip"], "its title is there again"
-
-
-def test_the_browser_test_would_see_an_error_and_a_request(inputs: Path) -> None:
-    out = inputs / "r.html"
-    run(Options([str(inputs / "eagle")], str(out)))
-    wrong = '<img src="http://report.invalid/x.png"><script>console.error("boom")</script></body>'
-    open_page = re.sub(
-        '<meta http-equiv="Content-Security-Policy"[^>]*>', "", out.read_text()
-    ).replace("</body>", wrong)
-    (inputs / "open.html").write_text(open_page)
-    _, said, asked = visit(inputs / "open.html")
-    assert asked == ["http://report.invalid/x.png"] and any("boom" in line for line in said)
-    (inputs / "shut.html").write_text(out.read_text().replace("</body>", wrong))
-    _, said, asked = visit(inputs / "shut.html")
-    assert not asked and not any('"boom"' in line for line in said), "the policy refuses both"
-    assert len(said) == 2 and all("Content Security Policy" in line for line in said)
+def test_texts_from_right_to_left_stay_in_their_place(tmp_path: Path) -> None:
+    report = made()
+    hebrew = sample(["שלום", " 世界", "x"], [-1, 1, 0]) | {"prompt": "مرحبا"}
+    report["settings"][0]["drafters"]["head"]["samples"] = [hebrew]
+    text = page_of(report, tmp_path)
+    assert '<div class="prompt" dir="auto">مرحبا</div>' in text
+    assert '<div class="reply" dir="auto"' in text and "unicode-bidi: plaintext" in text
+    isolated = "\u2018\u2068\u05d0\u05d1\u2069\u2019"
+    assert replies.quoted("\u05d0\u05d1") == isolated, "numbers behind it stay there"
+    assert replies.quoted("世界") == "\u2018世界\u2019"
+    assert '<th scope="row"><i class="key c1"></i><bdi>head</bdi></th>' in text

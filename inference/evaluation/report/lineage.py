@@ -1,0 +1,295 @@
+"""Reports of one drafter before and after training: one part of the page with their comparison.
+
+The figures are those of `draftsmith compare`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+
+import msgspec
+
+from ....heads.errors import UserError
+from ..compare import ALL, Change, Comparison, compared, own_drafters
+from ..results import DrafterFigures, Report, SettingFigures
+from .charts import Bar, bar_chart
+from .page import Figure, folded, side_by_side
+from .sections import BARS, command, numbered
+from .tables import TO, UNNAMED, Colours, Table, with_interval
+
+Named = tuple[str, Report]
+"""A report behind the path that it was read from."""
+
+
+@dataclass
+class Part:
+    """Reports that share a part of the page: one, or several of the same drafters in time."""
+
+    reports: list[Named]
+    comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
+    """Of each drafter that all reports have; empty for a single report."""
+
+    @property
+    def labels(self) -> list[str]:
+        """What each report is in the lineage: `before`, `after`, or several with numbers."""
+        later = len(self.reports) - 1
+        return ["before", *("after" if later == 1 else f"after {i + 1}" for i in range(later))]
+
+    @property
+    def title(self) -> str:
+        """The reports' paths."""
+        return ", then ".join(path for path, _ in self.reports)
+
+    @property
+    def report(self) -> Report:
+        """The only report, or one of all: see `merged`."""
+        return merged(self) if self.comparisons else self.reports[0][1]
+
+
+def parts_of_page(reports: Iterable[Named]) -> list[Part]:
+    """Return the reports in parts: those that `draftsmith compare` takes stand together.
+
+    They are of the same prompts, target, sampling and lengths, and share a drafter's name.
+    """
+    parts: list[Part] = []
+    for entry in reports:
+        for part in parts:
+            together = [*part.reports, entry]
+            if comparisons := _compared_by_drafter(together):
+                part.reports, part.comparisons = together, comparisons
+                break
+        else:
+            parts.append(Part([entry]))
+    return parts
+
+
+def _compared_by_drafter(entries: Sequence[Named]) -> dict[str, list[Comparison]]:
+    """Return the comparisons of each drafter that all reports have; {} if there are none."""
+    paths, reports = [path for path, _ in entries], [report for _, report in entries]
+    found = {}
+    for name in own_drafters(reports[0]):
+        if not all(name in own_drafters(report) for report in reports):
+            continue
+        try:
+            settings = compared(reports, [name] * len(reports), paths, 0.0)
+        except UserError:  # they cannot be compared, so each gets a part of its own
+            continue
+        if any(setting.rows for setting in settings):
+            found[name] = settings
+    return found
+
+
+def versioned(name: str, label: str) -> str:
+    """Return the name of a drafter at one point of its lineage."""
+    return f"{name}, {label}"
+
+
+def merged(part: Part) -> Report:
+    """Return one report with the drafters of all, those of the lineage named `NAME, before`.
+
+    Plain decoding and baselines are those of the last report that has them, as is all else.
+    """
+    settings: dict[tuple[float, int, bool], SettingFigures] = {}
+    sizes: dict[str, int | None] = {}
+    for label, (_, report) in zip(part.labels, part.reports, strict=True):
+        for setting in report.settings:
+            key = setting.temperature, setting.batch, setting.lossless
+            drafters: dict[str, DrafterFigures] = {}
+            if key in settings:
+                drafters |= settings[key].drafters
+            for name, figures in setting.drafters.items():
+                own = name in part.comparisons
+                drafters[versioned(name, label) if own else name] = figures
+            settings[key] = msgspec.structs.replace(setting, drafters=drafters)
+        for name, size in report.drafter_bytes.items():
+            own = name in part.comparisons
+            sizes[versioned(name, label) if own else name] = size
+    last = part.reports[-1][1]
+    return msgspec.structs.replace(last, settings=list(settings.values()), drafter_bytes=sizes)
+
+
+@dataclass
+class _Row:
+    """A change with where it was measured: the drafter, the setting and the later report."""
+
+    drafter: str
+    setting: Comparison
+    change: Change
+    label: str
+
+
+def _rows(part: Part) -> list[_Row]:
+    """Return every change of a part, by drafter and setting."""
+    rows = []
+    for drafter, settings in part.comparisons.items():
+        for setting in settings:
+            for change in setting.rows:
+                rows.append(_Row(drafter, setting, change, part.labels[change.report]))
+    return rows
+
+
+def before_after(part: Part, colours: Colours) -> str:
+    """Return what changed: sentences, a chart of the changes, and a table of all figures.
+
+    "" is returned for a part of one report.
+    """
+    if not part.comparisons:
+        return ""
+    rows = _rows(part)
+    return (
+        "\n".join(_sentences(part, rows))
+        + _charts(part, rows, colours)
+        + _table(part, rows).html()
+        + '<p class="note">tau with 95% intervals over prompts; those of the change are of pairs '
+        "of prompts, and narrower. Only tau is compared: the speeds of two runs are of two "
+        "moments. Plain decoding and baselines below are those of the last report; each speed-up "
+        "is over plain decoding of its own report.</p>"
+        f'<p class="note">The same in the terminal: {command(_command(part))}</p>\n'
+    )
+
+
+def compare_table(part: Part) -> Table | None:
+    """Return the table of a lineage; None for a part of one report."""
+    return _table(part, _rows(part)) if part.comparisons else None
+
+
+def _where(row: _Row) -> str:
+    return f"T = {row.setting.temperature:g}, batch {row.setting.batch}"
+
+
+def _subject(part: Part, row: _Row) -> str:
+    """Return the drafter of a row, and which of several later reports it is of."""
+    return row.drafter if len(part.reports) == 2 else versioned(row.drafter, row.label)
+
+
+def _outcome(change: Change) -> str:
+    """Return what the interval of a change allows to say."""
+    if change.regressed:
+        return "regressed"
+    low, high = change.change_ci95
+    return "gained" if low > 0 else "lost" if high < 0 else "no clear change"
+
+
+def _sentences(part: Part, rows: Sequence[_Row]) -> list[str]:
+    """Return paragraphs: the change over all prompts, and what has regressed."""
+    said = []
+    seen = set()
+    for row in rows:
+        key = row.drafter, row.label, row.setting.temperature
+        if row.change.category != ALL or key in seen:
+            continue
+        seen.add(key)  # of each temperature only its first batch size
+        change = row.change
+        said.append(
+            f'<p class="verdict">{escape(_where(row))}: tau of <strong>'
+            f"{escape(_subject(part, row))}</strong> {change.tau_before:.2f} → "
+            f"{change.tau_after:.2f}, <strong>{change.change:+.1%}</strong> "
+            f"({_percent_interval(change)}), {_outcome(change)}.</p>"
+        )
+    worse = []
+    for row in rows:
+        if row.change.regressed:
+            category = row.change.category or UNNAMED
+            worse.append(f"{_subject(part, row)}, {category} ({_where(row)})")
+    if worse:
+        said.append(f'<p class="alert" role="alert">Regressed: {escape("; ".join(worse))}.</p>')
+    same = [name for name in part.comparisons if _same_weights(part, name)]
+    if same:
+        names = escape(", ".join(same))
+        said.append(
+            f'<p class="note">{names}: the weights are the same in all reports, so that a change '
+            "is one of the measurement.</p>"
+        )
+    return said
+
+
+def _same_weights(part: Part, name: str) -> bool:
+    """Return whether all reports say that a drafter has the same weights."""
+    origins = [report.drafters.get(name) for _, report in part.reports]
+    hashes = {None if origin is None else origin.sha256 for origin in origins}
+    return len(hashes) == 1 and hashes != {None}
+
+
+def _percent_interval(change: Change) -> str:
+    low, high = change.change_ci95
+    return f"{low:+.1%} to {high:+.1%}"
+
+
+def _charts(part: Part, rows: Sequence[_Row], colours: Colours) -> str:
+    """Return charts of the changes with their intervals, those of larger batches folded."""
+    by_setting: dict[str, list[_Row]] = {}
+    smallest: dict[float, str] = {}
+    for row in sorted(rows, key=lambda row: row.setting.batch):
+        by_setting.setdefault(_where(row), []).append(row)
+        smallest.setdefault(row.setting.temperature, _where(row))
+    in_sight, others = [], []
+    for where in dict.fromkeys(map(_where, rows)):
+        figures = _figures_of(part, where, by_setting[where], colours)
+        (in_sight if where in smallest.values() else others).extend(figures)
+    return side_by_side(in_sight) + folded("Other batch sizes", side_by_side(others))
+
+
+def _figures_of(part: Part, where: str, rows: Sequence[_Row], colours: Colours) -> list[Figure]:
+    """Return the charts of one setting: a group of categories for each drafter."""
+    groups: dict[str, list[Bar]] = {}
+    for row in rows:
+        low, high = row.change.change_ci95
+        look = colours.get(versioned(row.drafter, row.label), 1)
+        bar = Bar(
+            row.change.category or UNNAMED,
+            100 * row.change.change,
+            look,
+            (100 * low, 100 * high),
+            f"{row.change.change:+.1%}",
+        )
+        groups.setdefault(_subject(part, row), []).append(bar)
+    pieces = []
+    for name, bars in groups.items():
+        for start in range(0, len(bars), BARS):
+            pieces.append((name if len(groups) > 1 else "", bars[start : start + BARS]))
+    figures = []
+    for (name, bars), suffix in zip(pieces, numbered(len(pieces)), strict=True):
+        draw = partial(bar_chart, [(name, bars)], "change of tau, %", 0.0, dots=True)
+        note = "whiskers: 95% intervals over pairs of prompts; dotted: no change"
+        figures.append(Figure(f"Change of tau, {where}{suffix}", draw, note))
+    return figures
+
+
+def _table(part: Part, rows: Sequence[_Row]) -> Table:
+    """Return every change as a row; columns that would hold one value only are left out."""
+    several_drafters, several_reports = len(part.comparisons) > 1, len(part.reports) > 2
+    columns = ["category", "change", "temperature", "batch size"]
+    columns += ["drafter"] * several_drafters + ["report"] * several_reports
+    columns += ["requests", "tau before", "tau after", "change, 95% interval", "outcome"]
+    cells = []
+    for row in rows:
+        change = row.change
+        setting = row.setting
+        cells.append([
+            change.category or UNNAMED,
+            f"{change.change:+.1%}",
+            f"{setting.temperature:g}",
+            str(setting.batch),
+            *[row.drafter] * several_drafters,
+            *[row.label] * several_reports,
+            str(change.requests),
+            with_interval(change.tau_before, change.tau_before_ci95),
+            with_interval(change.tau_after, change.tau_after_ci95),
+            _percent_interval(change),
+            _outcome(change),
+        ])  # fmt: skip
+    switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
+    paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
+    return Table(f"Tau by category, {paths}", columns, cells, switches=switches)
+
+
+def _command(part: Part) -> str:
+    """Return the command that prints this comparison, of the first drafter if there are several."""
+    words = ["draftsmith", "compare", *(path for path, _ in part.reports)]
+    if any(len(own_drafters(report)) > 1 for _, report in part.reports):
+        words += ["--drafter", next(iter(part.comparisons))] * len(part.reports)
+    return shlex.join(words)

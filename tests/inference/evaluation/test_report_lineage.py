@@ -1,0 +1,133 @@
+"""Several reports of one drafter on a page: one part, with the figures of `draftsmith compare`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.inference.evaluation.compare import compared
+from draftsmith.inference.evaluation.report.lineage import parts_of_page
+from draftsmith.inference.evaluation.report.report import gather, html, markdown
+from draftsmith.inference.evaluation.results import read_report
+
+from tests.inference.evaluation.reports import Seen, answered, made
+
+BEFORE, AFTER = [2, 4] * 6, [3, 3] * 6  # code gains, chat loses, together nothing changes
+
+
+def written(folder: Path, **reports: dict[str, Any]) -> list[str]:
+    paths = []
+    for name, report in reports.items():
+        (folder / f"{name}.json").write_text(json.dumps(report))
+        paths.append(str(folder / f"{name}.json"))
+    return paths
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    batches, temperatures = (1, 4), (0.0, 1.0)
+    before, after = made(batches, temperatures), made(batches, temperatures)
+    for setting in after["settings"]:
+        setting["drafters"]["head"] |= {"tau_incl_bonus": 2.5, "speedup": 2.25}
+    after["drafter_bytes"]["head"] = 5_000_000
+    return written(tmp_path, before=answered(before, BEFORE), after=answered(after, AFTER))
+
+
+def test_two_reports_of_a_lineage_become_one_section(pair: list[str]) -> None:
+    text = html(gather(pair)).decode()
+    seen = Seen(text)
+    assert seen.headings[0] == "Before and after" and seen.headings.count("Summary") == 1
+    assert len(seen.headings) == len(set(seen.headings)), "no section stands twice"
+    (setting, *_) = compared([read_report(path) for path in pair], ["head"] * 2, pair, 0.0)
+    assert [row.category for row in setting.rows] == ["all", "chat", "code"]
+    for row in setting.rows:
+        low, high = row.change_ci95
+        cells = [row.category, f"{row.change:+.1%}", "0", "1", str(row.requests)]
+        (found,) = [r for r in seen.rows if r[:5] == cells]
+        assert found[5].startswith(f"{row.tau_before:.2f} (") and found[7:] == [
+            f"{low:+.1%} to {high:+.1%}",
+            "regressed" if row.regressed else "gained" if low > 0 else "no clear change",
+        ]
+    assert ["chat", "-25.0%"] in [row[:2] for row in seen.rows]
+    assert "tau of <strong>head</strong> 3.00 → 3.00, <strong>+0.0%</strong>" in text
+    assert text.count("Regressed: head, chat (T = 0, batch 1); head, chat (T = 0, batch 4)") == 1
+    assert "Change of tau, T = 0, batch 1" in text and "Change of tau, T = 1, batch 4" in text
+    assert "draftsmith</span> <span>compare</span>" in text
+
+
+def test_the_parts_of_a_lineage_share_charts_and_the_table(pair: list[str]) -> None:
+    text = html(gather(pair)).decode()
+    names = [row[0] for row in Seen(text).rows if len(row) == 16]
+    assert names[1:5] == ["plain", "ngram", "head, before", "head, after"] and len(names) == 17
+    headline = "".join(re.findall("<svg.*?</svg>", text, re.DOTALL)[:2])
+    assert headline.count(">head, before</text>") == headline.count(">head, after</text>") == 4
+    rows = {row[0]: row for row in Seen(text).rows if row[2:4] == ["0", "1"]}
+    assert rows["head, before"][4] == "3.14" and rows["head, after"][4] == "2.50"
+    assert rows["head, before"][12:14] == ["3.94 MB", "5 of 6"] or "3.94 MB" in rows["head, before"]
+    assert "5 MB" in rows["head, after"]
+    facts = text[text.index('id="measured-0"') :]
+    assert facts.count('<dl class="facts">') == 2
+    assert facts.index("<h4>before</h4>") < facts.index("<h4>after</h4>")
+    shown = markdown(gather(pair))
+    assert shown.count("**Every setting**") == 1 and "| chat | -25.0% | 0 | 1 |" in shown
+
+
+def test_three_reports_are_compared_with_the_first(tmp_path: Path) -> None:
+    paths = written(
+        tmp_path,
+        a=answered(made(), BEFORE),
+        b=answered(made(), AFTER),
+        c=answered(made(), [5, 5] * 6),
+    )
+    (part,) = parts_of_page(gather(paths).reports)
+    assert part.labels == ["before", "after 1", "after 2"]
+    assert list(part.report.settings[0].drafters)[2:] == [f"head, {name}" for name in part.labels]
+    rows = Seen(html(gather(paths)).decode()).rows
+    assert ["all", "+66.7%", "0", "1", "after 2", "12"] in [row[:6] for row in rows]
+
+
+def test_reports_that_cannot_be_compared_stand_apart(tmp_path: Path) -> None:
+    first = answered(made(), BEFORE)
+    prompts, sampling, partial = (answered(made(), AFTER) for _ in range(3))
+    prompts["prompt_set"]["sha256"] = "def" * 20
+    sampling["sampling"] = {"top_p": 0.5}
+    partial["partial"] = "2 of 6 prompts"
+    other_name = answered(made(), AFTER)
+    drafters = other_name["settings"][0]["drafters"]
+    drafters["another"] = drafters.pop("head")
+    no_requests = made()
+    for name, report in {
+        "prompts": prompts,
+        "sampling": sampling,
+        "partial": partial,
+        "name": other_name,
+        "requests": no_requests,
+    }.items():
+        paths = written(tmp_path, **{"first": first, name: report})
+        parts = parts_of_page(gather(paths).reports)
+        assert [len(part.reports) for part in parts] == [1, 1], name
+        text = html(gather(paths)).decode()
+        assert Seen(text).headings.count("Summary") == 2 and "Before and after" not in text
+
+
+def test_the_reports_of_a_folder_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    late = answered(made(), AFTER) | {"started_at": "2026-02-01T00:00:00+00:00"}
+    written(tmp_path, z=answered(made(), BEFORE), a=late)
+    (part,) = parts_of_page(gather([str(tmp_path)]).reports)
+    assert [Path(path).stem for path, _ in part.reports] == ["z", "a"]
+    (part,) = parts_of_page(gather([str(tmp_path / "a.json"), str(tmp_path)]).reports)
+    assert [Path(path).stem for path, _ in part.reports] == ["a", "z"], "as it was named"
+
+
+def test_equal_weights_are_said(tmp_path: Path) -> None:
+    origin = {"drafters": {"head": {"spec": "x", "sha256": "1" * 64}}}
+    paths = written(
+        tmp_path, a=answered(made(), BEFORE) | origin, b=answered(made(), AFTER) | origin
+    )
+    assert "head: the weights are the same in all reports" in html(gather(paths)).decode()
+    origin = {"drafters": {"head": {"spec": "x", "sha256": "2" * 64}}}
+    written(tmp_path, b=answered(made(), AFTER) | origin)
+    assert "weights are the same" not in html(gather(paths)).decode()

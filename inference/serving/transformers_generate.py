@@ -89,7 +89,7 @@ def generate_with(
     decoder = decoder_of(model, drafter, tokenizer)
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
     copies = config.num_return_sequences or 1
-    limit = new_tokens(config, generation_config, options, ids.shape[1])
+    limit = new_tokens(config, ids.shape[1])
     requests = []
     for number, (row, real) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
         prompt = [token for token, there in zip(row, real, strict=True) if there]
@@ -138,12 +138,7 @@ def refuse(config: GenerationConfig, rest: dict[str, Any]) -> None:
             )
 
 
-def new_tokens(
-    config: GenerationConfig,
-    given: GenerationConfig | None,
-    options: dict[str, Any],
-    prompt: int,
-) -> int:
+def new_tokens(config: GenerationConfig, prompt: int) -> int:
     """Return the number of tokens to write behind prompts of `prompt` padded tokens.
 
     Raises `UserError` where the prompt is as long as `max_length` already.

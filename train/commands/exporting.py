@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,12 +34,37 @@ from ..methods.eagle import special_ids
 from ..options import ExportOptions as Options
 
 
+@dataclass
+class Written:
+    """Export that was written and checked."""
+
+    serve: str
+    """Command that serves it."""
+    notes: tuple[str, ...]
+    replaced: bool
+    """True if an earlier export was in its place."""
+
+
 def run(options: Options) -> None:
     """Export the drafter, and print the command that serves it.
 
     Raises `UserError` for everything that cannot be done. The folder is then left as it was, except
     where it was written and only the upload failed.
     """
+    written = write_export(options)
+    done = "replaced the earlier export in" if written.replaced else "wrote"
+    print(
+        f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n"
+    )
+    for note in written.notes:
+        print(f"note: {note}")
+    print(f"\n{written.serve}")
+    if options.push is not None:
+        print(f"\npushed: {upload(options.out, options.push)}")
+
+
+def write_export(options: Options) -> Written:
+    """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
     check_output_folder(options.out, "--out")
     artifact, head = load_alone(options.drafter), None
     if Path(options.out).resolve() == Path(options.drafter).resolve():
@@ -63,15 +89,7 @@ def run(options: Options) -> None:
         card_figures += read_card_figures(path, options.drafter, artifact.method)
     replaces_export = Path(options.out, OWN_FILE).is_file()
     recipe = export(artifact, request, options.license, card_figures, head)
-    done = "replaced the earlier export in" if replaces_export else "wrote"
-    print(
-        f"{done} {options.out}, read it back, and compared every tensor and a forward pass: equal\n"
-    )
-    for note in recipe.notes:
-        print(f"note: {note}")
-    print(f"\n{recipe.serve(request, artifact.drafter)}")
-    if options.push is not None:
-        print(f"\npushed: {upload(options.out, options.push)}")
+    return Written(recipe.serve(request, artifact.drafter), recipe.notes, replaces_export)
 
 
 def drafts_for(artifact: Artifact, asked: int | None) -> int:

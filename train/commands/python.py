@@ -1,0 +1,122 @@
+"""The functions of `import draftsmith`: what the commands do, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ...heads.exchange.hub import Drafter
+from ...inference import api
+from ...inference.evaluation.checks import check
+from ...inference.evaluation.evaluate import evaluate_drafters
+from ...inference.evaluation.options import EvaluateOptions
+from ...inference.evaluation.results import Report
+from ...inference.evaluation.tuning.profile import TuningProfile
+from ...inference.proposer import Proposer
+from ...inference.settings import TargetConfig
+from ...inference.targets.target import Target, target_of
+from ..command_line.from_python import options_from
+from ..method import method_named
+from ..options import ExportOptions
+from .exporting import write_export
+
+AnyPath = str | PathLike[str]
+
+
+def load(
+    target: AnyPath | TargetConfig | Target | PreTrainedModel,
+    drafter: AnyPath | Drafter | Proposer = "none",
+    *,
+    profile: AnyPath | None = None,
+    temperature: float = 0.0,
+    batch: int = 1,
+    **options: Any,
+) -> api.Decoder:
+    """Return a decoder of `target` that drafts with `drafter`; see `draftsmith.inference.load`.
+
+    With the `profile` that draftsmith tune wrote, the drafter has the settings that were best for
+    this `temperature` and `batch`. `options` are tokenizer and compile, and for a target by its
+    path dtype, device, adapter and attention. Raises `UserError`.
+
+    >>> import draftsmith
+    >>> decoder = draftsmith.load("scripts/quickstart/target", "ngram", device="cpu")
+    >>> decoder.generate("def add(a, b):", max_new_tokens=24).tau > 1
+    True
+    """
+    source: Any = fspath(target) if isinstance(target, PathLike) else target
+    named: Any = fspath(drafter) if isinstance(drafter, PathLike) else drafter
+    if profile is None:
+        return api.load(source, named, **options)
+    loaded = api.load(source, "none", **options).target
+    spec = str(named.folder if isinstance(named, Drafter) else named)
+    tuned = TuningProfile(fspath(profile), loaded).setting(spec, temperature, batch)
+    return api.load(loaded, spec, tuned=tuned)
+
+
+def train(
+    method: str,
+    target: AnyPath | None = None,
+    data: AnyPath | Sequence[Any] | None = None,
+    out: AnyPath | None = None,
+    *,
+    config: AnyPath | None = None,
+    **options: Any,
+) -> Path:
+    """Train a drafter, and return the folder of the best one.
+
+    `method` is medusa, eagle, dflash, dspark or distill; `data` a file of conversations, or a list
+    of files; `out` the run's folder; `config` a YAML file of a run. `options` are those of the run
+    by their names, such as `epochs=2`, `optim={"lr": 3e-4}` and `init_from=FOLDER`. The same call
+    goes on where an earlier one stopped. Under `accelerate launch` every process calls it. Raises
+    `UserError`.
+    """
+    from ..loop import train as run_training
+
+    chosen = method_named(method)
+    values: dict[str, Any] = {"target": target, "data": data, "out": out}
+    named = {name: value for name, value in values.items() if value is not None}
+    run, config_yaml = options_from(chosen.run_class, {**named, **options}, config)
+    return run_training(run, chosen, config_yaml)
+
+
+def evaluate(
+    target: AnyPath | Target | PreTrainedModel,
+    drafter: AnyPath | Sequence[AnyPath],
+    prompts: AnyPath,
+    *,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Report:
+    """Return acceptance and speed of drafters on held-out prompts, beside plain decoding.
+
+    `drafter` is a folder, a name such as ngram, or several of them; `prompts` a file of prompts;
+    `target` a path, or a loaded model with its `tokenizer`. `options` are those of the command,
+    such as `temperatures="0,1"`, `limit=20`, `baselines=False` and `json=FILE`. Raises `UserError`.
+    """
+    values = {"drafter": drafter, "prompts": prompts, **options}
+    loaded = None
+    if isinstance(target, str | PathLike):
+        values["target"] = target
+    else:
+        loaded = target if isinstance(target, Target) else target_of(target, tokenizer)
+        values["target"] = loaded.name
+    made, _ = options_from(EvaluateOptions, values)
+    settings = check(made)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return evaluate_drafters(made, settings, started, None, loaded)
+
+
+def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
+    """Write a drafter as a serving engine loads it, and return the command that serves it.
+
+    `to` is the engine: vllm, speculators, sglang, trtllm, llamacpp, tgi or hf. `options` are those
+    of the command, such as `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
+    """
+    folder = drafter.folder if isinstance(drafter, Drafter) else drafter
+    made, _ = options_from(ExportOptions, {"drafter": folder, "to": to, "out": out, **options})
+    return write_export(made).serve

@@ -68,7 +68,7 @@ def _flat(values: Mapping[str, Any], types: dict[str, Any], prefix: str = "") ->
         if isinstance(value, PathLike):
             value = fspath(value)
         if is_list_of_paths(types[name]):
-            several = value if isinstance(value, list | tuple) else [value]
+            several: Any = value if isinstance(value, list | tuple) else [value]
             value = [one if isinstance(one, Mapping) else {"path": fspath(one)} for one in several]
         elif types[name] == list[str]:
             several = value if isinstance(value, list | tuple) else [value]

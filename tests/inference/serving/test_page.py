@@ -10,7 +10,7 @@ from draftsmith.inference.api import load
 from draftsmith.inference.targets.target import Target
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.inference.evaluation.test_report import chromium
+from tests.inference.evaluation.test_report_browser import chromium
 from tests.inference.serving.conftest import EAGLE3, Running, started
 
 WORDS = "def add(a, b):"

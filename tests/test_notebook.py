@@ -1,0 +1,32 @@
+"""The notebook of the documentation runs, from its first cell to its last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+from tests.conftest import ROOT
+
+NOTEBOOK = ROOT / "docs" / "draftsmith.ipynb"
+
+
+def printed(cell: Any) -> str:
+    """What a cell printed, and its value."""
+    parts = [output.get("text", "") for output in cell.outputs if output.get("name") == "stdout"]
+    parts += [str(output.data.get("text/plain", "")) for output in cell.outputs if "data" in output]
+    return "".join(parts)
+
+
+def test_the_notebook_runs() -> None:
+    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    # It is stored without outputs, which differ between machines.
+    assert not any(cell.outputs or cell.execution_count for cell in cells)
+    # Raises for a cell that fails.
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": ROOT / "docs"}}).execute()
+    text = "\n".join(map(printed, cells))
+    assert "the same text: True" in text and "'best'" in text and "vllm serve" in text
+    assert text.count("10 of 10 texts identical") == 4  # plain decoding and three drafters
+    assert not any("warning" in str(output).lower() for cell in cells for output in cell.outputs)

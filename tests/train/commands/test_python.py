@@ -1,0 +1,169 @@
+"""`import draftsmith`: quick to import, and its functions do what the commands do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import draftsmith
+import pytest
+from draftsmith.train.command_line.from_python import options_from
+from draftsmith.train.config import TargetConfig
+from draftsmith.train.method import method_named
+
+from tests.conftest import QUICKSTART
+from tests.inference.evaluation.test_simulate import run_cli
+from tests.trained import questions
+
+Run = method_named("eagle").run_class
+EAGLE3 = QUICKSTART.parent / "drafters" / "eagle3"
+
+
+def write_prompts(path: Path, count: int) -> None:
+    rows = [{"messages": [{"role": "user", "content": w}]} for w in questions("test", count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_import_is_quick_and_brings_no_torch() -> None:
+    code = "import sys, draftsmith\nprint(draftsmith.__version__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "False"
+    usage = "import resource; u = resource.getrusage(resource.RUSAGE_SELF); "
+    usage += "print(u.ru_utime + u.ru_stime)"
+    seconds = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", f"import draftsmith; {usage}"],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for _ in range(3)
+    ]
+    assert min(seconds) < 0.3, seconds
+
+
+def test_names_are_there_and_an_unknown_one_is_an_error() -> None:
+    for name in draftsmith.__all__:
+        assert getattr(draftsmith, name) is not None and name in dir(draftsmith)
+    with pytest.raises(AttributeError, match="no attribute 'loda'"):
+        draftsmith.loda  # type: ignore[attr-defined]  # noqa: B018
+    assert callable(draftsmith.train) and draftsmith.train.__name__ == "draftsmith.train"
+
+
+def test_options_from_python_are_those_of_a_command_line() -> None:
+    run, text = options_from(
+        Run,
+        {
+            "target": QUICKSTART,
+            "data": ["a.jsonl", {"path": "b.jsonl", "weight": 0.5}],
+            "out": Path("runs/x"),
+            "optim": {"lr": 3e-4},
+            "heads.taps": [2, 4, 7],
+            "epochs": 2,
+        },
+    )
+    assert run.target == TargetConfig(str(QUICKSTART))
+    assert [(source.path, source.weight) for source in run.data.sources] == [
+        ("a.jsonl", 1.0),
+        ("b.jsonl", 0.5),
+    ]
+    assert run.optim.lr == 3e-4 and run.heads.taps == [2, 4, 7] and run.epochs == 2
+    assert "lr: 0.0003" in text
+    config = QUICKSTART.parents[2] / "configs" / "eagle" / "quickstart.yaml"
+    run, _ = options_from(Run, {"optim.lr": 0.5, "out": "elsewhere"}, config)
+    assert run.optim.lr == 0.5 and run.out == "elsewhere" and run.heads.norm_output
+    assert run.data.held_out.sources == ["valid"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"epohcs": 2}, "unknown option 'epohcs'; did you mean epochs?"),
+        ({"optim": {"learning_rate": 1}}, "unknown option 'optim.learning_rate'"),
+        ({"epochs": "many"}, "epochs"),
+        ({"optim": {"lr": "fast"}}, "lr"),
+    ],
+)
+def test_wrong_options_are_one_clear_line(values: dict, said: str) -> None:
+    with pytest.raises(draftsmith.UserError) as raised:
+        options_from(Run, {"target": "t", "data": "d.jsonl", "out": "o", **values})
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_drafter_by_its_folder(tmp_path: Path) -> None:
+    drafter = draftsmith.Drafter.from_pretrained(EAGLE3)
+    assert (drafter.method, drafter.folder) == ("eagle", EAGLE3)
+    drafter.save_pretrained(tmp_path / "copy")
+    with pytest.raises(draftsmith.UserError, match="is there already"):
+        drafter.save_pretrained(tmp_path / "copy")
+    copied = draftsmith.Drafter.from_pretrained(tmp_path / "copy")
+    words = questions("test", 1)[0]
+    replies = [
+        draftsmith.load(QUICKSTART, one, device="cpu").generate(words, 16)
+        for one in (drafter, copied, EAGLE3)
+    ]
+    assert len({(reply.text, len(reply.rounds)) for reply in replies}) == 1
+    weights = tmp_path / "copy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(draftsmith.UserError, match="copy or save the drafter again"):
+        draftsmith.Drafter.from_pretrained(tmp_path / "copy")
+    with pytest.raises(draftsmith.UserError, match="is not a folder"):
+        draftsmith.Drafter.from_pretrained("./nothing")
+
+
+def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
+    prompts, profile = tmp_path / "prompts.jsonl", tmp_path / "profile.json"
+    write_prompts(prompts, 4)
+    done = run_cli(
+        "tune", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", "ngram",
+        "--prompts", str(prompts), "--temperatures", "0", "--batch-sizes", "1",
+        "--max-new-tokens", "16", "--out", str(profile),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(profile.read_text())["drafters"]["ngram"]
+    decoder = draftsmith.load(QUICKSTART, "ngram", profile=profile, device="cpu")
+    if "length" in row["setting"]:
+        assert decoder.proposer.max_drafted == row["setting"]["length"]
+    assert decoder.proposer.name == "ngram:tuned"
+    with pytest.raises(draftsmith.UserError, match="knows no drafter suffix"):
+        draftsmith.load(QUICKSTART, "suffix", profile=profile, device="cpu")
+
+
+def test_train_evaluate_and_export(tmp_path: Path) -> None:
+    """The whole road from Python, with a loaded target in the middle."""
+    rows, prompts = tmp_path / "replies.jsonl", tmp_path / "prompts.jsonl"
+    decoder = draftsmith.load(QUICKSTART, device="cpu")
+    words = questions("train", 24)
+    replies = decoder.generate(words, 48)
+    with rows.open("w") as file:
+        for question, reply in zip(words, replies, strict=True):
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": reply.text},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    write_prompts(prompts, 3)
+    out = tmp_path / "run"
+    best = draftsmith.train(
+        "medusa",
+        target=QUICKSTART,
+        out=out,
+        epochs=1,
+        data={"sources": rows, "max_length": 256, "decontaminate": False},
+    )
+    assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
+    report = draftsmith.evaluate(
+        decoder.target, [best, "ngram"], prompts, baselines=False, max_new_tokens=16, repeats=1
+    )
+    (setting,) = report.settings
+    assert list(setting.drafters) == ["plain", "medusa", "ngram"]
+    assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
+    command = draftsmith.export(best, "vllm", tmp_path / "export")
+    assert command.startswith("vllm serve")
+    with pytest.raises(draftsmith.UserError, match="llamacpp takes"):
+        draftsmith.export(best, "llamacpp", tmp_path / "other")
+    assert not (tmp_path / "other").exists()

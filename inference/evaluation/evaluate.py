@@ -1,7 +1,7 @@
 """`draftsmith evaluate`: drafters beside plain decoding and beside drafters without training.
 
-All of them decode the same prompts in the same loop. There is one table for each setting, that is
-for each temperature and batch size.
+All of them decode the same prompts in the same loop, in each setting: each temperature with each
+batch size.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, checksum
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
-from ..console import warn
+from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
@@ -132,21 +132,12 @@ def evaluate_drafters(
     if served is not None:
         report.server = served.report
     journal = Journal(options.json, identity(report, options), "an evaluation")
-    results = []
-    for number, setting in enumerate(settings):
-        ways = [*proposers, *further_ways(setting)]
-        if setting.batch == 1:
-            ways += by_transformers
-        partial = Partial(
-            report, options, setting, number, len(settings), len(prompts), target, ways
-        )
-        results.append(
-            decode_in_turns(target, ways, prompts, setting, journal=journal, each=partial)
-        )
-        report.settings.append(configured_figures(target, results[-1], setting, ways))
-        if number + 1 < len(settings):
-            done = f"{number + 1} of {len(settings)} settings"
-            write_report(replace(report, partial=done), options.json)
+
+    def ways_in(setting: Setting) -> list[Way]:
+        more = by_transformers if setting.batch == 1 else []
+        return [*proposers, *further_ways(setting), *more]
+
+    results = decode_settings(target, ways_in, prompts, settings, report, options, journal)
     model_batches(report.settings)
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
@@ -158,6 +149,39 @@ def evaluate_drafters(
     write_report(report, options.json)
     journal.finish()
     return report
+
+
+def decode_settings(
+    target: Target,
+    ways_in: Callable[[Setting], list[Way]],
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    report: Report,
+    options: Options,
+    journal: Journal,
+) -> list[Results]:
+    """Return the results of every setting, and add their figures to `report`.
+
+    `ways_in` returns the ways to decode in a setting. One bar counts the prompts of all settings.
+    """
+    results = []
+    with Progress(total=len(settings) * len(prompts), desc="evaluating") as progress:
+        for number, setting in enumerate(settings):
+            ways = ways_in(setting)
+            of_all = f", setting {number + 1} of {len(settings)}" if len(settings) > 1 else ""
+            where = f"T = {setting.sampling.temperature:g}, batch {setting.batch}{of_all}"
+            progress.now(where)
+            partial = Partial(
+                report, options, setting, number, len(settings), len(prompts), target, ways
+            )
+            results.append(
+                decode_in_turns(target, ways, prompts, setting, progress, journal, partial)
+            )
+            report.settings.append(configured_figures(target, results[-1], setting, ways))
+            if number + 1 < len(settings):
+                done = f"{number + 1} of {len(settings)} settings"
+                write_report(replace(report, partial=done), options.json)
+    return results
 
 
 def configured_figures(

@@ -78,9 +78,9 @@ class EvaluateOptions:
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
     temperatures: str | None = None
-    """Several temperatures, one table each, in place of sampling.temperature: 0,1."""
+    """Several temperatures, in place of sampling.temperature: 0,1."""
     batch_sizes: str | None = None
-    """Several batch sizes, one table each, in place of batch_size: 1,4,16."""
+    """Several batch sizes, each at every temperature, in place of batch_size: 1,4,16."""
     limit: int | None = None
     """Number of prompts to use, from the first on; all if not given."""
     max_new_tokens: int = 128

@@ -4,6 +4,7 @@ baselines, Spec-Bench's form."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +60,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         str(folder / "rows"),
     )
     assert done.returncode == 0, done.stderr
-    assert "tau by category" in done.stdout and done.stdout.count("batch 2") == 2
+    assert done.stdout.count("speed-up") == 1, "one table"
+    labels = re.findall(r"^ (T = .+?) *$", done.stdout, flags=re.MULTILINE)
+    assert labels[:4] == [f"T = {t}, batch {size}" for t in (0, 1) for size in (1, 2)]
+    assert labels[4:] == ["T = 0, batch 1, 2", "T = 1, batch 1, 2"], "tau by category"
     return json.loads((folder / "o.json").read_text()), folder
 
 

@@ -346,7 +346,7 @@ class ImportOptions:
 
 @dataclass
 class GenerateOptions:
-    """Decode one prompt and show which drafts were accepted.
+    """Decode prompts, or chat, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
 
@@ -357,18 +357,28 @@ class GenerateOptions:
         "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
         "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
         "0.7 < prompt.txt",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
     )
     first: ClassVar[tuple[str, ...]] = (
         "target.path",
         "drafter",
         "prompt",
+        "prompts",
+        "chat",
         "max_new_tokens",
         "sampling.temperature",
     )
 
     target: TargetConfig
-    prompt: str
-    """Prompt of the user; `-` reads it from standard input."""
+    prompt: str | None = None
+    """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
+    prompts: str | None = None
+    """Prompts that are decoded one after the other: a file as `draftsmith evaluate` takes it, or a
+    text file; `-` reads standard input. A line of text or standard input is a prompt, or a JSON
+    row."""
+    chat: bool = False
+    """Read your next message after each reply, from the terminal or a line of standard input; every
+    reply follows on the conversation so far."""
     drafter: str = "none"
     """Folder of a drafter or of a draft model, or none, ngram, suffix, lookahead, early-exit;
     settings follow a colon: ngram:length=8."""
@@ -387,6 +397,19 @@ class GenerateOptions:
     """Give the prompt to the target as it is, without the chat template."""
     compare: bool = False
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.prompts is None and not self.chat:
+            raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
+        if self.prompts is not None and (self.chat or self.prompt is not None):
+            other = "--chat" if self.chat else "--prompt"
+            raise UserError(f"give either --prompts or {other}, not both")
+        if self.chat and self.raw:
+            raise UserError("--chat needs the chat template; leave out --raw")
+        if self.chat and self.prompt == "-":
+            raise UserError(
+                "--chat reads its messages from standard input already; leave out --prompt -"
+            )
 
 
 @dataclass

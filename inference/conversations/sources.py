@@ -12,6 +12,8 @@ from typing import Any
 from ...heads.errors import UserError, first_line
 from .rows import read_json_rows
 
+KINDS = (".json", ".jsonl", ".parquet")
+
 
 def rows_of(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of every row of a source.
@@ -36,19 +38,18 @@ def source_files(source: str) -> list[Path] | None:
     Raises `UserError` for a path that does not exist and for files that are not read.
     """
     path = Path(source)
-    kinds = (".json", ".jsonl", ".parquet")
     if path.is_file():
-        if path.suffix not in kinds:
-            raise UserError(f"data source {path}: a file must end in {', '.join(kinds)}")
+        if path.suffix not in KINDS:
+            raise UserError(f"data source {path}: a file must end in {', '.join(KINDS)}")
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in kinds)
+        files = sorted(file for file in path.iterdir() if file.suffix in KINDS)
         if not files:
-            raise UserError(f"data source {path}: the folder holds no {', '.join(kinds)} file")
+            raise UserError(f"data source {path}: the folder holds no {', '.join(KINDS)} file")
         return files
     # None of these can be the name of a data set, which is NAME or OWNER/NAME
     if (
-        path.suffix in kinds
+        path.suffix in KINDS
         or path.is_absolute()
         or source.startswith((".", "~"))
         or source.count("/") > 1

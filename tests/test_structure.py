@@ -149,11 +149,12 @@ def test_the_wheel_holds_the_modules_of_the_tree(tmp_path: Path) -> None:
     )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        inside = {name for name in archive.namelist() if name.endswith(".py")}
+        inside = {name for name in archive.namelist() if name.endswith((".py", ".json"))}
         entry = next(
             archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")
         )
-    assert inside == {f"draftsmith/{file.relative_to(ROOT)}" for file in FILES}
+    shapes = [*(ROOT / "train" / "planning" / "targets").glob("*.json")]
+    assert inside == {f"draftsmith/{file.relative_to(ROOT)}" for file in [*FILES, *shapes]}
     assert "draftsmith = draftsmith.train.commands.cli:main" in entry
 
 

@@ -21,11 +21,16 @@ StoreType = Literal["float32", "bfloat16", "fp8"]
 
 @dataclass
 class PlanOptions:
-    """Estimate the cost of a training run: feature bytes, GPU-hours of each stage, GPU memory."""
+    """Estimate the cost of a training run: whether it fits, hours, disk, GPU memory, price.
+
+    Target and drafter are built without weights; nothing is run with numbers.
+    """
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith data plan --config configs/eagle/llama-3.1-8b.yaml --tokens 300M --gpu H100"
         " --gpus 8",
+        "draftsmith data plan --config configs/eagle/qwen3-32b.yaml --target-shape qwen3-32b"
+        " --tokens 300M --price-per-gpu-hour 2.5",
         "draftsmith data plan --config run.yaml --set target.path=FOLDER --set batch_rows=4",
     )
     first: ClassVar[tuple[str, ...]] = (
@@ -33,6 +38,9 @@ class PlanOptions:
         "tokens",
         "gpu",
         "gpus",
+        "gpu_memory",
+        "price_per_gpu_hour",
+        "target_shape",
         "set",
     )
 
@@ -49,6 +57,13 @@ class PlanOptions:
     """Kind of GPU, by the name of its data sheet."""
     gpus: int = 8
     """Number of GPUs."""
+    gpu_memory: float | None = None
+    """Memory of a GPU in GB; if not given, by the data sheet of its kind."""
+    price_per_gpu_hour: float | None = None
+    """Price of an hour of one GPU, in any currency."""
+    target_shape: str | None = None
+    """Known target in place of the config's target.path, without the hub: qwen3-32b,
+    llama-3.1-8b-instruct and others; a wrong name is answered with all of them."""
     mfu: float = 0.4
     """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
     link: float = 450.0
@@ -75,6 +90,10 @@ class PlanOptions:
             raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
         if self.link <= 0 or self.network <= 0:
             raise UserError("link and network must be above 0")
+        if self.gpu_memory is not None and self.gpu_memory <= 0:
+            raise UserError(f"--gpu-memory is in GB and above 0; it cannot be {self.gpu_memory:g}")
+        if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
+            raise UserError("--price-per-gpu-hour must be at least 0")
 
 
 @dataclass

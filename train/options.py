@@ -71,7 +71,7 @@ class PlanOptions:
     network: float = 400.0
     """GB/s that a node of 8 GPUs sends to others; 400: eight cards of 400 Gbit/s."""
     json: str | None = None
-    """File that the numbers are written to."""
+    """File to write the numbers to; `-` prints them in place of the tables."""
     set: list[str] = field(default_factory=list)
     """Change of a key of the run, such as target.path=FOLDER (a folder that holds a config.json is
     enough); may be given several times."""

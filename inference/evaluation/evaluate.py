@@ -6,6 +6,7 @@ batch size.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json as json_module
 import resource
@@ -25,7 +26,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, checksum
+from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
@@ -65,7 +66,7 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
-    if options.json is None or options.features is not None:
+    if options.json in (None, STANDARD_OUTPUT) or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
     return (
         f"{options.json} holds what was measured so far, if anything was; the same command goes on "
@@ -78,6 +79,9 @@ def run(options: Options) -> None:
     settings = check(options)
     if options.features is not None:
         return replayed.run(options)
+    printed = options.json == STANDARD_OUTPUT
+    if printed:  # there is no file to write parts of the report to, or to resume from
+        options = dataclasses.replace(options, json=None)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     served = None
     # the server comes first: its address may be wrong, and measuring drafters here takes long
@@ -90,7 +94,10 @@ def run(options: Options) -> None:
         write_report(report, options.json)
     else:
         report = evaluate_drafters(options, settings, started, served)
-    show(report)
+    if printed:
+        output_json(STANDARD_OUTPUT, report.to_json())
+    else:
+        show(report)
 
 
 def evaluate_drafters(

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from ...heads.errors import UserError
-from ...heads.files import check_output, whole_file, write_json
+from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import parse
 from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
@@ -33,7 +33,7 @@ TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 def run(options: Options) -> None:
     """Print the plan, and write it to a file if one is named."""
-    check_output(options.json, "--json")
+    check_json(options.json)
     with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
         config, shape, plan = planned(options, path)
         method = method_named(method_for(options.config, options.method))
@@ -43,11 +43,9 @@ def run(options: Options) -> None:
         except UserError as error:
             log.warning("%s", error)
     line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
-    if options.json is not None:
-        found = {"options": asdict(options), "verdict": figures, "shape": asdict(shape)}
-        sizes = as_json(memory, step, network_of(options))
-        with whole_file(options.json) as aside:
-            write_json(aside, {**found, "plan": plan, **sizes})
+    found = {"options": asdict(options), "verdict": figures, "shape": asdict(shape), "plan": plan}
+    if output_json(options.json, {**found, **as_json(memory, step, network_of(options))}):
+        return
     Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options)
     show_sending(step, options)

@@ -16,7 +16,7 @@ import jsonargparse
 from ...heads.errors import UserError
 from ..endings import fail
 from .help_text import help_page
-from .mistakes import hyphenated, in_words
+from .mistakes import hyphenated, in_words, written
 from .spelling import spelled
 
 T = TypeVar("T")
@@ -90,10 +90,27 @@ def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> N
         fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
 
 
+ELSEWHERE = {
+    "model": "target.path",
+    "learning_rate": "optim.lr",
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_rows",
+    "gradient_accumulation_steps": "accumulation",
+    "output": "out",
+    "output_dir": "out",
+    "dataset": "data.sources",
+    "draft_model": "drafter",
+    "speculative_model": "drafter",
+}
+"""Options of other tools by the last part of their names, and ours for the same."""
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` with up to three of `known` that are spelled like `word`.
 
-    It is an empty text if there are none.
+    An option that another tool calls `word` comes first. It is an empty text if there are none.
     """
     # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
@@ -101,9 +118,11 @@ def near(word: str, known: Iterable[str]) -> str:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
     similar = []
+    if (same := ELSEWHERE.get(word.rpartition(".")[2])) in by_end:
+        similar += by_end[same or ""]
     for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
         similar += by_end[form]
-    options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(similar)]
+    options = [written(name) for name in dict.fromkeys(similar)]
     return f"; did you mean {' or '.join(options[:3])}?" if options else ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -101,9 +102,9 @@ def settings_table(report: Report, titles: Sequence[str]) -> Table:
             # without a speed-up nothing was measured that could win
             first = place == 0 and known(figures.speedup)
             cells = cells_of(figures)
-            written = "plain decoding" if name == "plain" else name
+            words = f"{FASTEST if first else ' '} {'plain decoding' if name == 'plain' else name}"
             table.add_row(
-                Text(f"{FASTEST if first else ' '} {written}"),
+                Text(textwrap.fill(words, LONGEST_NAME, subsequent_indent="    ")),
                 *(cells[title] for title in titles),
                 style="bold" if first else "",
             )

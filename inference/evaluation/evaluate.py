@@ -175,9 +175,9 @@ def decode_settings(
     with Progress(total=len(settings) * len(prompts), desc="evaluating") as progress:
         for number, setting in enumerate(settings):
             ways = ways_in(setting)
-            of_all = f", setting {number + 1} of {len(settings)}" if len(settings) > 1 else ""
-            where = f"T = {setting.sampling.temperature:g}, batch {setting.batch}{of_all}"
-            progress.now(where)
+            of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
+            conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
+            progress.now(of_all + conditions)
             partial = Partial(
                 report, options, setting, number, len(settings), len(prompts), target, ways
             )

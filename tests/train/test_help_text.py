@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
@@ -9,7 +11,9 @@ from draftsmith.train.command_line.help_text import help_page, pairs_together, w
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
 
-CLASSES = {f"train {name}": lambda name=name: method_named(name).run_class for name in METHODS}
+CLASSES: dict[str, Any] = {
+    f"train {name}": lambda name=name: method_named(name).run_class for name in METHODS
+}
 for verb, (_, name, _) in VERBS.items():
     module = train_options if hasattr(train_options, name) else evaluation_options
     CLASSES[verb] = lambda module=module, name=name: getattr(module, name)

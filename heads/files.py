@@ -27,6 +27,7 @@ JsonObject = dict[str, Any]
 such files hold."""
 LEAST_FREE = 1 << 20  # bytes that have to be free before anything is written
 CHECKSUMS = "checksums.json"
+STANDARD_OUTPUT = "-"  # in place of the path of a file
 # torch.save reports a full disk as a RuntimeError with one of these texts, without an errno.
 STREAM_ERRORS = ("PytorchStreamWriter", "unexpected pos", "iostream error")
 # Errors of the operating system that the user can mend by choosing another place.
@@ -124,6 +125,29 @@ def check_output(path: str | os.PathLike[str] | None, option: str) -> None:
     if Path(path).is_dir():
         raise UserError(f"cannot write {path}: it is a folder; name a file with {option}")
     _check_parent(Path(path), option)
+
+
+def check_json(path: str | None) -> None:
+    """Demand that `--json path` can be written; `-` stands for standard output.
+
+    Commands call this before anything that takes long. Raises `UserError`.
+    """
+    if path != STANDARD_OUTPUT:
+        check_output(path, "--json")
+
+
+def output_json(path: str | None, value: object) -> bool:
+    """Write `value` as `--json path` asks for: to a file, to standard output for `-`, or not.
+
+    Returns True if it went to standard output, in place of what a command prints there else.
+    """
+    if path == STANDARD_OUTPUT:
+        print(json.dumps(value, indent=2, ensure_ascii=False))
+        return True
+    if path is not None:
+        with whole_file(path) as aside:
+            write_json(aside, value)
+    return False
 
 
 def check_output_folder(path: str | os.PathLike[str], option: str) -> None:

@@ -6,13 +6,18 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import rich.console
 from rich import box
 from rich.table import Table
-from tqdm import tqdm
+
+with warnings.catch_warnings():
+    # In a notebook without ipywidgets, tqdm warns and shows its bar as text; so it is wanted.
+    warnings.simplefilter("ignore")
+    from tqdm.auto import tqdm
 
 # Without a terminal a line of progress is printed every LINE_S seconds. After DENSE_S seconds of
 # work it is printed only if a SHARE of the work was done since the last line, or after SPARSE_S
@@ -44,7 +49,7 @@ def warn(message: str) -> None:
 
 
 class Progress(tqdm):
-    """Bar of tqdm on a terminal, lines on stderr without one (nohup, SLURM, CI).
+    """Bar of tqdm on a terminal or in a notebook, lines on stderr without (nohup, SLURM, CI).
 
     A line comes every 30 seconds; after ten minutes only for every 5% of the work, or every five
     minutes. Of several objects that are open only the last one prints lines, and of several ranks
@@ -68,12 +73,13 @@ class Progress(tqdm):
         `show=False` shows nothing, as on every rank but the first. `more` goes to tqdm.
         """
         show = show and os.environ.get("RANK", "0") == "0"
+        # None: tqdm disables itself without a terminal, unless it is in a notebook
         super().__init__(
             iterable,
             desc=desc,
             unit=unit,
             total=total,
-            disable=None if show else True,  # None: tqdm disables itself without a terminal
+            disable=None if show else True,
             leave=False,
             **more,
         )
@@ -99,6 +105,13 @@ class Progress(tqdm):
     def update(self, n: float | None = 1) -> bool | None:
         self._done += n or 0
         return super().update(n)
+
+    def skip(self, n: int) -> None:
+        """Count work of an earlier process, which took no time in this one."""
+        self._first += n
+        if not self.disable:
+            self.initial += n  # tqdm estimates the time left from what was done since `initial`
+        self.update(n)
 
     def now(self, detail: str) -> None:
         """Show `detail`, a description of the present step, beside the count."""

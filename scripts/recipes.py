@@ -1,6 +1,6 @@
 """Table of configs/README.md: the figures of `draftsmith data plan` for every recipe in configs/.
 
-The hub is not asked: targets and siblings are the config.json files of tests/targets/.
+The hub is not asked: targets and siblings are the config.json files of train/planning/targets/.
 
     python scripts/recipes.py            # print the table
     python scripts/recipes.py --write    # put it into configs/README.md
@@ -20,7 +20,7 @@ from draftsmith.train.estimate import RunSizes, size
 from draftsmith.train.method import METHODS
 
 ROOT = Path(__file__).parents[1]
-TARGETS = ROOT / "tests" / "targets"
+TARGETS = ROOT / "train" / "planning" / "targets"
 README = ROOT / "configs" / "README.md"
 TABLE = re.compile(r"^\| target \| method \| drafter.*?\n(?=\n|\Z)", re.MULTILINE | re.DOTALL)
 COLUMNS = (

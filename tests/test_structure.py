@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections import Counter
 from pathlib import Path
 
@@ -131,34 +129,6 @@ def test_decoding_and_evaluation_import_neither_datasets_nor_deepspeed_nor_wandb
     code += "import sys; print([m for m in ('datasets', 'deepspeed', 'wandb') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-def test_the_wheel_holds_the_modules_of_the_tree(tmp_path: Path) -> None:
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # of an earlier wheel, of modules that moved
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--no-build-isolation",
-            "-q",
-            "-w",
-            tmp_path,
-            ROOT,
-        ],
-        check=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        inside = {name for name in archive.namelist() if name.endswith(".py")}
-        entry = next(
-            archive.read(n).decode() for n in archive.namelist() if n.endswith("entry_points.txt")
-        )
-    modules = {f"draftsmith/{file.relative_to(ROOT)}" for file in FILES}
-    assert inside == {name.replace("train/toplevel/", "") for name in modules}
-    assert "draftsmith = draftsmith.train.commands.cli:main" in entry
 
 
 CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.yaml") if p.parent.name != "accelerate")

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 from datetime import timedelta
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import cast
 
@@ -123,6 +123,15 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
 
 def make_accelerator(run: RunConfig) -> Accelerator:
     """Return accelerate's view of this launch, which also starts the process group."""
+    try:
+        return _accelerator(run)
+    except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
+        raise UserError(
+            f"this launch needs a package that cannot be imported: {first_line(error)}"
+        ) from error
+
+
+def _accelerator(run: RunConfig) -> Accelerator:
     return Accelerator(
         # draftsmith sets the precision itself, see `parallel.py`.
         mixed_precision="no",
@@ -223,10 +232,14 @@ def check_before_loading(run: RunConfig) -> None:
         manifest_of(run.features.store)
     if run.init_from is not None and not Path(run.init_from, OWN_FILE).is_file():
         raise not_a_drafter(Path(run.init_from))
-    if run.tracker != "none" and find_spec(run.tracker) is None:
-        raise UserError(
-            f"tracker is {run.tracker}, but it is not installed; pip install {run.tracker}"
-        )
+    if run.tracker != "none":
+        try:
+            import_module(run.tracker)
+        except ImportError as error:
+            raise UserError(
+                f"tracker is {run.tracker}, but it cannot be imported ({first_line(error)}); "
+                f"pip install {run.tracker}, or leave the tracker out"
+            ) from error
 
 
 def run_loop(

@@ -21,11 +21,16 @@ StoreType = Literal["float32", "bfloat16", "fp8"]
 
 @dataclass
 class PlanOptions:
-    """Estimate the cost of a training run: feature bytes, GPU-hours of each stage, GPU memory."""
+    """Estimate the cost of a training run: whether it fits, hours, disk, GPU memory, price.
+
+    Target and drafter are built without weights; nothing is run with numbers.
+    """
 
     examples: ClassVar[tuple[str, ...]] = (
         "draftsmith data plan --config configs/eagle/llama-3.1-8b.yaml --tokens 300M --gpu H100"
         " --gpus 8",
+        "draftsmith data plan --config configs/eagle/qwen3-32b.yaml --target-shape qwen3-32b"
+        " --tokens 300M --price-per-gpu-hour 2.5",
         "draftsmith data plan --config run.yaml --set target.path=FOLDER --set batch_rows=4",
     )
     first: ClassVar[tuple[str, ...]] = (
@@ -33,6 +38,9 @@ class PlanOptions:
         "tokens",
         "gpu",
         "gpus",
+        "gpu_memory",
+        "price_per_gpu_hour",
+        "target_shape",
         "set",
     )
 
@@ -49,6 +57,13 @@ class PlanOptions:
     """Kind of GPU, by the name of its data sheet."""
     gpus: int = 8
     """Number of GPUs."""
+    gpu_memory: float | None = None
+    """Memory of a GPU in GB; if not given, by the data sheet of its kind."""
+    price_per_gpu_hour: float | None = None
+    """Price of an hour of one GPU, in any currency."""
+    target_shape: str | None = None
+    """Known target in place of the config's target.path, without the hub: qwen3-32b,
+    llama-3.1-8b-instruct and others; a wrong name is answered with all of them."""
     mfu: float = 0.4
     """Share of the data sheet's bf16 peak that a forward or training pass reaches."""
     link: float = 450.0
@@ -56,7 +71,7 @@ class PlanOptions:
     network: float = 400.0
     """GB/s that a node of 8 GPUs sends to others; 400: eight cards of 400 Gbit/s."""
     json: str | None = None
-    """File that the numbers are written to."""
+    """File to write the numbers to; `-` prints them in place of the tables."""
     set: list[str] = field(default_factory=list)
     """Change of a key of the run, such as target.path=FOLDER (a folder that holds a config.json is
     enough); may be given several times."""
@@ -75,6 +90,10 @@ class PlanOptions:
             raise UserError("tokens and gpus must be above 0, mfu and reply_share in (0, 1]")
         if self.link <= 0 or self.network <= 0:
             raise UserError("link and network must be above 0")
+        if self.gpu_memory is not None and self.gpu_memory <= 0:
+            raise UserError(f"--gpu-memory is in GB and above 0; it cannot be {self.gpu_memory:g}")
+        if self.price_per_gpu_hour is not None and self.price_per_gpu_hour < 0:
+            raise UserError("--price-per-gpu-hour must be at least 0")
 
 
 @dataclass
@@ -346,7 +365,7 @@ class ImportOptions:
 
 @dataclass
 class GenerateOptions:
-    """Decode one prompt and show which drafts were accepted.
+    """Decode prompts, or chat, and show which drafts were accepted.
 
     Accepted drafts are green, the target's own tokens plain.
 
@@ -357,18 +376,28 @@ class GenerateOptions:
         "draftsmith generate --target TARGET --drafter runs/medusa/best --prompt 'def add(a, b):'",
         "draftsmith generate --target TARGET --drafter ngram:length=8 --prompt - --temperature "
         "0.7 < prompt.txt",
+        "draftsmith generate --target TARGET --drafter runs/eagle/best --chat",
     )
     first: ClassVar[tuple[str, ...]] = (
         "target.path",
         "drafter",
         "prompt",
+        "prompts",
+        "chat",
         "max_new_tokens",
         "sampling.temperature",
     )
 
     target: TargetConfig
-    prompt: str
-    """Prompt of the user; `-` reads it from standard input."""
+    prompt: str | None = None
+    """Prompt of the user; `-` reads it from standard input. With --chat the first message."""
+    prompts: str | None = None
+    """Prompts that are decoded one after the other: a file as `draftsmith evaluate` takes it, or a
+    text file; `-` reads standard input. A line of text or standard input is a prompt, or a JSON
+    row."""
+    chat: bool = False
+    """Read your next message after each reply, from the terminal or a line of standard input; every
+    reply follows on the conversation so far."""
     drafter: str = "none"
     """Folder of a drafter or of a draft model, or none, ngram, suffix, lookahead, early-exit;
     settings follow a colon: ngram:length=8."""
@@ -387,6 +416,19 @@ class GenerateOptions:
     """Give the prompt to the target as it is, without the chat template."""
     compare: bool = False
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and self.prompts is None and not self.chat:
+            raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
+        if self.prompts is not None and (self.chat or self.prompt is not None):
+            other = "--chat" if self.chat else "--prompt"
+            raise UserError(f"give either --prompts or {other}, not both")
+        if self.chat and self.raw:
+            raise UserError("--chat needs the chat template; leave out --raw")
+        if self.chat and self.prompt == "-":
+            raise UserError(
+                "--chat reads its messages from standard input already; leave out --prompt -"
+            )
 
 
 @dataclass

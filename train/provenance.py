@@ -60,8 +60,9 @@ def git_commit() -> str | None:
             check=True,
             timeout=10,
         )
+        # Without locks: a `git status` that is killed, as on a full disk, would leave one behind.
         dirty = subprocess.run(
-            ["git", "status", "--porcelain"],
+            ["git", "--no-optional-locks", "status", "--porcelain"],
             cwd=folder,
             capture_output=True,
             text=True,

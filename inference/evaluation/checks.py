@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...heads.errors import UserError
-from ...heads.files import check_output
+from ...heads.files import check_json
 from ..conversations.sources import source_files
 from ..drafters import check_spec
 from ..settings import check_url
@@ -46,7 +46,7 @@ def check(options: Options) -> list[Setting]:
         source_files(options.prompts)
     for spec in options.drafter:
         check_spec(spec)
-    check_output(options.json, "--json")
+    check_json(options.json)
     if options.spec_bench is not None and Path(options.spec_bench).exists():
         raise UserError(f"{options.spec_bench} is there already; name another --spec-bench")
     sizes = numbers(options.batch_sizes, "--batch-sizes", int, 1) or [options.batch_size]

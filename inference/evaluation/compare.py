@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, check_output, whole_file, write_json
+from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
 from ..metrics import bootstrap, pooled, tau
 from .evaluate import BASELINES
@@ -30,7 +30,7 @@ def run(options: Options) -> None:
     Raises `UserError`.
     """
     limit = _share(options.fail_on_regression)
-    check_output(options.json, "--json")
+    check_json(options.json)
     if len(options.reports) < 2:
         raise UserError("give at least two reports: draftsmith compare before.json after.json")
     if options.drafter and len(options.drafter) != len(options.reports):
@@ -41,16 +41,14 @@ def run(options: Options) -> None:
     reports = [read_measured(path) for path in options.reports]
     names = options.drafter or list(map(_only_drafter, reports, options.reports))
     settings = compared(reports, names, options.reports, limit or 0.0)
-    if options.json is not None:
-        comparison = {
-            "reports": options.reports,
-            "drafters": names,
-            "fail_on_regression": limit,
-            "settings": [asdict(setting) for setting in settings],
-        }
-        with whole_file(options.json) as aside:
-            write_json(aside, comparison)
-    show(settings, options.reports, Console())
+    comparison = {
+        "reports": options.reports,
+        "drafters": names,
+        "fail_on_regression": limit,
+        "settings": [asdict(setting) for setting in settings],
+    }
+    if not output_json(options.json, comparison):
+        show(settings, options.reports, Console())
     if limit is None:
         return
     for setting in settings:

@@ -1,80 +1,211 @@
-"""Tables of an evaluation in the terminal."""
+"""Tables of an evaluation in the terminal: one of all settings, one of tau by category."""
 
 from __future__ import annotations
 
+import math
+import os
+import textwrap
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from ..console import Console, plain_table
-from .report.tables import caption, firsts, loop_shares
-from .results import NAN, SHOWN, Report, SettingFigures, by_depth, identical
+from .results import SHOWN, DrafterFigures, Report, SettingFigures, by_depth, identical
 from .server.report import show as show_server
+
+ACCEPTED = f"accepted 1-{SHOWN}"
+COLUMNS = ("tau", "95%", ACCEPTED, "tok/s", "speed-up", "identical", "loops")
+GIVE_WAY = (ACCEPTED, "tok/s", "95%", "loops")
+"""Columns that a narrow terminal leaves out, the first one first."""
+LONGEST_NAME = 30  # longer names of drafters are folded
+IN_A_FILE = 120  # columns of a table that goes to a file
+FASTEST = "*"
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print a table for each setting with its warnings, then tau by category, then the server."""
-    console = console or Console()
-    for setting in report.settings:
-        console.print(_table_of(setting, report))
-        for name, figures in setting.drafters.items():
-            for warning in figures.warnings:
-                console.print(f"warning, {name}: {warning}")
-            if (gap := figures.largest_gap) is not None:
-                console.print(
-                    f"{name}: where a reply first differs, the target's two best logits are at "
-                    f"most {gap:.2g} apart."
-                )
-    if len(report.prompt_set.categories) > 1:
-        for setting in firsts(report):
-            console.print(_categories(setting))
-    for name, reason in report.left_out.items():
-        console.print(f"{name} is left out: {reason}")
+    """Print the table of all settings with its warnings, tau by category, and the server's table.
+
+    The tables are as wide as the console; without a terminal 120 columns, unless COLUMNS is set.
+    """
+    if console is None:
+        console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = IN_A_FILE
     if report.settings:
-        console.print(f"tau: tokens a round. {loop_shares(report)}", highlight=False)
+        show_settings(report, console)
+    if len(report.prompt_set.categories) > 1:
+        for table in category_tables(report.settings, console.width):
+            console.print()
+            console.print(table)
+    for name, reason in report.left_out.items():
+        console.print(f"{name} is left out: {reason}", highlight=False, markup=False)
     if report.server is not None:
         show_server(report.server, report.settings, console)
 
 
-def _table_of(setting: SettingFigures, report: Report) -> Table:
-    """Return the table of one setting, a row for each way to decode."""
-    requests = setting.plain.requests
-    conditions = f"T = {setting.temperature:g}"
-    if not setting.lossless:
-        conditions += ", LOSSY typical acceptance"
-    prompts = f"{requests} held-out prompt{'s' if requests > 1 else ''}"
-    table = plain_table(
-        f"{report.target_name}\n{prompts}, {conditions}, batch {setting.batch}, {report.dtype}"
-    )
-    table.add_column("drafter", overflow="fold", min_width=18)
-    for column in ("tau", "95%", f"accepted 1-{SHOWN}", "tok/s", "speed-up", "identical"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for name, figures in setting.drafters.items():
-        low, high = figures.tau_ci95 or (NAN, NAN)
-        table.add_row(
-            name,
-            f"{figures.tau_incl_bonus:.2f}",
-            f"{low:.2f}-{high:.2f}" if figures.mean_n_draft else "-",
-            by_depth(figures.survival),
-            f"{figures.tokens_s:.0f}",
-            f"{figures.speedup:.2f}x",
-            identical(figures.equal_to_ar, requests),
-        )
+def show_settings(report: Report, console: Console) -> None:
+    """Print the table of all settings, what its marks mean, and the warnings."""
+    titles = list(COLUMNS)
+    for title in GIVE_WAY:
+        if wide(settings_table(report, titles), console) <= console.width:
+            break
+        titles.remove(title)
+    console.print(settings_table(report, titles))
+    notes = [
+        f"{FASTEST}: the fastest of its setting. tau: tokens a round.",
+        "loops: replies that repeat an 8-gram, which flatter every drafter."
+        if "loops" in titles
+        else "",
+    ]
+    if missing := [title for title in COLUMNS if title not in titles]:
+        notes.append(f"Left out at {console.width} columns: {', '.join(missing)}.")
+    console.print(" ".join(filter(None, notes)), highlight=False, markup=False)
+    for setting in report.settings:
+        for name, figures in setting.drafters.items():
+            where = f"{label([setting])}, {name}"
+            for warning in figures.warnings:
+                console.print(f"warning, {where}: {warning}", highlight=False, markup=False)
+            if (gap := figures.largest_gap) is not None:
+                console.print(
+                    f"{where}: where a reply first differs, the target's two best logits are at "
+                    f"most {gap:.2g} apart.",
+                    highlight=False,
+                    markup=False,
+                )
+
+
+def wide(table: Table, console: Console) -> int:
+    """Return the number of columns that a table takes where it need not fold a cell."""
+    unlimited = console.options.update(width=10_000)
+    return Measurement.get(console, unlimited, table).maximum
+
+
+def settings_table(report: Report, titles: Sequence[str]) -> Table:
+    """Return the table of all settings with the columns `titles`, a group of rows for each.
+
+    A group is headed by its setting and sorted by speed-up. Its fastest row is marked and bold.
+    """
+    prompts = report.prompt_set.prompts
+    counted = f"{prompts} held-out prompt{'s' if prompts != 1 else ''}"
+    table = plain_table(f"{report.target_name}\n{counted}, {report.dtype}")
+    table.add_column("drafter", overflow="fold", min_width=18, max_width=LONGEST_NAME)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for setting in report.settings:
+        table.add_section()
+        table.add_row(Text(label([setting]), "underline"))
+        for place, name in enumerate(by_speed(setting)):
+            figures = setting.drafters[name]
+            # without a speed-up nothing was measured that could win
+            first = place == 0 and known(figures.speedup)
+            cells = cells_of(figures)
+            words = f"{FASTEST if first else ' '} {'plain decoding' if name == 'plain' else name}"
+            table.add_row(
+                Text(textwrap.fill(words, LONGEST_NAME, subsequent_indent="    ")),
+                *(cells[title] for title in titles),
+                style="bold" if first else "",
+            )
     return table
 
 
-def _categories(setting: SettingFigures) -> Table:
-    """Return the table of tau by category of the prompts, a column for each drafter that drafts."""
-    drafting = {}
-    for name, figures in setting.drafters.items():
-        if figures.mean_n_draft:
-            drafting[name] = figures.by_category
-    table = plain_table(f"tau by category, {caption(setting)}")
-    table.add_column("category")
-    for name in drafting:
-        table.add_column(name, justify="right", overflow="fold")
-    for category in sorted(set().union(*drafting.values())):
-        cells = []
-        for by_category in drafting.values():
-            known = category in by_category
-            cells.append(f"{by_category[category].tau_incl_bonus:.2f}" if known else "-")
-        table.add_row(category or "-", *cells)
-    return table
+def by_speed(setting: SettingFigures) -> list[str]:
+    """Return the names of the ways to decode, the fastest first, those without a speed-up last."""
+
+    def slowness(name: str) -> float:
+        speedup = setting.drafters[name].speedup
+        return -speedup if known(speedup) else math.inf
+
+    return sorted(setting.drafters, key=slowness)
+
+
+def known(value: float | None) -> TypeGuard[float]:
+    """Return whether a figure was measured; ratios of nothing are NaN."""
+    return value is not None and math.isfinite(value)
+
+
+def written(value: float | None, form: str) -> str:
+    """Return a figure in the format `form`; a dash for one that was not measured."""
+    return format(value, form) if known(value) else "-"
+
+
+def cells_of(figures: DrafterFigures) -> dict[str, str]:
+    """Return the texts of a row by the titles of their columns."""
+    low, high = (written(end, ".2f") for end in figures.tau_ci95 or (None, None))
+    interval = "-" not in (low, high) and figures.mean_n_draft
+    return {
+        "tau": written(figures.tau_incl_bonus, ".2f"),
+        "95%": f"{low}-{high}" if interval else "-",
+        ACCEPTED: by_depth(figures.survival),
+        "tok/s": written(figures.tokens_s, ".0f"),
+        "speed-up": written(figures.speedup, ".2f") + "x" * known(figures.speedup),
+        "identical": identical(figures.equal_to_ar, figures.requests),
+        "loops": written(figures.loop_share, ".0%"),
+    }
+
+
+def label(settings: Sequence[SettingFigures]) -> str:
+    """Return `T = 0, batch 4`, with a remark if the target's distribution is not kept.
+
+    Of several settings, which differ in their batch sizes only, all sizes are listed.
+    """
+    sizes = ", ".join(str(setting.batch) for setting in settings)
+    lossy = "" if settings[0].lossless else ", LOSSY typical acceptance"
+    return f"T = {settings[0].temperature:g}, batch {sizes}{lossy}"
+
+
+def category_tables(settings: Sequence[SettingFigures], width: int) -> list[Table]:
+    """Return tau by category (rows) and drafter (columns), a group of rows for each setting.
+
+    Settings that differ in their batch size only and have the same figures are one group. Drafters
+    that do not fit into `width` columns follow in further tables.
+    """
+    names = list(dict.fromkeys(name for setting in settings for name in drafting(setting)))
+    categories = sorted({c for s in settings for n in names for c in by_category(s, n)})
+    first = max(map(len, ["T = 0.7, batch 16", *categories]))
+    # A column has ten characters for the name, which may be folded, and two beside them.
+    columns = max((width - first - 4) // 12, 1)
+    tables = []
+    for start in range(0, len(names), columns):
+        shown = names[start : start + columns]
+        table = plain_table("tau by category" + (", further drafters" if start else ""))
+        table.add_column("category", overflow="fold", max_width=LONGEST_NAME)
+        for name in shown:
+            table.add_column(name, justify="right", overflow="fold", min_width=min(len(name), 10))
+        for group, rows in groups(settings, categories, shown):
+            table.add_section()
+            table.add_row(Text(label(group), "underline"))
+            for category, cells in zip(categories, rows, strict=True):
+                table.add_row(Text(f"  {category or '-'}"), *cells)
+        tables.append(table)
+    return tables
+
+
+def groups(
+    settings: Sequence[SettingFigures], categories: Sequence[str], names: Sequence[str]
+) -> list[tuple[list[SettingFigures], list[list[str]]]]:
+    """Return groups of settings with the cells of their rows, a row for each of `categories`."""
+    found: dict[str, tuple[list[SettingFigures], list[list[str]]]] = {}
+    for setting in settings:
+        rows = []
+        for category in categories:
+            taus = [by_category(setting, name).get(category) for name in names]
+            rows.append([f"{tau:.2f}" if tau is not None else "-" for tau in taus])
+        key = repr((setting.temperature, setting.lossless, rows))
+        found.setdefault(key, ([], rows))[0].append(setting)
+    return list(found.values())
+
+
+def drafting(setting: SettingFigures) -> list[str]:
+    """Return the names of the ways to decode that draft."""
+    return [name for name, figures in setting.drafters.items() if figures.mean_n_draft]
+
+
+def by_category(setting: SettingFigures, name: str) -> dict[str, float]:
+    """Return a drafter's tau by category; empty where the setting has no such drafter."""
+    if name not in setting.drafters:
+        return {}
+    figures = setting.drafters[name].by_category
+    return {category: of_one.tau_incl_bonus for category, of_one in figures.items()}

@@ -1,11 +1,12 @@
 """`draftsmith evaluate`: drafters beside plain decoding and beside drafters without training.
 
-All of them decode the same prompts in the same loop. There is one table for each setting, that is
-for each temperature and batch size.
+All of them decode the same prompts in the same loop, in each setting: each temperature with each
+batch size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json as json_module
 import resource
@@ -25,10 +26,10 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, checksum
+from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
-from ..console import warn
+from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
@@ -65,7 +66,7 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
-    if options.json is None or options.features is not None:
+    if options.json in (None, STANDARD_OUTPUT) or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
     return (
         f"{options.json} holds what was measured so far, if anything was; the same command goes on "
@@ -78,6 +79,9 @@ def run(options: Options) -> None:
     settings = check(options)
     if options.features is not None:
         return replayed.run(options)
+    printed = options.json == STANDARD_OUTPUT
+    if printed:  # there is no file to write parts of the report to, or to resume from
+        options = dataclasses.replace(options, json=None)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     served = None
     # the server comes first: its address may be wrong, and measuring drafters here takes long
@@ -90,7 +94,10 @@ def run(options: Options) -> None:
         write_report(report, options.json)
     else:
         report = evaluate_drafters(options, settings, started, served)
-    show(report)
+    if printed:
+        output_json(STANDARD_OUTPUT, report.to_json())
+    else:
+        show(report)
 
 
 def evaluate_drafters(
@@ -98,14 +105,16 @@ def evaluate_drafters(
     settings: list[Setting],
     started: str,
     served: live_report.ServerMeasurement | None,
+    given: Target | None = None,
 ) -> Report:
     """Return the report of the drafters that decode in this process, and write it.
 
-    Replies go to the folder `options.spec_bench`, if there is one. Greedy replies of a server, in
-    `served`, are compared with plain decoding. Raises `UserError`.
+    `given` is the target, if it is loaded already. Replies go to the folder `options.spec_bench`,
+    if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
+    Raises `UserError`.
     """
     assert options.prompts is not None
-    target = load_for_decoding(options.target)
+    target = given or load_for_decoding(options.target)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
     prompts = read_prompts(
@@ -132,21 +141,12 @@ def evaluate_drafters(
     if served is not None:
         report.server = served.report
     journal = Journal(options.json, identity(report, options), "an evaluation")
-    results = []
-    for number, setting in enumerate(settings):
-        ways = [*proposers, *further_ways(setting)]
-        if setting.batch == 1:
-            ways += by_transformers
-        partial = Partial(
-            report, options, setting, number, len(settings), len(prompts), target, ways
-        )
-        results.append(
-            decode_in_turns(target, ways, prompts, setting, journal=journal, each=partial)
-        )
-        report.settings.append(configured_figures(target, results[-1], setting, ways))
-        if number + 1 < len(settings):
-            done = f"{number + 1} of {len(settings)} settings"
-            write_report(replace(report, partial=done), options.json)
+
+    def ways_in(setting: Setting) -> list[Way]:
+        more = by_transformers if setting.batch == 1 else []
+        return [*proposers, *further_ways(setting), *more]
+
+    results = decode_settings(target, ways_in, prompts, settings, report, options, journal)
     model_batches(report.settings)
     if served is not None:
         for result, setting in zip(results, settings, strict=True):
@@ -158,6 +158,39 @@ def evaluate_drafters(
     write_report(report, options.json)
     journal.finish()
     return report
+
+
+def decode_settings(
+    target: Target,
+    ways_in: Callable[[Setting], list[Way]],
+    prompts: Sequence[Prompt],
+    settings: Sequence[Setting],
+    report: Report,
+    options: Options,
+    journal: Journal,
+) -> list[Results]:
+    """Return the results of every setting, and add their figures to `report`.
+
+    `ways_in` returns the ways to decode in a setting. One bar counts the prompts of all settings.
+    """
+    results = []
+    with Progress(total=len(settings) * len(prompts), desc="evaluating") as progress:
+        for number, setting in enumerate(settings):
+            ways = ways_in(setting)
+            of_all = f"{number + 1}/{len(settings)}: " if len(settings) > 1 else ""
+            conditions = f"T = {setting.sampling.temperature:g}, batch {setting.batch}"
+            progress.now(of_all + conditions)
+            partial = Partial(
+                report, options, setting, number, len(settings), len(prompts), target, ways
+            )
+            results.append(
+                decode_in_turns(target, ways, prompts, setting, progress, journal, partial)
+            )
+            report.settings.append(configured_figures(target, results[-1], setting, ways))
+            if number + 1 < len(settings):
+                done = f"{number + 1} of {len(settings)} settings"
+                write_report(replace(report, partial=done), options.json)
+    return results
 
 
 def configured_figures(

@@ -123,17 +123,18 @@ class Gpu:
     """Dense bf16 TFLOP/s."""
     tb_s: float
     """Memory bandwidth in TB/s."""
+    gb: float
+    """Memory in GB."""
 
 
 # A name that is the beginning of another stands after it: `train/pace.py` takes the first name that
 # a device's own name contains.
 GPUS = {
-    "B200": Gpu(2250, 8.0), "H200": Gpu(989, 4.8), "H100 PCIe": Gpu(756, 2.0), "H100 NVL": Gpu(835,
-    3.9), "H100": Gpu(989, 3.35),
-    "A100": Gpu(312, 2.04), "L40S": Gpu(362, 0.864), "L4": Gpu(121, 0.3), "A10G": Gpu(70, 0.6),
-    "A10": Gpu(125, 0.6),
-    "RTX 4090": Gpu(165, 1.01), "RTX 3090": Gpu(71, 0.936), "MI300X": Gpu(1307, 5.3),
-    "MI250X": Gpu(383, 3.28),
+    "B200": Gpu(2250, 8.0, 180), "H200": Gpu(989, 4.8, 141), "H100 PCIe": Gpu(756, 2.0, 80),
+    "H100 NVL": Gpu(835, 3.9, 94), "H100": Gpu(989, 3.35, 80), "A100": Gpu(312, 2.04, 80),
+    "L40S": Gpu(362, 0.864, 48), "L4": Gpu(121, 0.3, 24), "A10G": Gpu(70, 0.6, 24),
+    "A10": Gpu(125, 0.6, 24), "RTX 4090": Gpu(165, 1.01, 24), "RTX 3090": Gpu(71, 0.936, 24),
+    "MI300X": Gpu(1307, 5.3, 192), "MI250X": Gpu(383, 3.28, 128),
 }  # fmt: skip
 
 

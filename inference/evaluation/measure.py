@@ -73,33 +73,33 @@ def decode_in_turns(
     ways: Sequence[Way],
     prompts: Sequence[Prompt],
     setting: Setting,
-    progress_bar: bool = True,
+    progress: Progress | None = None,
     journal: Journal | None = None,
     each: Callable[[Results], None] = lambda results: None,
 ) -> Results:
     """Decode every prompt in every way, of which the first is plain decoding.
 
     Later turns of a conversation follow on what plain decoding answered, so that all drafters go on
-    from the same text. Batches that `journal` holds are not decoded again. `each` is called after
-    every batch with the results so far.
+    from the same text. Batches that `journal` holds are not decoded again. `progress` counts the
+    prompts, not their later turns, of which the number is not known. `each` is called after every
+    batch with the results so far.
     """
     names = distinct_names(ways)
     by_name = dict(zip(names, ways, strict=True))
     results: Results = {name: [] for name in names}
     waiting, number = list(prompts), 0
     room = target.max_positions - setting.max_new_tokens
-    description = f"decoding at T = {setting.sampling.temperature:g}, batch {setting.batch}"
-    progress = Progress(total=len(prompts), desc=description, show=progress_bar)
     while waiting:
         answered: list[Turn] = []
-        for batch, replies in _in_turns(target, by_name, waiting, number, setting, journal):
+        found = _in_turns(target, by_name, waiting, number, setting, journal)
+        for batch, replies, decoded in found:
             for name, generations in replies.items():
                 turns = [Turn(p, number, g) for p, g in zip(batch, generations, strict=True)]
                 results[name] += turns
                 if name == names[0]:
                     answered += turns
-            # the bar counts prompts: how many later turns there will be is not known
-            progress.update(len(batch) if number == 0 else 0)
+            if progress is not None and number == 0:
+                (progress.update if decoded else progress.skip)(len(batch))
             each(results)
         number += 1
         waiting = []
@@ -110,7 +110,6 @@ def decode_in_turns(
             )
             if following is not None:
                 waiting.append(following)
-    progress.close()
     return results
 
 
@@ -121,9 +120,10 @@ def _in_turns(
     number: int,
     setting: Setting,
     journal: Journal | None,
-) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]]]]:
+) -> Iterator[tuple[Sequence[Prompt], dict[str, list[Generation]], bool]]:
     """Yield each batch of prompts with every way's replies, those of the run of median time.
 
+    The third value is False for replies that came from `journal`.
     `number` is that of the turn. It is the sample number of the requests as well, so that the turns
     of a conversation have noise of their own, and the same in all ways.
     """
@@ -135,7 +135,7 @@ def _in_turns(
             f"{start}"
         )
         if journal is not None and (stored := journal.get(key)) is not None:
-            yield batch, from_json(stored)
+            yield batch, from_json(stored), False
             continue
         if not warm and number == 0:
             first, tokens = Request(batch[0].token_ids, 0), min(setting.max_new_tokens, WARM_UP)
@@ -158,7 +158,7 @@ def _in_turns(
             chosen[name] = sorted(runs_of_way, key=batch_seconds)[median]
         if journal is not None:
             journal.put(key, as_json(chosen))
-        yield batch, chosen
+        yield batch, chosen, True
 
 
 def _decode(

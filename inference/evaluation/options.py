@@ -78,9 +78,9 @@ class EvaluateOptions:
     sampling: Sampling = field(default_factory=Sampling)
     """Sampling settings; greedy if not given."""
     temperatures: str | None = None
-    """Several temperatures, one table each, in place of sampling.temperature: 0,1."""
+    """Several temperatures, in place of sampling.temperature: 0,1."""
     batch_sizes: str | None = None
-    """Several batch sizes, one table each, in place of batch_size: 1,4,16."""
+    """Several batch sizes, each at every temperature, in place of batch_size: 1,4,16."""
     limit: int | None = None
     """Number of prompts to use, from the first on; all if not given."""
     max_new_tokens: int = 128
@@ -90,7 +90,7 @@ class EvaluateOptions:
     repeats: int = 3
     """Timed runs of every request; the one of median time counts."""
     json: str | None = None
-    """File to write the numbers to."""
+    """File to write the numbers to; `-` prints them in place of the tables."""
     spec_bench: str | None = None
     """Folder to write the replies of the first setting to, a file for each drafter, in Spec-Bench's
     form."""
@@ -120,7 +120,7 @@ class CompareOptions:
     """End with exit code 3 if a category's tau has fallen by more than this, such as 2%, its
     interval lies below 0, and it has at least five prompts."""
     json: str | None = None
-    """File to write the numbers to."""
+    """File to write the numbers to; `-` prints them in place of the tables."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ class SimulateOptions:
     context: str = "1000,8000,32000"
     """Contexts of the roofline: positions that each request has behind it."""
     json: str | None = None
-    """File to write the numbers to."""
+    """File to write the numbers to; `-` prints them in place of the tables."""
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) == (self.report is None):

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, whole_file, write_json
+from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
 from ..drafters import load_proposer
@@ -55,10 +55,8 @@ def run(options: EvaluateOptions) -> None:
         "loop_share": sum(repeats_itself(text.ids[text.start :]) for text in texts) / len(texts),
         "drafters": drafters,
     }
-    if options.json is not None:
-        with whole_file(options.json) as aside:
-            write_json(aside, report)
-    show(report, len(texts))
+    if not output_json(options.json, report):
+        show(report, len(texts))
 
 
 def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]) -> JsonObject:

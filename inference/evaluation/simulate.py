@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ...heads.documents import read_document
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, check_output, whole_file, write_json
+from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
 from .checks import numbers
 from .gains import (
@@ -44,16 +44,17 @@ AGAIN = "write the report again with draftsmith evaluate --json"
 def run(options: Options) -> None:
     """Compute and print the gains, and write the JSON file, if any. Raises `UserError`."""
     console = Console()
-    check_output(options.json, "--json")
+    check_json(options.json)
     if options.report is not None:
         results: JsonObject = {"measured": from_report(options.report, options.longest)}
-        show_measured(results["measured"], console)
     else:
         results = simulation(options)
+    if output_json(options.json, {"options": asdict(options), **results}):
+        return
+    if options.report is not None:
+        show_measured(results["measured"], console)
+    else:
         show(results, console)
-    if options.json is not None:
-        with whole_file(options.json) as aside:
-            write_json(aside, {"options": asdict(options), **results})
 
 
 def simulation(options: Options) -> JsonObject:

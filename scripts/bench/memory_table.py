@@ -24,7 +24,7 @@ from draftsmith.train.planning.step_memory import StepMemory, memory_of_step
 from rich.console import Console
 from rich.table import Table
 
-CONFIGS = Path(__file__).parents[2] / "tests" / "targets"
+CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 HEADS: dict[str, dict[str, Any]] = {
     "eagle": {"draft_vocab_size": 32000},
     "dflash": {"mask_token": 0},
@@ -35,7 +35,7 @@ COLUMNS = ("target", "drafter", "moments", "features", "extraction", "activation
 
 
 def memory(shape: str, method_name: str, length: int, recompute: bool) -> StepMemory:
-    """Return the memory of a step for a target of the sizes of tests/targets/SHAPE.json."""
+    """Return the memory of a step for a target of the sizes of `SHAPE.json` in `CONFIGS`."""
     method = method_named(method_name)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text((CONFIGS / f"{shape}.json").read_text())

@@ -25,7 +25,7 @@ from draftsmith.train.objectives import TrainingModule
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-CONFIGS = Path(__file__).parents[2] / "tests" / "targets"
+CONFIGS = Path(__file__).parents[2] / "train" / "planning" / "targets"
 TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 8, "vocab_size": 512,
@@ -35,7 +35,7 @@ TINY = {
 def random_target(
     shape: str, device: torch.device, dtype: torch.dtype, layers: int | None = None
 ) -> Target:
-    """Return a target of the sizes of tests/targets/SHAPE.json, or of its first `layers` only.
+    """Return a target of the sizes of `SHAPE.json` in `CONFIGS`, or of its first `layers` only.
 
     The shape "tiny" is a model of the same kind for tests on a CPU.
     """

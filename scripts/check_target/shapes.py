@@ -18,7 +18,7 @@ from draftsmith.heads.files import whole_directory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "tests" / "targets"
+CONFIGS = ROOT / "train" / "planning" / "targets"
 TOKENIZER = ROOT / "scripts" / "quickstart" / "target"
 SHARD_BYTES = 300_000_000
 UNWANTED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")

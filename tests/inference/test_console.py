@@ -1,6 +1,8 @@
 """Progress without a terminal: lines in a log file, often at first, then only where there is
 something to say."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -59,3 +61,61 @@ def test_the_innermost_speaks_and_work_that_hangs_is_told_of(
         assert "replaying: 0 of 3 texts after" in said and "training" not in said
         assert list(Progress("ab", desc="x", show=False)) == ["a", "b"]
     assert not Progress._open
+
+
+def test_work_of_an_earlier_process_took_no_time() -> None:
+    with Progress(total=40, desc="evaluating") as progress:
+        progress.skip(10)
+        progress.update(15)
+        line = progress.line(progress._began + 30)
+    assert line == "evaluating: 25 of 40 prompts after 30 s, about 30 s left"
+
+
+NOTEBOOK = """
+import sys
+from types import ModuleType, SimpleNamespace as Anything
+
+class Widget:
+    bar_style = value = ""
+    def __init__(self, *children, **more):
+        self.children, self.layout, self.style = children, Anything(), Anything()
+        self.__dict__.update(more)
+        if "children" in more:
+            self.children = more["children"]
+    def add_class(self, name): pass
+    def close(self): print("closed")
+
+sys.modules["ipykernel.zmqshell"] = ModuleType("ipykernel.zmqshell")
+kernel = ModuleType("IPython")
+kernel.get_ipython = lambda: Anything(config={"IPKernelApp": {}}, kernel=None)
+kernel.version_info = (9, 0, 0, "")
+kernel.display = ModuleType("IPython.display")
+kernel.display.display = lambda *shown: print("displayed", type(shown[0]).__name__)
+sys.modules |= {"IPython": kernel, "IPython.display": kernel.display}
+widgets = ModuleType("ipywidgets")
+widgets.__version__ = "8.0.0"
+widgets.FloatProgress = widgets.HBox = widgets.HTML = Widget
+widgets.IntProgress = Widget
+sys.modules["ipywidgets"] = widgets if WITH_WIDGETS else None
+from draftsmith.inference import console
+console.LINE_S = 0.0
+import time
+with console.Progress(total=3, desc="decoding") as progress:
+    progress.update()
+    progress.now("with eagle3")
+    time.sleep(0 if WITH_WIDGETS else 1.5)
+"""
+
+
+@pytest.mark.parametrize("widgets", [True, False])
+def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) -> None:
+    code = NOTEBOOK.replace("WITH_WIDGETS", str(widgets))
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    if widgets:
+        assert "displayed" in done.stdout and "decoding: 1 of 3" not in done.stderr
+    else:
+        assert "displayed" not in done.stdout and "decoding: 1 of 3" in done.stderr
+    assert "Warning" not in done.stderr, "tqdm's, of a missing ipywidgets"

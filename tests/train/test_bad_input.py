@@ -47,7 +47,7 @@ def quick(capsys: pytest.CaptureFixture[str], *arguments: Any) -> subprocess.Com
     ("options", "says"),
     [
         (("--optim.learning-rate", "1"), ("optim.learning-rate", "--help")),
-        (("--optim.lr", "fast"), ("optim.lr", "float", "fast")),
+        (("--optim.lr", "fast"), ("--optim.lr takes a number, not fast",)),
         (("--optim.lr", "-1"), ("optim.lr",)),
         (("--optim.schedule", "linear"), ("optim.schedule", "cosine")),
         (("--heads.num-heads", "0"), ("num_heads",)),
@@ -87,7 +87,7 @@ def test_a_wrong_key_in_the_file_is_named(
     config.write_text("optim: [")
     expect(command(*TRAIN, config), "config")
     expect(command(*TRAIN, tmp_path / "none.yaml"), "none.yaml")
-    expect(command("draftsmith.train", "medusa"), "out, target.path, data.sources")
+    expect(command("draftsmith.train", "medusa"), "--out, --target and --data.sources")
     expect(command("draftsmith.train", "medussa"), "medusa")
     expect(command("draftsmith.train"), "medusa")
 

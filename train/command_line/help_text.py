@@ -5,6 +5,7 @@ jsonargparse's own pages name every option twice over and all at once, 266 lines
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from .spelling import SHORT_GROUPS
 
 MOST_COLUMNS = 100
 INDENT = 24  # column of the explanations
+TIE = "\0"  # a space at which no line ends
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,39 @@ class Option:
     def explanation(self) -> str:
         if self.default is MISSING:
             return f"{self.text} Required."
+        if self.kind is bool and self.default:  # listed as --no-..., which its text does not say
+            return f"Without this option: {self.text[:1].lower()}{self.text[1:]}"
         hidden = self.default is None or isinstance(self.default, bool | dict)
         if hidden or self.default == "" or self.default == []:
             return self.text
         value = self.default
         if isinstance(value, list | tuple):
             value = ",".join(map(str, value))
-        return f"{self.text} ({value:g})" if isinstance(value, float) else f"{self.text} ({value})"
+        if isinstance(value, float):
+            value = f"{value:g}".replace("e+0", "e")
+        return f"{self.text} ({value})"
+
+
+FORMS = {
+    "json": "FILE",
+    "config": "FILE",
+    "profile": "FILE",
+    "prompts": "FILE",
+    "temperatures": "N,N,...",
+    "batch_sizes": "N,N,...",
+    "target_shape": "NAME",
+    "serve_as": "NAME",
+    "init_from": "FOLDER",
+    "sources": "FILES",
+    "set": "KEY=VALUE",
+}
+"""Words for values of which the option's own name says nothing, or at too great a length."""
 
 
 def form(kind: Any, name: str) -> str:
     """Return the form of a value of type `kind`: `a|b` for a choice, else a word."""
+    if get_origin(kind) is not Literal and (word := FORMS.get(name.rpartition(".")[2])):
+        return word
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
     if get_origin(kind) in (list, tuple) and set(get_args(kind)) & {int, float}:
@@ -97,7 +121,7 @@ def help_page(config_class: Any, prog: str, everything: bool) -> str:
         lines += [*wrapped(paragraph, width), ""]
     lines.append("examples:")
     for example in config_class.examples:
-        lines += wrapped(example, width, "  ", "      ", " \\")
+        lines += wrapped(pairs_together(example), width, "  ", "      ", " \\")
     if everything:
         for group, title in groups_of(config_class):
             own = [option for option in options if option.group == group]
@@ -125,16 +149,27 @@ CONFIG_TEXT = (
 def wrapped(
     text: str, width: int, first: str = "", later: str = "", continued: str = ""
 ) -> list[str]:
-    """Return the lines of a text; `continued` ends all lines but the last."""
+    """Return the lines of a text; `continued` ends all lines but the last.
+
+    What stands between backticks is not broken, nor is a text at a `TIE`.
+    """
+    spaced = re.sub(r"[ \n]+", " ", text).strip()
     lines = textwrap.wrap(
-        " ".join(text.split()),
+        re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", TIE), spaced),
         width - len(continued),
         initial_indent=first,
         subsequent_indent=later,
         break_on_hyphens=False,
         break_long_words=False,
     )
+    lines = [line.replace(TIE, " ") for line in lines]
     return [line + continued for line in lines[:-1]] + lines[-1:]
+
+
+def pairs_together(command: str) -> str:
+    """Return a command in which no option is parted from its value, nor a word between quotes."""
+    command = re.sub(r"'[^']+'", lambda quoted: quoted[0].replace(" ", TIE), command)
+    return re.sub(r"(--?[\w.-]+) (?=[^- ]|- )", rf"\1{TIE}", command)
 
 
 def explained(options: Sequence[Option], width: int) -> list[str]:

@@ -7,46 +7,37 @@ text. Every mistake is answered in one clear line.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, TypeVar, get_type_hints
+from typing import Any, ClassVar, NoReturn, TypeVar, get_type_hints
 
 import jsonargparse
 
 from ...heads.errors import UserError
 from ..endings import fail
 from .help_text import help_page
+from .mistakes import hyphenated, in_words, written
 from .spelling import spelled
 
 T = TypeVar("T")
-# An option within a text: not the hyphens inside of a word, a path or an address.
-OPTION = re.compile(r"(?<![\w/.-])--[A-Za-z][\w.]*")
 
 
 class Parser(jsonargparse.ArgumentParser):
     """Parser that reports a mistake in one line, without jsonargparse's usage lines."""
 
+    types: ClassVar[dict[str, Any]] = {}
+    """Types of the fields by their dotted names; `build_parser` sets those of each parser."""
+    typed: Sequence[str] = ()
+    """Words of the command line."""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the mistake and exit with status 2."""
-        fail(hyphenated(one_line(message)) + f" (see {self.prog} --help)")
+        """Print the mistake and exit with status 2.
 
-
-def one_line(message: str) -> str:
-    """Return a message of jsonargparse, which nests its reasons over several lines, as one line."""
-    lines = [line.strip(" -") for line in str(message).splitlines()]
-    joined = re.sub(r"\s+", " ", " ".join(line for line in lines if line))
-    # <class 'pkg.Name'> becomes Name, and typing.Literal becomes Literal.
-    shortened = re.sub(r"<class '(?:\w+\.)*(\w+)'>|typing\.(?=Literal)", r"\1", joined)
-    return shortened.removeprefix("Parser key ")
-
-
-def hyphenated(text: str) -> str:
-    """Return `text` with hyphens for underscores in every option that it names.
-
-    `--optim.warmup_share` becomes `--optim.warmup-share`, and `--from_` becomes `--from`.
-    """
-    return OPTION.sub(lambda match: match.group().rstrip("_").replace("_", "-"), text)
+        The parser of a part, such as an entry of data.sources, raises it for the whole one's.
+        """
+        if not self.exit_on_error:
+            super().error(message, ex)
+        fail(in_words(str(message), self.types, self.typed) + f" (see {self.prog} --help)")
 
 
 def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str]:
@@ -62,6 +53,7 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
     types = field_types(config_class)
     arguments = spelled(argv, types, next(iter(positional(config_class)), None))
     check_known(arguments, types, prog)
+    parser.types, parser.typed = types, arguments  # type: ignore[misc]
     namespace = parser.parse_args(arguments)
     try:
         values = parser.instantiate(namespace)
@@ -98,10 +90,27 @@ def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> N
         fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
 
 
+ELSEWHERE = {
+    "model": "target.path",
+    "learning_rate": "optim.lr",
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_rows",
+    "gradient_accumulation_steps": "accumulation",
+    "output": "out",
+    "output_dir": "out",
+    "dataset": "data.sources",
+    "draft_model": "drafter",
+    "speculative_model": "drafter",
+}
+"""Options of other tools by the last part of their names, and ours for the same."""
+
+
 def near(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean ...?` with up to three of `known` that are spelled like `word`.
 
-    It is an empty text if there are none.
+    An option that another tool calls `word` comes first. It is an empty text if there are none.
     """
     # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
@@ -109,9 +118,11 @@ def near(word: str, known: Iterable[str]) -> str:
         for form in (name, name.rpartition(".")[2]):
             by_end.setdefault(form, []).append(name)
     similar = []
+    if (same := ELSEWHERE.get(word.rpartition(".")[2])) in by_end:
+        similar += by_end[same or ""]
     for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
         similar += by_end[form]
-    options = [f"--{name.rstrip('_').replace('_', '-')}" for name in dict.fromkeys(similar)]
+    options = [written(name) for name in dict.fromkeys(similar)]
     return f"; did you mean {' or '.join(options[:3])}?" if options else ""
 
 

@@ -5,7 +5,6 @@ Every line of the report says what was found and, where it would not run, what t
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import torch
 from rich.table import Table
 
 from ...heads.errors import UserError
-from ...heads.files import check_output, whole_file, write_json
+from ...heads.files import check_json, output_json
 from ...heads.layout import dtype_name
 from ...inference.console import Console
 from ...inference.conversations.formats import Conversation, RowError
@@ -47,8 +46,7 @@ class Finding:
 
 def run(options: Options) -> None:
     """Check and print the report. Exits with status 2 if one of the findings is an error."""
-    if options.json is not None and options.json != "-":
-        check_output(options.json, "--json")
+    check_json(options.json)
     findings = [*machine()]
     target = options.target
     if options.config is not None:
@@ -59,13 +57,8 @@ def run(options: Options) -> None:
     if target.path:
         findings += check_target(target)
     rows = [asdict(finding) for finding in findings]
-    if options.json == "-":
-        print(json.dumps(rows, indent=2))
-    else:
+    if not output_json(options.json, rows):
         show(findings)
-        if options.json is not None:
-            with whole_file(options.json) as aside:
-                write_json(aside, rows)
     if any(finding.status == "error" for finding in findings):
         raise SystemExit(2)
 

@@ -1,4 +1,4 @@
-"""`draftsmith data plan`: prints the bytes, GPU-hours and GPU memory that a training run will take.
+"""`draftsmith data plan`: prints whether a training run fits, and its GPU-hours, bytes and price.
 
 They follow from the configs alone: target and drafter are built without weights. Bytes and hours
 are arithmetic on shapes; the memory is that of one training step on tensors without memory.
@@ -8,13 +8,14 @@ Assumptions are printed beside the figures.
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
 from ...heads.errors import UserError
-from ...heads.files import check_output, whole_file, write_json
+from ...heads.files import check_json, output_json
 from ...inference.console import Console
 from ..command_line.parse import parse
 from ..estimate import DECODE_SHARE, RunSizes, plan_for, shape_of, size
@@ -22,7 +23,9 @@ from ..method import method_for, method_named
 from ..options import PlanOptions as Options
 from ..planning.communication import COUNTS as GPU_COUNTS
 from ..planning.communication import Network, Step, limits, seconds, sent, step_for
+from ..planning.shapes import folder_of, name_of
 from ..planning.step_memory import StepMemory, memory_of_step
+from ..planning.verdict import need_of, verdict
 
 log = logging.getLogger(__name__)
 TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
@@ -30,18 +33,20 @@ TOO_MUCH = 2e12  # bytes: beyond one ordinary disk
 
 def run(options: Options) -> None:
     """Print the plan, and write it to a file if one is named."""
-    check_output(options.json, "--json")
-    config, shape, plan = planned(options)
-    method = method_named(method_for(options.config, options.method))
-    memory, step = None, step_for(shape, options, config)
-    try:
-        memory = memory_of_step(method, config, options.reply_share)
-    except UserError as error:
-        log.warning("%s", error)
-    if options.json is not None:
-        found = {"options": asdict(options), "shape": asdict(shape), "plan": plan}
-        with whole_file(options.json) as aside:
-            write_json(aside, {**found, **as_json(memory, step, network_of(options))})
+    check_json(options.json)
+    with nullcontext() if options.target_shape is None else folder_of(options.target_shape) as path:
+        config, shape, plan = planned(options, path)
+        method = method_named(method_for(options.config, options.method))
+        memory, step = None, step_for(shape, options, config)
+        try:
+            memory = memory_of_step(method, config, options.reply_share)
+        except UserError as error:
+            log.warning("%s", error)
+    line, figures = verdict(need_of(shape, plan, memory, config), plan, options, config)
+    found = {"options": asdict(options), "verdict": figures, "shape": asdict(shape), "plan": plan}
+    if output_json(options.json, {**found, **as_json(memory, step, network_of(options))}):
+        return
+    Console().print(line, style="bold", highlight=False)
     show(shape, plan, memory, options)
     show_sending(step, options)
 
@@ -57,18 +62,25 @@ def as_json(memory: StepMemory | None, step: Step, network: Network) -> dict[str
     return {"memory": sizes, "step": asdict(step), "sending": sending}
 
 
-def planned(options: Options) -> tuple[Any, RunSizes, dict[str, float]]:
+def planned(options: Options, target: str | None = None) -> tuple[Any, RunSizes, dict[str, float]]:
     """Return the run's config, the sizes of its target and drafter, and their `plan_for`.
 
-    Raises `UserError` for a target without a config, and exits with status 2 for a config file that
-    is not one.
+    `target` is a folder in place of the config's target. Raises `UserError` for a target without a
+    config, and exits with status 2 for a config file that is not one.
     """
     method = method_named(method_for(options.config, options.method))
     changes = [f"--{change}" for change in options.set]
+    if target is not None:
+        changes.append(f"--target.path={target}")
     config, _ = parse(
         method.run_class, ["--config", options.config, *changes], "draftsmith data plan"
     )
-    shape = shape_of(method, config)
+    try:
+        shape = shape_of(method, config)
+    except UserError as error:
+        if name := name_of(config.target.path):
+            raise UserError(f"{error}; its sizes are known: --target-shape {name}") from error
+        raise
     return config, shape, plan_for(shape, options, config)
 
 
@@ -98,8 +110,7 @@ def show(
     console = Console()
     console.print(table)
     console.print(
-        f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu}, "
-        f"{total / options.gpus:,.1f} hours on {options.gpus}. "
+        f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu} in all. "
         "Estimates from shapes: nothing was run with numbers."
     )
     if plan["feature_bytes"] > TOO_MUCH:

@@ -424,7 +424,7 @@ class Bench:
     ) -> list[dict[str, float]]:
         """Decode `prompts` with each of `chosen` in turns, and return the figures of each."""
         ways = [_Ready(self.target, candidate) for candidate in chosen]
-        results = decode_in_turns(self.target, ways, prompts, setting, progress_bar=False)
+        results = decode_in_turns(self.target, ways, prompts, setting)
         plain = [turn.generation for turn in next(iter(results.values()))]
         measurements = []
         for turns in results.values():

@@ -4,13 +4,16 @@ baselines, Spec-Bench's form."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.console import Progress
 from draftsmith.inference.conversations.prompts import next_turn, read_prompts
+from draftsmith.inference.evaluation import evaluate
 from draftsmith.inference.evaluation.batch_model import model_batches
 from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
@@ -59,8 +62,39 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
         str(folder / "rows"),
     )
     assert done.returncode == 0, done.stderr
-    assert "tau by category" in done.stdout and done.stdout.count("batch 2") == 2
+    assert done.stdout.count("speed-up") == 1, "one table"
+    labels = re.findall(r"^ (T = .+?) *$", done.stdout, flags=re.MULTILINE)
+    assert labels[:4] == [f"T = {t}, batch {size}" for t in (0, 1) for size in (1, 2)]
+    assert labels[4:] == ["T = 0, batch 1, 2", "T = 1, batch 1, 2"], "tau by category"
     return json.loads((folder / "o.json").read_text()), folder
+
+
+def test_one_bar_counts_the_prompts_of_all_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[Progress] = []
+    said: list[str] = []
+
+    class Bar(Progress):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            bars.append(self)
+
+        def now(self, detail: str) -> None:
+            super().now(detail)
+            said.append(self.line(self._began + 10))
+
+    monkeypatch.setattr(evaluate, "Progress", Bar)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "def add(a, b):"}\n' * 2)
+    evaluate.run(
+        Options(
+            target=TargetConfig(str(QUICKSTART), device="cpu"), prompts=str(tmp_path / "p.jsonl"),
+            temperatures="0,1", batch_sizes="1,2", max_new_tokens=4, repeats=1, baselines=False,
+        )
+    )  # fmt: skip
+    assert [bar._done for bar in bars] == [8], "two prompts in four settings"
+    assert said[0] == "evaluating: 0 of 8 prompts after 10 s (1/4: T = 0, batch 1)"
+    assert said[3].endswith("6 of 8 prompts after 10 s, about 3 s left (4/4: T = 1, batch 2)")
 
 
 def test_every_setting_and_every_drafter_is_there(report: tuple[dict[str, Any], Path]) -> None:

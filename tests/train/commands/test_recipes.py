@@ -37,7 +37,7 @@ def script() -> ModuleType:
 
 SCRIPT = script()
 RECIPES: list[Path] = SCRIPT.recipes()
-TARGETS = sorted((ROOT / "tests" / "targets").glob("*.json"))
+TARGETS = sorted((ROOT / "train" / "planning" / "targets").glob("*.json"))
 UNMEASURED = "No number here was measured by us: nobody has run this file yet."
 PUBLISHED = {  # parameters, as the models' cards have them
     "smollm2-360m-instruct": 0.362e9,
@@ -82,7 +82,9 @@ def built(run: Any, recipe: Path) -> tuple[Any, dict[str, Any]]:
         method, run, ConfigOnly(AutoConfig.from_pretrained(run.target.path))
     ).drafter
     assert all(p.device.type == "meta" for p in drafter.parameters())
-    return drafter, raw(ROOT / "tests" / "targets" / f"{Path(run.target.path).name}.json")
+    return drafter, raw(
+        ROOT / "train" / "planning" / "targets" / f"{Path(run.target.path).name}.json"
+    )
 
 
 def test_every_method_has_every_target_but_one_that_is_said_to_be_left_out() -> None:
@@ -289,7 +291,9 @@ def test_a_draft_model_by_hand(recipe: Path, plans: Any) -> None:
     }
     draft_model |= {"hidden_size": 512, "intermediate_size": 1536}
     if run.draft_model.path:
-        draft_model = raw(ROOT / "tests" / "targets" / f"{Path(run.draft_model.path).name}.json")
+        draft_model = raw(
+            ROOT / "train" / "planning" / "targets" / f"{Path(run.draft_model.path).name}.json"
+        )
     hidden, per_head = draft_model["hidden_size"], draft_model["head_dim"]
     turned = draft_model["num_attention_heads"] + draft_model["num_key_value_heads"]
     norms = 2 * hidden + (0 if draft_model["model_type"] == "llama" else 2 * per_head)

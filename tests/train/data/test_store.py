@@ -181,7 +181,9 @@ def test_the_ends_alone_embed_and_judge_as_the_target_does(kind: str, tmp_path: 
 
 def multimodal() -> Target:
     """A small Gemma-3 with a vision tower, in the layout of the 12B's config."""
-    config = json.loads((ROOT / "tests" / "targets" / "gemma-3-12b-it.json").read_text())
+    config = json.loads(
+        (ROOT / "train" / "planning" / "targets" / "gemma-3-12b-it.json").read_text()
+    )
     config["text_config"] |= {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -1,0 +1,72 @@
+"""Prompts that are decoded one after the other: lines of words or JSON rows, or a data source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...heads.errors import UserError
+from .formats import Conversation, RowError, conversation_of
+from .rows import parsed
+from .sources import KINDS, rows_of, source_files
+
+STANDARD_INPUT = "-"
+
+
+def check_source(source: str) -> None:
+    """Raise `UserError` for a path that does not exist, or a folder without rows."""
+    if source != STANDARD_INPUT and not is_text(source):
+        source_files(source)
+
+
+def is_text(source: str) -> bool:
+    """Return whether a source is a file of lines, not one that `sources.rows_of` reads."""
+    path = Path(source)
+    return path.is_file() and path.suffix not in KINDS
+
+
+def words_or_conversations(
+    source: str, standard_input: Iterable[bytes]
+) -> Iterator[tuple[str, str | Conversation]]:
+    """Yield the name of every prompt of a source, with the user's words or a conversation.
+
+    `-` reads `standard_input`, line by line as it comes. A line of it, or of a text file, is a JSON
+    row if it begins with a brace, else the words of a prompt; empty lines are left out. Other
+    sources are those of `sources.rows_of`. Raises `UserError`, for a malformed row among others.
+    """
+    if source == STANDARD_INPUT:
+        yield from _of_lines("standard input", standard_input)
+    elif is_text(source):
+        try:
+            with Path(source).open("rb") as file:
+                yield from _of_lines(source, file)
+        except OSError as error:
+            raise UserError(f"cannot read {source}: {error.strerror}; check the path") from error
+    else:
+        for name, row in rows_of(source):
+            yield name, _conversation(name, row)
+
+
+def _of_lines(name: str, lines: Iterable[bytes]) -> Iterator[tuple[str, str | Conversation]]:
+    for number, line in enumerate(lines, 1):
+        where = f"{name}:{number}"
+        try:
+            words = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not UTF-8 text; convert it") from error
+        if words.startswith("{"):
+            yield where, _conversation(where, words)
+        elif words:
+            yield where, words
+
+
+def _conversation(where: str, row: Any) -> Conversation:
+    """Return the conversation of a row, or of its JSON text. Raises `UserError`."""
+    try:
+        # a line of a file that is not JSON is itself an error
+        if isinstance(row, RowError):
+            raise row
+        return conversation_of(parsed(row) if isinstance(row, str) else row)
+    except RowError as error:
+        raise UserError(f"{where}: {error}; mend or remove it") from error

@@ -1,0 +1,136 @@
+"""Tables of an evaluation in the terminal: one of all settings, at 80 and at 120 columns."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from draftsmith.inference.console import Console
+from draftsmith.inference.evaluation.console_tables import by_speed, show
+from draftsmith.inference.evaluation.results import (
+    NAN,
+    CategoryFigures,
+    DrafterFigures,
+    PromptSet,
+    Report,
+    SettingFigures,
+)
+
+LONG = "draft-model as in vllm:drafts=3,draws=probabilistic"
+
+
+def figures(tau: float, speedup: float, loops: float, by_category: float) -> DrafterFigures:
+    drafts = tau > 1
+    return DrafterFigures(
+        requests=4, tau_incl_bonus=tau, tau_ci95=(tau - 0.1, tau + 0.1), mean_n_draft=4 * drafts,
+        survival=[0.7, 0.5, 0.25] if drafts else [], tokens_s=speedup * 1000, speedup=speedup,
+        equal_to_ar=4, loop_share=loops,
+        by_category={"io": CategoryFigures(tau_incl_bonus=by_category, tau_ci95=(1.0, 2.0))},
+    )  # fmt: skip
+
+
+def report_of(name: str = "eagle3") -> Report:
+    """T = 0 and T = 1 with batches of 1 and 2. A drafter gains at T = 0, nothing does at T = 1."""
+    settings = []
+    for temperature in (0.0, 1.0):
+        for batch in (1, 2):
+            gain = 1.5 if temperature == 0 else 0.7
+            drafters = {
+                "plain": figures(1, 1, 0.25 * batch, 1),
+                "ngram": figures(1.2, gain - 0.1, 0.5, 1.3 + temperature),
+                name: figures(3.4, gain, 0.75, 2.6 + temperature),
+            }
+            settings.append(
+                SettingFigures(
+                    temperature=temperature, batch=batch, lossless=True, drafters=drafters
+                )
+            )
+    prompt_set = PromptSet(sha256="", prompts=4, categories={"io": 2, "math": 2})
+    return Report(prompt_set=prompt_set, settings=settings, dtype="float32")
+
+
+def shown(report: Report, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("name", ["eagle3", LONG])
+def test_one_table_fits_the_terminal(width: int, name: str) -> None:
+    lines = shown(report_of(name), width)
+    assert max(map(len, lines)) <= width
+    assert not [line for line in lines if "\u2026" in line], "a cell is cut"
+    (head,) = (line for line in lines if "speed-up" in line)
+    assert ("accepted 1-3" in head) == (width == 120)
+    assert ("Left out at 80 columns: accepted 1-3" in " ".join(lines)) == (width == 80)
+    assert all(column in head for column in ("tau", "speed-up", "identical", "loops"))
+
+
+def test_columns_give_way_in_their_order() -> None:
+    (head,) = (line for line in shown(report_of(), 56) if "speed-up" in line)
+    assert head.split() == ["drafter", "tau", "speed-up", "identical", "loops"]
+
+
+def test_a_group_is_sorted_by_speed_and_its_fastest_is_marked() -> None:
+    lines = shown(report_of(), 120)
+    groups = [line for line in lines if line.startswith(" T = ")]
+    assert [group.strip() for group in groups[:4]] == [
+        "T = 0, batch 1", "T = 0, batch 2", "T = 1, batch 1", "T = 1, batch 2",
+    ]  # fmt: skip
+    start = lines.index(" T = 0, batch 1")
+    rows = [line.split() for line in lines[start + 1 : start + 4]]
+    assert [row[:2] for row in rows] == [["*", "eagle3"], ["ngram", "1.20"], ["plain", "decoding"]]
+    assert [row[-1] for row in rows] == ["75%", "50%", "25%"], "loops of each drafter"
+    start = lines.index(" T = 1, batch 2")
+    rows = [line.split() for line in lines[start + 1 : start + 4]]
+    assert rows[0][:3] == ["*", "plain", "decoding"] and rows[0][-1] == "50%"
+    assert sum(line.lstrip().startswith("* ") for line in lines) == 4
+
+
+def test_what_has_no_speed_up_comes_last_and_wins_nothing() -> None:
+    drafters = {"plain": figures(1, NAN, 0, 1), "a": figures(2, NAN, 0, 1)}
+    setting = SettingFigures(temperature=0, batch=1, lossless=True, drafters=drafters)
+    prompts = PromptSet(sha256="", prompts=1)
+    lines = shown(Report(prompt_set=prompts, settings=[setting]), 80)
+    assert not [line for line in lines if "nan" in line or line.lstrip().startswith("* ")]
+    drafters["b"] = figures(1.5, 0.5, 0, 1)
+    assert by_speed(setting) == ["b", "plain", "a"]
+
+
+def test_tau_by_category_is_of_each_setting() -> None:
+    """Batch sizes of one temperature with the same figures are one group."""
+    report = report_of()
+    lines = shown(report, 80)
+    start = next(i for i, line in enumerate(lines) if "tau by category" in line)
+    assert [line.split() for line in lines[start + 4 :] if line.startswith("   io")] == [
+        ["io", "1.30", "2.60"],
+        ["io", "2.30", "3.60"],
+    ]
+    assert [line.strip() for line in lines[start:] if line.startswith(" T")] == [
+        "T = 0, batch 1, 2",
+        "T = 1, batch 1, 2",
+    ]
+    report.settings[1].drafters["eagle3"].by_category["io"].tau_incl_bonus = 2.5
+    lines = shown(report, 80)
+    start = next(i for i, line in enumerate(lines) if "tau by category" in line)
+    labels = [line.strip() for line in lines[start:] if line.startswith(" T")]
+    assert labels == ["T = 0, batch 1", "T = 0, batch 2", "T = 1, batch 1, 2"]
+
+
+def test_many_drafters_go_into_several_tables_of_categories() -> None:
+    report = report_of()
+    for setting in report.settings:
+        for number in range(8):
+            setting.drafters[f"{LONG}-{number}"] = figures(2, 1.1, 0, 1.5)
+    lines = shown(report, 80)
+    assert max(map(len, lines)) <= 80 and not [line for line in lines if "\u2026" in line]
+    assert sum("further drafters" in line for line in lines) >= 1
+
+
+def test_warnings_name_their_setting() -> None:
+    report = report_of()
+    report.settings[2].drafters["eagle3"].warnings = ["2 replies were cut"]
+    said = " ".join(" ".join(shown(report, 80)).split())
+    assert "warning, T = 1, batch 1, eagle3: 2 replies were cut" in said

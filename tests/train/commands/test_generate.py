@@ -1,0 +1,257 @@
+"""`draftsmith generate`: prompts of a file or of standard input, chat, colours, characters."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.api import Decoder, Reply
+from draftsmith.inference.conversations.lines import words_or_conversations
+from draftsmith.inference.decode import Request, Round
+from draftsmith.inference.detokenize import StreamedText
+from draftsmith.inference.proposers.ngram import NgramLookup
+from draftsmith.inference.proposers.plain import PlainDecoding
+from draftsmith.inference.targets.target import Target
+from draftsmith.train.commands import chat as chatting
+from draftsmith.train.commands.chat import chat
+from draftsmith.train.commands.cli import main
+from draftsmith.train.commands.streaming import GREEN, RESET, in_color, one_interrupt, stream, write
+from draftsmith.train.options import GenerateOptions
+
+from tests.conftest import QUICKSTART
+from tests.train.test_bad_input import expect, quick
+
+BASE = ("--target", str(QUICKSTART), "--target.device", "cpu", "--max-new-tokens", "16")
+
+
+def typed(monkeypatch: pytest.MonkeyPatch, words: str | bytes) -> None:
+    given = words.encode() if isinstance(words, str) else words
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given)))
+
+
+def test_prompts_are_decoded_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Words, a JSON row of two turns, and an empty line; the same from a file as from a pipe."""
+    turns = json.dumps({"turns": ["def sub(a, b):", "def mul(a, b):"]})
+    lines = f"def add(a, b):\n\n{turns}\n"
+    typed(monkeypatch, lines)
+    main(["generate", *BASE, "--prompts", "-"])
+    piped = capsys.readouterr()
+    headings = [line for line in piped.err.splitlines() if line.startswith("---")]
+    assert headings == [
+        "--- standard input:1: def add(a, b):",
+        "--- standard input:3: def sub(a, b):",
+        "--- standard input:3: def mul(a, b):",
+    ]
+    assert piped.err.count("tokens/s") == 3
+    (tmp_path / "p.txt").write_text(lines)
+    main(["generate", *BASE, "--prompts", str(tmp_path / "p.txt")])
+    assert capsys.readouterr().out == piped.out
+    main(["generate", *BASE, "--prompt", "def add(a, b):"])
+    assert piped.out.startswith(capsys.readouterr().out)
+
+
+def test_rows_are_those_that_evaluate_reads(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    found = [given for _, given in words_or_conversations(str(path), [])]
+    assert [type(given).__name__ for given in found] == ["Conversation"] * 2
+    path.write_text('{"prompt": "a"}\n{"prompt"}\n')
+    with pytest.raises(UserError, match=r"p.jsonl:2: not valid JSON.*mend or remove it"):
+        list(words_or_conversations(str(path), []))
+    with pytest.raises(UserError, match="standard input:2: no known format|standard input:2: "):
+        list(words_or_conversations("-", [b"words\n", b'{"a": 1}\n']))
+    with pytest.raises(UserError, match="standard input:1 is not UTF-8"):
+        list(words_or_conversations("-", [b"\xff\n"]))
+
+
+def test_mistakes_are_said_before_the_target_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def refused(*options: str) -> subprocess.CompletedProcess[str]:
+        return quick(capsys, "generate", *BASE, *options)
+
+    expect(refused(), "--prompt WORDS, --prompts FILE, or --chat")
+    expect(refused("--prompt", "x", "--prompts", "-"), "either --prompts or --prompt")
+    expect(refused("--chat", "--prompts", "-"), "either --prompts or --chat")
+    expect(refused("--chat", "--raw"), "leave out --raw")
+    expect(refused("--prompts", str(tmp_path / "no.jsonl")), "does not exist")
+    (tmp_path / "empty.txt").write_text("\n")
+    expect(refused("--prompts", str(tmp_path / "empty.txt")), "holds no prompts")
+    typed(monkeypatch, "")
+    expect(refused("--prompts", "-"), "standard input holds no prompts")
+
+
+def test_a_target_without_a_template_cannot_chat(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, saved_tiny: Path
+) -> None:
+    folder = tmp_path / "plain"
+    shutil.copytree(saved_tiny, folder)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "model.safetensors").write_bytes(b"not looked at")
+    done = quick(capsys, "generate", "--target", folder, "--chat")
+    expect(done, "has no chat template, so it cannot chat")
+
+
+def test_a_chat_keeps_its_history(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], quickstart: Target
+) -> None:
+    """The second reply is that to the conversation so far, whatever drafts."""
+    typed(monkeypatch, "\ndef sub(a, b):\n")
+    main(["generate", *BASE, "--chat", "--prompt", "def add(a, b):", "--drafter", "ngram"])
+    said = capsys.readouterr()
+    assert said.err.count("tokens/s") == 2
+    decoder = Decoder(quickstart, PlainDecoding())
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    first = decoder.generate(messages, 16)
+    messages.append({"role": "assistant", "content": first.text})
+    messages.append({"role": "user", "content": "def sub(a, b):"})
+    second = decoder.generate(messages, 16)
+    assert said.out == f"{first.text}\n{second.text}\n"
+
+
+class Interrupting(io.StringIO):
+    """Standard output whose third piece makes the user press Ctrl-C."""
+
+    pieces = 0
+
+    def write(self, text: str) -> int:
+        self.pieces += 1
+        if self.pieces == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().write(text)
+
+
+def test_ctrl_c_ends_a_reply_and_the_next_one_is_whole(quickstart: Target) -> None:
+    decoder, out = Decoder(quickstart, NgramLookup()), Interrupting()
+    request = Request(decoder.encode("def read_lines(path):"))
+    with one_interrupt() as ended:
+        cut = stream(decoder, request, 64, False, stdout=out, ended=ended)
+    assert cut.finish_reason == "interrupted" and len(cut.token_ids) < 32
+    whole = stream(decoder, request, 64, False, stdout=io.StringIO())
+    assert whole.text.startswith(cut.text) and len(whole.token_ids) > len(cut.token_ids)
+    with pytest.raises(KeyboardInterrupt), one_interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_conversation_that_outgrows_the_target_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "def a():\n" + "word " * 3000 + "\n")
+    expect(quick(capsys, "generate", *BASE, "--chat"), "leaves no room")
+
+
+def test_a_chat_in_a_terminal(quickstart: Target) -> None:
+    """Ctrl-D ends it with status 0, and so does Ctrl-C between two replies."""
+    code = "from draftsmith.train.commands.cli import main; main()"
+    for key, line in ((b"\x04", b""), (b"\x03", b"the chat has ended")):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "generate", *BASE, "--chat"],
+            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            env={**os.environ, "NO_COLOR": "1"},
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        said = until(ours, b"> ")
+        os.write(ours, b"def add(a, b):\n")
+        said += until(ours, b"tokens/s") + until(ours, b"> ")
+        os.write(ours, key)
+        said += until(ours, b"")
+        assert process.wait(60) == 0, said
+        assert line in said and b"Traceback" not in said and GREEN.encode() not in said
+
+
+def until(terminal: int, words: bytes) -> bytes:
+    """Return what the terminal shows up to `words`; without words all, up to its end."""
+    said, deadline = b"", time.monotonic() + 120
+    while not words or words not in said:
+        assert time.monotonic() < deadline, said
+        try:
+            piece = os.read(terminal, 1024)
+        except OSError:  # the other end is closed
+            piece = b""
+        if not piece:
+            assert not words, said
+            break
+        said += piece
+    return said
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "terminal", "color"),
+    [
+        (None, None, True, True),
+        (None, None, False, False),
+        (None, "1", True, False),
+        (None, "", True, True),
+        (True, "1", False, True),
+        (False, None, True, False),
+    ],
+)
+def test_when_there_is_colour(
+    monkeypatch: pytest.MonkeyPatch,
+    option: bool | None,
+    variable: str | None,
+    terminal: bool,
+    color: bool,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NO_COLOR", variable)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert in_color(GenerateOptions(None, prompt="x", color=option)) == color  # type: ignore
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+@pytest.mark.parametrize("text", ["日本語の文", "שלום עולם", "مرحبا", "👩‍👩‍👧 ok"])
+def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) -> None:
+    """A byte-level tokenizer splits each of them over several tokens, and rounds split them too."""
+    ids = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) > len(text)
+    streamed, pieces = StreamedText(tiny.tokenizer), []
+    for start in range(0, len(ids), 3):
+        tokens, out = ids[start : start + 3], io.StringIO()
+        step = Round(tokens=tokens, drafted=2, accepted=accepted)
+        last = start + 3 >= len(ids)
+        plain = write(streamed, step, frozenset(), last, True, out)
+        shown = out.getvalue()
+        assert shown.replace(GREEN, "").replace(RESET, "") == plain and "\ufffd" not in plain
+        assert shown.count(GREEN) == shown.count(RESET) <= 1
+        shown.encode()  # no half of a surrogate pair
+        pieces.append(plain)
+    assert "".join(pieces) == text
+
+
+def test_a_stopped_reply_shows_what_was_held_back(quickstart: Target) -> None:
+    decoder, out = Decoder(quickstart, PlainDecoding()), io.StringIO()
+    request = Request(decoder.encode("def add(a, b):"))
+    reply: Reply = stream(decoder, request, 64, False, stop=["zzz"], stdout=out, ended=lambda: True)
+    assert len(reply.token_ids) == 1 and out.getvalue() == reply.text + "\n"
+
+
+def test_the_chat_command_reads_lines_of_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, quickstart: Target
+) -> None:
+    asked: list[Any] = []
+    decoder = Decoder(quickstart, PlainDecoding())
+    encode = decoder.encode
+    monkeypatch.setattr(decoder, "encode", lambda given: asked.append([*given]) or encode(given))
+    monkeypatch.setattr(chatting, "say", lambda *given: None)
+    typed(monkeypatch, "a\nb\n")
+    chat(decoder, GenerateOptions(None, chat=True, max_new_tokens=4))  # type: ignore[arg-type]
+    assert [len(messages) for messages in asked] == [1, 3]
+    assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]

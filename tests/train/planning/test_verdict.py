@@ -1,0 +1,126 @@
+"""The first line of a plan by hand: fits or not, GPUs, hours, disk, price; known targets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from draftsmith.heads.errors import UserError
+from draftsmith.train.commands import plan
+from draftsmith.train.estimate import RunSizes
+from draftsmith.train.options import PlanOptions
+from draftsmith.train.planning import shapes
+from draftsmith.train.planning.step_memory import StepMemory
+from draftsmith.train.planning.verdict import Need, fit, need_of, verdict
+
+from tests.conftest import ROOT
+
+GB = 10**9
+# 60 GB of target in 60 layers; 10 GB beside it: 3 of drafter and moments, 1 of features, 6 of step
+MEMORY = StepMemory(60 * GB, 1 * GB, 2 * GB, 1 * GB, 1 * GB, 2 * GB, 4 * GB, 6 * GB)
+NEED = Need(MEMORY, 60, live=True)
+CONFIG: Any = SimpleNamespace(
+    features=SimpleNamespace(store=None),
+    checkpoints=SimpleNamespace(keep=2),
+    target=SimpleNamespace(spread="whole"),
+)
+PLAN = {"total_gpu_hours": 40.0, "drafter_bytes": 4e9, "feature_bytes": 5e12}
+
+
+def test_what_a_gpu_needs_where_several_share_the_target() -> None:
+    """Two layers of 1 GB are gathered beside the share."""
+    assert NEED.each(1) == 70 * GB
+    assert NEED.each(2) == (10 + 30 + 2) * GB and NEED.each(8) == (10 + 7.5 + 2) * GB
+    stored = Need(MEMORY, 60, live=False)
+    assert stored.each(8) == stored.each(1) == 70 * GB
+    assert [NEED.fewest(room * GB) for room in (80, 48, 24, 11)] == [1, 2, 8, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "spread", "says"),
+    [
+        ({}, "whole", "fits 80 GB: 70.0 GB on each GPU at the peak of a step."),
+        (
+            {"gpu": "L40S"},
+            "whole",
+            "does not fit 48 GB (70.0 GB on each GPU at the peak of a step); needs 2 GPUs of 48 GB "
+            "with target.spread fsdp, or a smaller batch_rows.",
+        ),
+        ({"gpu": "L40S", "gpus": 8}, "fsdp", "fits 8 GPUs of 48 GB (target.spread fsdp): 19.5 GB"),
+        ({"gpu_memory": 14.0}, "whole", "needs 4 nodes of 8 GPUs of 14 GB with target.spread"),
+        ({"gpu_memory": 30.0, "gpus": 2}, "fsdp", "does not fit 2 GPUs of 30 GB (42.0 GB on each"),
+        ({"gpu_memory": 11.0}, "whole", "does not fit 11 GB (70.0 GB on each GPU"),
+        ({"gpu_memory": 11.0}, "whole", "needs 8 GPUs of 24 GB with target.spread fsdp"),
+    ],
+)
+def test_fits_or_how_many_it_needs(options: dict[str, Any], spread: str, says: str) -> None:
+    assert says in fit(NEED, spread, PlanOptions("x", **options))
+
+
+def test_a_step_that_no_gpu_holds() -> None:
+    memory = StepMemory(0, 0, 0, 0, 0, 0, 0, 900 * GB)
+    said = fit(Need(memory, 1, live=True), "whole", PlanOptions("x"))
+    assert "nor any number of GPUs; lower batch_rows or data.max_length" in said
+
+
+def test_hours_disk_and_price_stand_in_the_line() -> None:
+    """Three checkpoints of three quarters of 4 GB; 40 GPU-hours at 2.5."""
+    options = PlanOptions("x", gpus=8, price_per_gpu_hour=2.5)
+    line, figures = verdict(NEED, PLAN, options, CONFIG)
+    assert "40.0 GPU-hours, 5.0 hours on 8 x H100." in line
+    assert "Disk: 9.0 GB (checkpoints; live features take none)." in line
+    assert line.endswith("Price: 100.00 at 2.5 a GPU-hour.")
+    assert figures["fits"] and figures["price"] == 100 and figures["fewest_gpus"] == 1
+    config: Any = SimpleNamespace(**{**vars(CONFIG), "features": SimpleNamespace(store="s")})
+    line, figures = verdict(NEED, PLAN, PlanOptions("x"), config)
+    assert "Disk: 5.0 TB (checkpoints and stored features)" in line and "Price" not in line
+    assert figures["price"] is None and figures["disk_bytes"] == 9e9 + 5e12
+
+
+def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
+    shape = RunSizes(1000, GB, GB, 32000, 10**8, 3, False, 7)
+    sums = {"target_bytes": 2e9, "activation_bytes": 1e9}
+    need = need_of(shape, sums, None, CONFIG)
+    assert need.each(1) == 2e9 + 16e8 + 1e9
+
+
+def test_a_known_target_needs_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Extraction of a live target counts in each of three epochs: 55.2 + 41.4 + 20.8."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = str(ROOT / "configs" / "eagle" / "qwen3-32b.yaml")
+    plan.run(
+        PlanOptions(
+            config, tokens=3e8, target_shape="Qwen/Qwen3-32B", json=str(tmp_path / "plan.json")
+        )
+    )
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("fits 8 GPUs of 80 GB (target.spread fsdp): ")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    hours = {
+        name: found["plan"][f"{name}_gpu_hours"] for name in ("regenerate", "extract", "train")
+    }
+    assert found["plan"]["extractions"] == 3
+    total = hours["regenerate"] + 3 * hours["extract"] + hours["train"]
+    assert found["plan"]["total_gpu_hours"] == pytest.approx(total) == pytest.approx(117.4, abs=0.1)
+    assert found["verdict"]["hours"] == pytest.approx(total / 8)
+
+
+def test_an_unknown_target_is_answered_with_the_nearest_and_the_list() -> None:
+    with pytest.raises(UserError) as error:
+        plan.run(PlanOptions("x", target_shape="qwen3-33b"))
+    assert "did you mean qwen3-32b or" in str(error.value) and "gemma-3-1b-it" in str(error.value)
+    assert {path.stem for path in shapes.FOLDER.iterdir()} == {*shapes.names()}
+
+
+def test_where_the_hub_fails_a_known_name_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*given: Any) -> Any:
+        raise UserError("the hub cannot give it")
+
+    monkeypatch.setattr(plan, "shape_of", nothing)
+    with pytest.raises(UserError, match=r"--target-shape qwen3-32b"):
+        plan.run(PlanOptions(str(ROOT / "configs" / "eagle" / "qwen3-32b.yaml")))

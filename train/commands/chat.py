@@ -1,0 +1,83 @@
+"""`draftsmith generate --chat`: a conversation in the terminal, or with lines of standard input."""
+
+from __future__ import annotations
+
+import sys
+
+from ...heads.errors import UserError
+from ...heads.files import JsonObject
+from ...inference.api import Decoder
+from ...inference.decode import Request
+from ...inference.settings import TargetConfig
+from ...inference.targets.target_files import base_and_adapter, check_config, read_tokenizer
+from ..options import GenerateOptions as Options
+from .streaming import compare, in_color, legend, one_interrupt, say, stream
+
+
+def check_template(config: TargetConfig) -> None:
+    """Raise `UserError` unless the target has a chat template. Its weights are not loaded."""
+    path, _ = base_and_adapter(config)
+    check_config(path, config.trust_remote_code)
+    if not read_tokenizer(path, config.trust_remote_code).chat_template:
+        raise UserError(
+            f"target {config.path} has no chat template, so it cannot chat; give --prompt, or a "
+            "target with a template"
+        )
+
+
+def chat(decoder: Decoder, options: Options) -> None:
+    """Answer one message of the user after the other, until the input ends.
+
+    Every reply follows on the whole conversation. On a terminal Ctrl-C ends a reply, and between
+    two replies the chat. Raises `UserError` where the conversation has outgrown the target.
+    """
+    color, terminal = in_color(options), sys.stdin.isatty()
+    if terminal:
+        print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
+    if text := legend(color):
+        print(text, file=sys.stderr)
+    messages: list[JsonObject] = []
+    words: str | None = options.prompt or ""
+    while (words := words or next_message()) is not None:
+        messages.append({"role": "user", "content": words})
+        request = Request(decoder.encode(messages), 0, len(messages) // 2)
+        common = request, options.max_new_tokens, color, options.sampling, options.stop
+        if terminal:
+            with one_interrupt() as ended:
+                reply = stream(decoder, *common, ended=ended)
+        else:
+            reply = stream(decoder, *common)
+        messages.append({"role": "assistant", "content": reply.text})
+        say(reply, options)
+        if options.compare:
+            compare(decoder, request, options, reply)
+        words = ""
+
+
+def next_message() -> str | None:
+    """Return the user's next message, a line that is not empty; None at the end of the input.
+
+    Ctrl-C on a terminal is such an end. Raises `UserError` for a line that is not UTF-8 text.
+    """
+    terminal = sys.stdin.isatty()
+    words = ""
+    while not words:
+        try:
+            if terminal and sys.stdout.isatty():
+                words = input("> ").strip()
+            else:
+                line = sys.stdin.buffer.readline()
+                if not line:
+                    return None
+                words = line.decode().strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("\nthe chat has ended", file=sys.stderr)
+            return None
+        except UnicodeDecodeError as error:
+            raise UserError("standard input is not UTF-8 text; convert it") from error
+    return words

@@ -1,0 +1,167 @@
+"""Replies in the terminal: streamed with accepted drafts in green, and what is said of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TextIO
+
+from ...inference.api import Decoder, Reply
+from ...inference.decode import Generation, Request, Round, decode
+from ...inference.detokenize import StreamedText
+from ...inference.metrics import emitted_per_round, tau, time_per_token
+from ...inference.proposers.plain import PlainDecoding
+from ...inference.settings import GREEDY, Sampling
+from ..options import GenerateOptions as Options
+
+# Green of the terminal's own palette, which themes choose to be readable on their background.
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+INTERRUPTED = "interrupted"  # finish reason of a reply that the user ended
+
+
+def in_color(options: Options) -> bool:
+    """Return whether accepted drafts are green: as the user says, else on a terminal.
+
+    NO_COLOR (https://no-color.org), if it is set and not empty, turns the colour off there.
+    """
+    if options.color is not None:
+        return options.color
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def legend(color: bool) -> str:
+    """Return what the colour means; empty without one."""
+    return f"{GREEN}green{RESET}: accepted drafts; the rest the target wrote" if color else ""
+
+
+def say(reply: Generation, options: Options) -> None:
+    """Print the tokens, rounds, tau and speed of a reply on stderr."""
+    rounds = len(reply.rounds)
+    lossy = ""
+    if not options.sampling.lossless:
+        lossy = " (LOSSY: typical acceptance does not keep the target's distribution)"
+    summary = f": tau {tau([emitted_per_round(reply)]):.2f}" if rounds else ""
+    seconds = time_per_token(reply)
+    speed = f", {1 / seconds:,.0f} tokens/s" if seconds else ""
+    endings = {
+        "length": f" (cut at {options.max_new_tokens})",
+        "context": " (the target's positions are full)",
+        INTERRUPTED: " (ended by Ctrl-C)",
+    }
+    ended = endings.get(reply.finish_reason, "")
+    print(
+        f"{len(reply.token_ids)} tokens{ended} in {rounds} rounds{summary}{speed}{lossy}",
+        file=sys.stderr,
+    )
+
+
+def compare(decoder: Decoder, request: Request, options: Options, drafted: Generation) -> None:
+    """Decode the same prompt plainly, and print its speed and whether the text is the same."""
+    plainly = Decoder(decoder.target, PlainDecoding())
+    plain = stream(
+        plainly,
+        request,
+        options.max_new_tokens,
+        False,
+        options.sampling,
+        options.stop,
+        io.StringIO(),
+    )
+    seconds, drafted_seconds = time_per_token(plain), time_per_token(drafted)
+    gain = f", {seconds / drafted_seconds:.2f}x with drafts" if seconds and drafted_seconds else ""
+    speed = f"{1 / seconds:,.0f} tokens/s" if seconds else "no round"
+    same = "the same text" if plain.token_ids == drafted.token_ids else "another text"
+    print(f"plain decoding: {speed}{gain}; {same}", file=sys.stderr)
+
+
+def stream(
+    decoder: Decoder,
+    request: Request,
+    max_new_tokens: int,
+    color: bool,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    stdout: TextIO | None = None,
+    ended: Callable[[], bool] = lambda: False,
+) -> Reply:
+    """Write the reply to `stdout` (the standard output if None) as it is decoded, and return it.
+
+    With `color`, accepted drafts are green. `ended` is called after every round; the reply ends
+    there once it returns True.
+    """
+    reply = Reply(list(request.prompt_ids))
+    text = StreamedText(decoder.target.tokenizer, stop)
+    out = stdout or sys.stdout
+    eos = decoder.target.eos_ids
+    started = time.perf_counter()
+    rounds = decode(
+        decoder.target, decoder.proposer, [request], max_new_tokens, sampling, None, stop
+    )
+    for steps in rounds:
+        _, step, reason = steps[0]
+        now = time.perf_counter() - started
+        if step.drafted is None:
+            reply.ttft_s = now
+        reply.decode_s = now - reply.ttft_s
+        if step.drafted is not None:  # None: the step after the prefill, which is no round
+            reply.rounds.append(step)
+        reply.token_ids.extend(step.tokens)
+        if reason is None and ended():
+            reason = INTERRUPTED
+        reply.finish_reason = reason or ""
+        reply.text += write(text, step, eos, reason is not None, color, out)
+        if reason == INTERRUPTED:
+            rounds.close()
+            break
+    out.write("\n")
+    out.flush()
+    return reply
+
+
+def write(
+    text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO
+) -> str:
+    """Write the tokens of a step, as far as they are whole characters; `last`: nothing follows.
+
+    Returns what was written, without colours.
+    """
+    pieces = []
+    for index, token in enumerate(step.tokens):
+        # End tokens are not text. The last token lets go of characters that `text` held back.
+        ends = last and index == len(step.tokens) - 1
+        # The accepted drafts come first; the token after them is the target's own.
+        pieces.append((index < step.accepted, text.add([] if token in eos else [token], last=ends)))
+    whole = ""
+    # A colour begins and ends once in a step, so that no code comes between joined letters.
+    for accepted, run in groupby(pieces, key=lambda piece: piece[0]):
+        joined = "".join(piece for _, piece in run)
+        out.write(f"{GREEN}{joined}{RESET}" if color and accepted and joined else joined)
+        whole += joined
+    out.flush()
+    return whole
+
+
+@contextmanager
+def one_interrupt() -> Iterator[Callable[[], bool]]:
+    """Note a first Ctrl-C in place of raising; yield a function that returns whether there was one.
+
+    A second one raises `KeyboardInterrupt`.
+    """
+    seen = []
+
+    def note(number: int, frame: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

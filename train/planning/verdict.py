@@ -1,0 +1,142 @@
+"""Verdict of a plan: whether a run fits its GPUs, how many it needs, its hours, disk and price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...inference.evaluation.gains import GPUS
+from ..config import RunConfig
+from ..estimate import RunSizes, size
+from ..options import PlanOptions
+from .communication import GPUS_OF_A_NODE
+from .step_memory import MOMENT_BYTES, StepMemory
+
+MOST_GPUS = 512
+SIZES = (24, 48, 80, 141, 180)  # GB of the GPUs that are proposed where a kind does not do
+GATHERED_LAYERS = 2  # of a sharded target, one is used while the next one is gathered
+STORED = 3 / 4  # of the four fp32 numbers of a parameter, a checkpoint leaves out the gradient
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a step needs on each GPU, by the number of GPUs."""
+
+    memory: StepMemory
+    layers: int
+    """Layers of the target."""
+    live: bool
+    """False for a run from a feature store, which has no target to shard."""
+
+    def each(self, gpus: int) -> float:
+        """Return the bytes on each of `gpus` that share the target, `target.spread` being fsdp.
+
+        A single GPU holds all of it. The drafter is whole on each, as under DDP.
+        """
+        whole = float(self.memory.peak)
+        if gpus == 1 or not self.live:
+            return whole
+        target = self.memory.target
+        shared = target / gpus + GATHERED_LAYERS * target / max(self.layers, 1)
+        return whole - target + min(shared, target)
+
+    def fewest(self, room: float) -> int | None:
+        """Return the fewest GPUs of `room` bytes that do; None if no number of them does."""
+        gpus = 1
+        while gpus <= MOST_GPUS:
+            if self.each(gpus) <= room:
+                return gpus
+            gpus *= 2
+        return None
+
+
+def need_of(
+    shape: RunSizes, plan: dict[str, float], memory: StepMemory | None, config: RunConfig
+) -> Need:
+    """Return what a step of the run needs; by the plan's arithmetic where it was not traced."""
+    if memory is None:
+        drafter = 4 * shape.drafter_params
+        target = int(plan["target_bytes"])
+        memory = StepMemory(
+            target, drafter, MOMENT_BYTES * shape.drafter_params, drafter, 0, 0, 0,
+            drafter + int(plan["activation_bytes"]),
+        )  # fmt: skip
+    return Need(memory, shape.target_layers, live=config.features.store is None)
+
+
+def fit(need: Need, spread: str, options: PlanOptions) -> str:
+    """Return whether a step fits the GPUs of `options`, and if not, how many it needs."""
+    gb = gpu_memory(options)
+    room = gb * 1e9
+    # the other GPUs of a run whose target is whole have a copy of it each
+    gpus = 1 if spread == "whole" else options.gpus
+    if (bytes_ := need.each(gpus)) <= room:
+        of = f"{gb:g} GB" if gpus == 1 else f"{counted(gpus, gb)} (target.spread {spread})"
+        return f"fits {of}: {size(bytes_)} on each GPU at the peak of a step."
+    missing = f"does not fit {counted(gpus, gb) if gpus > 1 else f'{gb:g} GB'}"
+    missing += f" ({size(bytes_)} on each GPU at the peak of a step)"
+    fewest = need.fewest(room)
+    if fewest is None:
+        # the smallest kind of GPU of which some number does
+        for larger in (each for each in SIZES if each > gb):
+            if (fewest := need.fewest(larger * 1e9)) is not None:
+                gb = larger
+                break
+    if fewest is None:
+        return f"{missing}, nor any number of GPUs; lower batch_rows or data.max_length."
+    how = " with target.spread fsdp" if fewest > 1 and spread == "whole" else ""
+    return f"{missing}; needs {counted(fewest, gb)}{how}, or a smaller batch_rows."
+
+
+def counted(gpus: int, gb: float) -> str:
+    """Return `2 GPUs of 80 GB`, or `4 nodes of 8 GPUs of 80 GB`."""
+    if gpus > GPUS_OF_A_NODE:
+        return f"{-(-gpus // GPUS_OF_A_NODE)} nodes of {GPUS_OF_A_NODE} GPUs of {gb:g} GB"
+    return f"{gpus} GPU{'s' if gpus > 1 else ''} of {gb:g} GB"
+
+
+def gpu_memory(options: PlanOptions) -> float:
+    """Return the GB of a GPU: as given, else by the data sheet of its kind."""
+    return options.gpu_memory if options.gpu_memory is not None else GPUS[options.gpu].gb
+
+
+def disk_bytes(plan: dict[str, float], config: RunConfig) -> tuple[float, str]:
+    """Return the bytes that a run keeps on disk, and what they are.
+
+    They are the checkpoints, the best one included, and the features of a store in bfloat16.
+    """
+    checkpoints = (config.checkpoints.keep + 1) * plan["drafter_bytes"] * STORED
+    if config.features.store is None:
+        return checkpoints, "checkpoints; live features take none"
+    return checkpoints + plan["feature_bytes"], "checkpoints and stored features"
+
+
+def verdict(
+    need: Need, plan: dict[str, float], options: PlanOptions, config: RunConfig
+) -> tuple[str, dict[str, Any]]:
+    """Return the first line of a plan, and its figures by name as JSON can hold them."""
+    total = plan["total_gpu_hours"]
+    wall = total / options.gpus
+    disk, what = disk_bytes(plan, config)
+    spread = config.target.spread
+    parts = [
+        fit(need, spread, options),
+        f"{total:,.1f} GPU-hours, {wall:,.1f} hours on {options.gpus} x {options.gpu}.",
+        f"Disk: {size(disk)} ({what}).",
+    ]
+    price = None
+    if options.price_per_gpu_hour is not None:
+        price = total * options.price_per_gpu_hour
+        parts.append(f"Price: {price:,.2f} at {options.price_per_gpu_hour:g} a GPU-hour.")
+    gb = gpu_memory(options)
+    bytes_ = need.each(1 if spread == "whole" else options.gpus)
+    figures = {
+        "gpu_memory_gb": gb,
+        "needed_bytes": bytes_,
+        "fits": bytes_ <= gb * 1e9,
+        "fewest_gpus": need.fewest(gb * 1e9),
+        "hours": wall,
+        "disk_bytes": disk,
+        "price": price,
+    }
+    return " ".join(parts), figures

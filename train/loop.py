@@ -25,7 +25,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
-from ..heads.errors import UserError
+from ..heads.errors import UserError, first_line
 from ..heads.files import JsonObject, check_output_folder
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from os import PathLike, fspath
 from typing import Any, NoReturn, TypeVar
 
 from ...heads.errors import UserError
-from .parse import Parser, field_types, near, one_line
-from .spelling import is_list_of_paths
+from .mistakes import in_words
+from .parse import Parser, build_parser, field_types, near
+from .spelling import is_list_of_paths, present_keys
 
 T = TypeVar("T")
 
@@ -17,7 +19,9 @@ class _Parser(Parser):
     """Parser whose mistakes are raised, not printed."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise UserError(one_line(message))
+        if not self.exit_on_error:  # of a part, for the whole one's
+            super().error(message, ex)
+        raise UserError(in_words(str(message), self.types, ()))
 
 
 def options_from(
@@ -30,23 +34,16 @@ def options_from(
     `UserError` for an unknown name or a value of another type.
     """
     types = field_types(config_class)
-    flat = dict(_flat(values, types))
-    parser = _Parser(prog=config_class.__name__, default_meta=False, add_help=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(config_class)
-    base = (
-        parser.parse_args(["--config", fspath(config)], _skip_validation=True) if config else None
-    )
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        place = nested
-        *groups, last = name.split(".")
-        for group in groups:
-            place = place.setdefault(group, {})
-        place[last] = value
-    namespace = parser.parse_object(nested, cfg_base=base)
+    parser = build_parser(config_class, config_class.__name__, _Parser)
+    parser.types = types  # type: ignore[misc]
+    # As words of a command line, so that values and a config file meet as they do there.
+    words = [] if config is None else [f"--config={present_keys(fspath(config), types)}"]
+    for name, value in _flat(values, types):
+        words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    namespace = parser.parse_args(words)
     made = dict(parser.instantiate(namespace))
-    made.pop("config", None)
+    if "config" not in types:  # the parser's own
+        made.pop("config", None)
     return config_class(**made), parser.dump(namespace)
 
 

@@ -64,10 +64,10 @@ def parse(config_class: type[T], argv: Sequence[str], prog: str) -> tuple[T, str
         fail(str(error))
 
 
-def build_parser(config_class: Any, prog: str) -> Parser:
-    """Return the parser of a dataclass for the program `prog`."""
+def build_parser(config_class: Any, prog: str, kind: type[Parser] = Parser) -> Parser:
+    """Return the parser of a dataclass for the program `prog`, of a `kind` of parsers."""
     # The parser has no help text of its own; see `help_text.py`.
-    parser = Parser(prog=prog, default_meta=False, add_help=False)
+    parser = kind(prog=prog, default_meta=False, add_help=False)
     if "config" not in field_types(config_class):
         parser.add_argument("--config", action="config")
     parser.add_class_arguments(config_class)

@@ -121,7 +121,7 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     done = run_cli(
         "tune", "--target", str(QUICKSTART), "--target.device", "cpu", "--drafter", "ngram",
         "--prompts", str(prompts), "--temperatures", "0", "--batch-sizes", "1",
-        "--max-new-tokens", "16", "--out", str(profile),
+        "--max-new-tokens", "16", "--budget", "0.2", "--out", str(profile),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(profile.read_text())["drafters"]["ngram"]
@@ -148,13 +148,10 @@ def test_train_evaluate_and_export(tmp_path: Path) -> None:
             file.write(json.dumps({"messages": messages}) + "\n")
     write_prompts(prompts, 3)
     out = tmp_path / "run"
-    best = draftsmith.train(
-        "medusa",
-        target=QUICKSTART,
-        out=out,
-        epochs=1,
-        data={"sources": rows, "max_length": 256, "decontaminate": False},
-    )
+    data = {"sources": rows, "max_length": 256, "held_out": {"share": 0.2}}
+    asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
+    best = draftsmith.train("medusa", **asked)
+    assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do
     assert best == out / "best" and draftsmith.Drafter.from_pretrained(best).method == "medusa"
     report = draftsmith.evaluate(
         decoder.target, [best, "ngram"], prompts, baselines=False, max_new_tokens=16, repeats=1

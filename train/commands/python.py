@@ -12,19 +12,14 @@ from transformers import PreTrainedModel
 
 from ...heads.exchange.hub import Drafter
 from ...inference import api
-from ...inference.evaluation.checks import check
-from ...inference.evaluation.evaluate import evaluate_drafters
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
 from ...inference.evaluation.tuning.profile import TuningProfile
 from ...inference.proposer import Proposer
 from ...inference.settings import TargetConfig
 from ...inference.targets.target import Target, target_of
-from ..command_line.from_python import options_from
-from ..method import method_named
-from ..options import ExportOptions
-from .exporting import write_export
 
+# What reads options needs jsonargparse, which decoding does without: it is imported in functions.
 AnyPath = str | PathLike[str]
 
 
@@ -75,7 +70,9 @@ def train(
     goes on where an earlier one stopped. Under `accelerate launch` every process calls it. Raises
     `UserError`.
     """
+    from ..command_line.from_python import options_from
     from ..loop import train as run_training
+    from ..method import method_named
 
     chosen = method_named(method)
     values: dict[str, Any] = {"target": target, "data": data, "out": out}
@@ -98,6 +95,10 @@ def evaluate(
     `target` a path, or a loaded model with its `tokenizer`. `options` are those of the command,
     such as `temperatures="0,1"`, `limit=20`, `baselines=False` and `json=FILE`. Raises `UserError`.
     """
+    from ...inference.evaluation.checks import check
+    from ...inference.evaluation.evaluate import evaluate_drafters
+    from ..command_line.from_python import options_from
+
     values = {"drafter": drafter, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, str | PathLike):
@@ -117,6 +118,10 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
     `to` is the engine: vllm, speculators, sglang, trtllm, llamacpp, tgi or hf. `options` are those
     of the command, such as `dtype="bfloat16"` and `serve_as=NAME`. Raises `UserError`.
     """
+    from ..command_line.from_python import options_from
+    from ..options import ExportOptions
+    from .exporting import write_export
+
     folder = drafter.folder if isinstance(drafter, Drafter) else drafter
     made, _ = options_from(ExportOptions, {"drafter": folder, "to": to, "out": out, **options})
     return write_export(made).serve

@@ -7,6 +7,7 @@ distribution where it samples. Arguments that would change the text otherwise ar
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter
 from ..api import Decoder, load
-from ..decode import Generation, Request, generate
+from ..decode import Request, Step, decode
 from ..settings import Sampling
 
 DEFAULT_TOP_K = 50  # of transformers where it samples and nothing else is said
@@ -95,7 +96,7 @@ def generate_with(
         prompt = [token for token, there in zip(row, real, strict=True) if there]
         requests += [Request(prompt, number, sample) for sample in range(copies)]
     stops = config.stop_strings or []
-    generations = generate(
+    steps = decode(
         decoder.target,
         decoder.proposer,
         requests,
@@ -104,14 +105,28 @@ def generate_with(
         frozenset(ends_of(config)),
         [stops] if isinstance(stops, str) else stops,
     )
-    sequences = padded(ids.repeat_interleave(copies, 0), generations, config)
     if streamer is not None:
+        if len(requests) > 1:
+            raise UserError("a streamer takes one reply; give one prompt, or leave it out")
         streamer.put(ids.cpu())
-        streamer.put(sequences[0, ids.shape[1] :].cpu())
-        streamer.end()
+        steps = streamed(steps, streamer)
+    replies: list[list[int]] = [[] for _ in requests]
+    for round_steps in steps:
+        for index, step, _ in round_steps:
+            replies[index] += step.tokens
+    sequences = padded(ids.repeat_interleave(copies, 0), replies, config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
+
+
+def streamed(steps: Iterable[list[Step]], streamer: Any) -> Iterator[list[Step]]:
+    """Yield the steps of one reply, whose tokens a streamer of transformers gets as they come."""
+    for round_steps in steps:
+        for _, step, _ in round_steps:
+            streamer.put(torch.tensor(step.tokens))
+        yield round_steps
+    streamer.end()
 
 
 def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
@@ -180,12 +195,12 @@ def ends_of(config: GenerationConfig) -> list[int]:
     return [eos] if isinstance(eos, int) else list(eos)
 
 
-def padded(prompts: Tensor, generations: list[Generation], config: GenerationConfig) -> Tensor:
+def padded(prompts: Tensor, replies: list[list[int]], config: GenerationConfig) -> Tensor:
     """Return prompts `[B, S]` with their replies behind them, those padded to one length."""
     ends = ends_of(config)
     pad: Any = config.pad_token_id
     if pad is None:
         pad = ends[0] if ends else 0
-    longest = max(len(generation.token_ids) for generation in generations)
-    rows = [g.token_ids + [int(pad)] * (longest - len(g.token_ids)) for g in generations]
+    longest = max(map(len, replies))
+    rows = [tokens + [int(pad)] * (longest - len(tokens)) for tokens in replies]
     return torch.cat([prompts, torch.tensor(rows, device=prompts.device)], dim=1)

@@ -122,7 +122,7 @@ function figuresOf(turn) {
   if (turn.figures) {
     add(`${turn.drafter}: `);
     if (turn.figures.tau) {
-      add(`${turn.figures.tau.toFixed(2)} tokens a pass`, true);
+      add(`${turn.figures.tau.toFixed(2)} tokens a round`, true);
       add(" (tau)");
     }
     const shares = turn.figures.acceptance.map((share) => `${Math.round(share * 100)}%`);

@@ -58,7 +58,7 @@ def test_chat(server: Running, quickstart: Target) -> None:
         marked = "".join(reply.locator(".drafted").all_text_contents())
         assert 0 < len(marked) < len(expected.text)
         figures = page.locator(".figures").last
-        expect(figures).to_contain_text(f"eagle3: {expected.tau:.2f} tokens a pass")
+        expect(figures).to_contain_text(f"eagle3: {expected.tau:.2f} tokens a round")
         expect(figures).to_contain_text("with drafts, the same text")
 
         page.reload()

@@ -11,7 +11,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from draftsmith.train.commands.exporting import run
 from draftsmith.train.options import ExportOptions
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 from tests.conftest import QUICKSTART
 from tests.trained import questions
@@ -84,6 +84,19 @@ def test_options_of_generate_mean_the_same(
         if "return_dict_in_generate" in options:
             plain, found = plain.sequences, found.sequences
         assert found.tolist() == plain.tolist(), options
+
+
+def test_a_streamer_gets_the_tokens_as_they_come(
+    model: Any, tokenizer: Any, prompts: Any, exports: dict[str, str]
+) -> None:
+    one = {key: value[:1] for key, value in prompts.items()}
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    found = custom(model, exports["eagle3"], **one, max_new_tokens=24, streamer=streamer)
+    pieces = list(streamer)
+    assert len(pieces) > 3
+    assert "".join(pieces) == tokenizer.decode(found[0, one["input_ids"].shape[1] :])
+    with pytest.raises(UserError, match="a streamer takes one reply"):
+        custom(model, exports["eagle3"], **prompts, max_new_tokens=4, streamer=streamer)
 
 
 def test_samples_follow_torchs_seed(model: Any, prompts: Any, exports: dict[str, str]) -> None:

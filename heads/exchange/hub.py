@@ -24,7 +24,7 @@ class Drafter:
 
     >>> drafter = Drafter.from_pretrained("scripts/quickstart/drafters/eagle3")
     >>> drafter.method, drafter.target_name
-    ('eagle', 'quickstart')
+    ('eagle', 'scripts/quickstart/target')
     """
 
     folder: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import doctest
 import json
 import os
@@ -12,21 +13,25 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.heads.exchange import hub
 from draftsmith.inference import api, load
 from draftsmith.inference.detokenize import StreamedText
 from draftsmith.inference.targets.target import Target
+from draftsmith.train.commands import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import QUICKSTART, ROOT, tiny_target
+from tests.trained import questions
 
 PROMPT = "def add(a, b):"
 
 
 def test_the_examples_in_the_docstrings_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    results = doctest.testmod(api)
-    assert results.attempted >= 7 and results.failed == 0
+    for module, examples in ((api, 10), (hub, 2), (python, 3)):
+        results = doctest.testmod(module)
+        assert results.attempted >= examples and results.failed == 0
 
 
 def test_prompts_of_every_kind(quickstart: Target) -> None:
@@ -229,3 +234,49 @@ def test_compiled_rounds_of_trained_drafters_write_the_same_text(drafter: str) -
         )
         found.append([decoder.generate(PROMPT, 40, **how).token_ids for how in drawn])
     assert found[0] == found[1]
+
+
+def test_a_batch_streams_and_its_replies_are_those_of_generate(quickstart: Target) -> None:
+    decoder = load(quickstart, "ngram")
+    words = questions("test", 3)
+    stream = decoder.stream(words, 24, temperature=0.8, seed=4)
+    texts = ["", "", ""]
+    for index, piece in stream:
+        texts[index] += piece
+    expected = decoder.generate(words, 24, temperature=0.8, seed=4)
+    assert texts == [reply.text for reply in expected]
+    for found, reply in zip(stream.replies, expected, strict=True):
+        assert (found.text, found.token_ids, found.finish_reason) == (
+            reply.text, reply.token_ids, reply.finish_reason,
+        )  # fmt: skip
+        assert found.tau == reply.tau or not reply.rounds
+    # A stream that is closed leaves the drafter free.
+    given_up = decoder.stream(words[0], 24)
+    next(given_up)
+    given_up.close()
+    assert decoder.generate(words[0], 4).token_ids
+
+
+def test_an_asynchronous_stream_leaves_the_loop_free(quickstart: Target) -> None:
+    decoder = load(quickstart, "ngram")
+    words = questions("test", 1)[0]
+    ticks = 0
+
+    async def both() -> str:
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.ensure_future(tick())
+        text = "".join([piece async for piece in decoder.astream(words, 24)])
+        ticking.cancel()
+        # A consumer that leaves frees the drafter.
+        early = decoder.astream(words, 24)
+        await anext(early)
+        await early.aclose()  # type: ignore[attr-defined]
+        return text
+
+    assert asyncio.run(both()) == decoder.generate(words, 24).text
+    assert ticks > 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 # Number of tokens that are decoded again, so that spaces and characters that are split over several
@@ -39,6 +39,22 @@ class StreamedText:
                 self._window = self._window[-CONTEXT:]
                 self._known = self._tokenizer.decode(self._window)
         return self._show(last)
+
+    def pieces(
+        self, tokens: Sequence[int], accepted: int, hidden: Collection[int], last: bool = False
+    ) -> list[tuple[str, bool]]:
+        """Return the text that became final with each token of a round, and whether it was drafted.
+
+        The first `accepted` tokens are drafts, those behind them the target's own. Tokens in
+        `hidden` are no text. Tokens with which no text became final are left out; with `last`, the
+        last one brings all that is left.
+        """
+        found = []
+        for place, token in enumerate(tokens):
+            ends = last and place == len(tokens) - 1
+            if piece := self.add([] if token in hidden else [token], ends):
+                found.append((piece, place < accepted))
+        return found
 
     def _show(self, last: bool) -> str:
         """Return the final text behind what was shown; with `last`, up to the end of the text."""

@@ -38,12 +38,9 @@ class Choice:
         """Take a step of the reply; return its new text in pieces, each with True if drafted."""
         reply = self.reply
         reply.take(record, reason, time.perf_counter() - self._asked)
-        pieces = []
-        for place, token in enumerate(record.tokens):
-            last = reason is not None and place == len(record.tokens) - 1
-            piece = self._text.add([] if token in self._hidden else [token], last)
-            if piece:
-                pieces.append((piece, place < record.accepted))
+        pieces = self._text.pieces(
+            record.tokens, record.accepted, self._hidden, last=reason is not None
+        )
         reply.text += "".join(text for text, _ in pieces)
         return pieces
 

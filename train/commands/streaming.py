@@ -105,16 +105,9 @@ def stream(
     )
     for steps in rounds:
         _, step, reason = steps[0]
-        now = time.perf_counter() - started
-        if step.drafted is None:
-            reply.ttft_s = now
-        reply.decode_s = now - reply.ttft_s
-        if step.drafted is not None:  # None: the step after the prefill, which is no round
-            reply.rounds.append(step)
-        reply.token_ids.extend(step.tokens)
         if reason is None and ended():
             reason = INTERRUPTED
-        reply.finish_reason = reason or ""
+        reply.take(step, reason, time.perf_counter() - started)
         reply.text += write(text, step, eos, reason is not None, color, out)
         if reason == INTERRUPTED:
             rounds.close()
@@ -131,17 +124,12 @@ def write(
 
     Returns what was written, without colours.
     """
-    pieces = []
-    for index, token in enumerate(step.tokens):
-        # End tokens are not text. The last token lets go of characters that `text` held back.
-        ends = last and index == len(step.tokens) - 1
-        # The accepted drafts come first; the token after them is the target's own.
-        pieces.append((index < step.accepted, text.add([] if token in eos else [token], last=ends)))
     whole = ""
+    pieces = text.pieces(step.tokens, step.accepted, eos, last)
     # A colour begins and ends once in a step, so that no code comes between joined letters.
-    for accepted, run in groupby(pieces, key=lambda piece: piece[0]):
-        joined = "".join(piece for _, piece in run)
-        out.write(f"{GREEN}{joined}{RESET}" if color and accepted and joined else joined)
+    for accepted, run in groupby(pieces, key=lambda piece: piece[1]):
+        joined = "".join(piece for piece, _ in run)
+        out.write(f"{GREEN}{joined}{RESET}" if color and accepted else joined)
         whole += joined
     out.flush()
     return whole

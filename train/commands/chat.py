@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -33,6 +34,8 @@ def chat(decoder: Decoder, options: Options) -> None:
     """
     color, terminal = in_color(options), sys.stdin.isatty()
     if terminal:
+        with suppress(ImportError):  # `input` edits lines and recalls them once it is imported
+            import readline  # noqa: F401
         print("Ctrl-C ends a reply, Ctrl-D the chat", file=sys.stderr)
     if text := legend(color):
         print(text, file=sys.stderr)

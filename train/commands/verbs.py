@@ -58,7 +58,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     "generate": (
         "train.commands.generate",
         "GenerateOptions",
-        "decode one prompt and show what was accepted",
+        "decode prompts, or chat, and show what was accepted",
     ),
     "serve": (
         "inference.serving.serve",

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,18 @@ class Broken:
         raise ImportError(f"{module.__name__} was built for another system")
 
 sys.meta_path.insert(0, Broken())
+"""
+COMMANDS = """
+import contextlib, io, json, sys
+from draftsmith.train.commands.cli import main
+for words in json.loads(sys.argv[1]):
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code, said.getvalue()]))
 """
 
 
@@ -79,73 +90,60 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def run(installed: Path, tmp_path: Path) -> Run:
-    """Run `draftsmith` of that environment, far from the checkout."""
-
-    def command(*words: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(path or "")}
-        return subprocess.run(
-            [installed / "draftsmith", *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-
-    return command
-
-
-def test_the_wheel_works_far_from_the_checkout(run: Run, installed: Path, tmp_path: Path) -> None:
-    where = subprocess.run(
-        [installed / "python", "-c", "import draftsmith; print(draftsmith.__file__)"],
-        cwd=tmp_path,
+def python(
+    installed: Path, folder: Path, *words: str, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python of that environment in `folder`, far from the checkout."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(path or "")}
+    return subprocess.run(
+        [installed / "python", *words],
+        cwd=folder,
+        env=environment,
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    assert where.startswith(str(installed.parent))
-    assert run("--version").stdout.startswith("draftsmith ")
-    prompt = ("--prompt", "def add(a, b):", "--max-new-tokens", "8")
-    done = run("generate", "--target", QUICKSTART, "--drafter", EAGLE3, *prompt)
-    assert done.returncode == 0 and "tau" in done.stderr, done.stderr
+        timeout=240,
+    )
 
 
-def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(run: Run, tmp_path: Path) -> None:
+def test_the_wheel_works_far_from_the_checkout(installed: Path, tmp_path: Path) -> None:
+    done = python(installed, tmp_path, "-c", "import draftsmith; print(draftsmith.__file__)")
+    assert done.stdout.startswith(str(installed.parent)), done.stderr
+    command = subprocess.run(
+        [installed / "draftsmith", "--version"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert command.stdout.startswith("draftsmith "), command.stderr
+
+
+def test_decoding_needs_neither_datasets_nor_deepspeed_nor_wandb(
+    installed: Path, tmp_path: Path
+) -> None:
     """Packages that are there and cannot be imported, as after a failed build."""
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(BROKEN)
     prompts, rows = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
-    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "def f():"}]}) + "\n")
-    conversation = json.loads(prompts.read_text())["messages"]
-    conversation += [{"role": "assistant", "content": "return 1"}]
+    question = [{"role": "user", "content": "def f():"}]
+    prompts.write_text(json.dumps({"messages": question}) + "\n")
+    conversation = [*question, {"role": "assistant", "content": "return 1"}]
     rows.write_text("".join(json.dumps({"messages": conversation}) + "\n" for _ in range(4)))
-    target = ("--target", QUICKSTART)
-    done = run(
-        "evaluate", *target, "--drafter", EAGLE3, "--no-baselines", "--prompts", prompts,
-        "--max-new-tokens", "8", "--repeats", "1", path=broken,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for words in (
-        ("export", "--drafter", EAGLE3, "--to", "vllm", "--out", "export"),
-        ("import", "--from", "export", *target, "--out", "imported"),
-    ):
-        done = run(*words, path=broken)
-        assert done.returncode == 0, done.stderr
-    train = ("train", "medusa", *target, "--out", "run", "--data.sources")
-    cases = [
-        ((*train, "owner/set"), "owner/set is read by the package datasets, which cannot be"),
-        ((*train, rows, "--tracker", "wandb"), "tracker is wandb, but it cannot be imported"),
-    ]
-    for words, said in cases:
-        done = run(*words, path=broken)
-        assert done.returncode == 2 and said in done.stderr, done.stderr
-        assert not (tmp_path / "run").exists()
+    target, drafter = f"--target {QUICKSTART}", f"--drafter {EAGLE3}"
+    train = f"train medusa {target} --out run --data.sources"
+    expected = {
+        f"generate {target} {drafter} --prompt f --max-new-tokens 4": (0, "tau"),
+        f"evaluate {target} {drafter} --no-baselines --prompts {prompts} --max-new-tokens 8 "
+        "--repeats 1": (0, ""),
+        f"export {drafter} --to vllm --out export": (0, ""),
+        f"import --from export {target} --out imported": (0, ""),
+        f"{train} owner/set": (2, "owner/set is read by the package datasets, which cannot be"),
+        f"{train} {rows} --tracker wandb": (2, "tracker is wandb, but it cannot be imported"),
+    }
+    words = json.dumps([command.split() for command in expected])
+    done = python(installed, tmp_path, "-c", COMMANDS, words, path=broken)
+    ends = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(ends) == len(expected), done.stderr
+    for (code, said), (command, (wanted, text)) in zip(ends, expected.items(), strict=True):
+        assert code == wanted and text in said, (command, said)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full

@@ -16,6 +16,9 @@ import pytest
 from tests.conftest import QUICKSTART
 
 EAGLE3 = QUICKSTART.parent / "drafters" / "eagle3"
+# oneDNN keeps up to 1024 kernels, one for each shape, and malloc an arena for each thread, which
+# take hundreds of megabytes before they are full. With few of both a test sees what requests leave.
+QUICKLY_FULL = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "MALLOC_ARENA_MAX": "2"}
 CLI = "from draftsmith.train.commands.cli import main; main()"
 
 
@@ -28,17 +31,13 @@ class Running:
 
 
 def started(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """A server's process and its address, read from what it prints.
-
-    oneDNN keeps up to 1024 kernels, one for each shape, which take hundreds of megabytes before
-    they are all there. With a few of them a test sees what requests leave behind.
-    """
+    """A server's process and its address, read from what it prints."""
     command = [sys.executable, "-c", CLI, "serve", "--target", str(QUICKSTART), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--target.device", "cpu", *options],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **QUICKLY_FULL},
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -11,7 +11,8 @@ import pytest
 from draftsmith.train.commands.cli import main
 
 TYPED = {
-    "": "data export import evaluate compare report simulate tune generate doctor train completion",
+    "": "data export import evaluate compare report simulate tune generate serve doctor train "
+    "completion",
     "data ": "plan extract regenerate",
     "train ea": "eagle",
     "train eagle --optim.o": "--optim.optimizer",

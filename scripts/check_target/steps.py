@@ -371,6 +371,7 @@ def measurements(plan: Plan) -> list[Step]:
         "--batch-sizes",
         "4",
     ]
+    served = ["--target", plan.target, "--dtype", plan.dtype, *drafters, *prompts, *short]
     return [
         Step(
             "evaluate",
@@ -381,6 +382,12 @@ def measurements(plan: Plan) -> list[Step]:
         Step(
             "exactness",
             [Command(exact, [sys.executable, str(HERE / "exactness.py")])],
+            exact_lines,
+            trained,
+        ),
+        Step(
+            "a server, and transformers",
+            [Command(served, [sys.executable, str(HERE / "serving.py")])],
             exact_lines,
             trained,
         ),

@@ -29,7 +29,10 @@ CODE = sorted(
 )
 REFERENCE = re.compile(r"\bdocs/([\w-]+\.md)(?:#([\w-]+))?")
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
-BLOCK = re.compile(r"^```(bash|python) runnable\n(.*?)^```", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(
+    r"^```(bash|python) runnable\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE
+)
+"""Block that runs, and the output that stands behind it, if any does."""
 COMMANDS = """
 set -euo pipefail
 draftsmith() { "$PYTHON" -c 'from draftsmith.train.commands.cli import main; main()' "$@"; }
@@ -141,9 +144,10 @@ def test_runnable_blocks_run(document: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "runs" / "docs").mkdir(parents=True)
     environment = {**os.environ, "PYTHON": PYTHON, "ACCELERATE_USE_CPU": "true"}
-    for language, block in BLOCK.findall(document.read_text()):
+    for language, block, printed in BLOCK.findall(document.read_text()):
         command = ["bash", "-c", COMMANDS + block] if language == "bash" else [PYTHON, "-c", block]
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert not printed or done.stdout == printed, block

@@ -163,16 +163,19 @@ async def asynchronous(stream: Stream) -> AsyncIterator[Any]:
     """Yield what a stream yields, which one thread decodes. A consumer that leaves closes it."""
     end = object()
     # One thread of its own: torch keeps threads for each thread that computes.
-    with ThreadPoolExecutor(1, "decoding") as decoding:
-        try:
-            while True:
-                step = partial(next, stream, end)
-                piece = await asyncio.get_running_loop().run_in_executor(decoding, step)
-                if piece is end:
-                    return
-                yield piece
-        finally:
-            decoding.submit(stream.close)
+    decoding = ThreadPoolExecutor(1, "decoding")
+    try:
+        while True:
+            step = partial(next, stream, end)
+            piece = await asyncio.get_running_loop().run_in_executor(decoding, step)
+            if piece is end:
+                return
+            yield piece
+    finally:
+        closed = decoding.submit(stream.close)
+        decoding.shutdown(wait=False)
+        # Another batch may begin once this one is closed; the loop is free until then.
+        await asyncio.wrap_future(closed)
 
 
 def none_for_nan(value: float) -> float | None:
@@ -345,9 +348,12 @@ def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:
     if attention_mask is None:
         return ids
     mask = attention_mask.tolist() if isinstance(attention_mask, Array) else attention_mask
-    if ids and isinstance(ids[0], Integral):
-        return list(compress(ids, mask))
-    return [list(compress(row, there)) for row, there in zip(ids, mask, strict=True)]
+    single = bool(ids) and isinstance(ids[0], Integral)
+    rows, masks = ([ids], [mask]) if single else (ids, mask)
+    if [len(row) for row in rows] != [len(row) if isinstance(row, list) else 0 for row in masks]:
+        raise UserError("attention_mask has another shape than input_ids")
+    kept = [list(compress(row, there)) for row, there in zip(rows, masks, strict=True)]
+    return kept[0] if single else kept
 
 
 def _is_one(prompts: Any) -> bool:

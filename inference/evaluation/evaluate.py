@@ -76,28 +76,35 @@ def if_interrupted(options: Options) -> str:
 
 def run(options: Options) -> None:
     """Measure what the options name, print the tables and write the files. Raises `UserError`."""
-    settings = check(options)
     if options.features is not None:
+        check(options)
         return replayed.run(options)
-    printed = options.json == STANDARD_OUTPUT
-    if printed:  # there is no file to write parts of the report to, or to resume from
-        options = dataclasses.replace(options, json=None)
+    if options.json == STANDARD_OUTPUT:
+        # there is no file to write parts of the report to, or to resume from
+        report = measured(dataclasses.replace(options, json=None))
+        output_json(STANDARD_OUTPUT, report.to_json())
+    else:
+        show(measured(options))
+
+
+def measured(options: Options, given: Target | None = None) -> Report:
+    """Return the report of what the options name, and write it to their file if there is one.
+
+    `given` is the target, if it is loaded already. Raises `UserError`.
+    """
+    settings = check(options)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     served = None
     # the server comes first: its address may be wrong, and measuring drafters here takes long
     if options.server is not None:
         at_once = numbers(options.concurrency, "--concurrency", int) or list(CONCURRENCY)
         served = live_report.measure(options, [setting.sampling for setting in settings], at_once)
-    if served is not None and not options.drafter:
-        report = facts_of(None, served.tokenizer, served.prompts, options, started)
-        report.server = served.report
-        write_report(report, options.json)
-    else:
-        report = evaluate_drafters(options, settings, started, served)
-    if printed:
-        output_json(STANDARD_OUTPUT, report.to_json())
-    else:
-        show(report)
+    if served is None or options.drafter:
+        return evaluate_drafters(options, settings, started, served, given)
+    report = facts_of(None, served.tokenizer, served.prompts, options, started)
+    report.server = served.report
+    write_report(report, options.json)
+    return report
 
 
 def evaluate_drafters(

@@ -7,12 +7,12 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ...heads.files import JsonObject
 from ..settings import Sampling
-from .engine import BatchSettings, Engine, QueueFull
+from .engine import STOPPING, BatchSettings, Engine, EngineClosed, QueueFull
 from .protocol import (
     ChatRequest,
     CompletionRequest,
@@ -72,11 +72,16 @@ class Service:
 
 
 def app_of(service: Service) -> Starlette:
-    """Return the application; its end closes the engine."""
+    """Return the application, whose engine the caller closes."""
     engine = service.engine
 
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": listed(service)})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        found = [entry for entry in listed(service) if entry["id"] == name]
+        return JSONResponse(found[0]) if found else failure(f"there is no model {name!r}", 404)
 
     async def chat(request: Request) -> Response:
         return await complete(request, ChatRequest, service)
@@ -96,16 +101,12 @@ def app_of(service: Service) -> Starlette:
     async def counters(request: Request) -> Response:
         return Response(engine.counters.text(), media_type="text/plain; version=0.0.4")
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(engine.close)
-
     engine.counters.watch(lambda: engine.running, lambda: engine.waiting)
     return Starlette(
         routes=[
             *(Route(path, page_file, name=path) for path in FILES),
             Route("/v1/models", allowed(models, service)),
+            Route("/v1/models/{model:path}", allowed(one_model, service)),
             Route("/v1/chat/completions", allowed(chat, service), methods=["POST"]),
             Route("/v1/completions", allowed(completions, service), methods=["POST"]),
             Route("/health", health),
@@ -114,8 +115,11 @@ def app_of(service: Service) -> Starlette:
         ],
         # A name that another site's owner lets point at this machine must not reach the server.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=service.hosts)],
-        exception_handlers={404: unknown_path, Exception: unforeseen},
-        lifespan=lifespan,
+        exception_handlers={
+            404: unknown_path,
+            HTTPException: refused,
+            Exception: unforeseen,
+        },
     )
 
 
@@ -136,6 +140,12 @@ async def unknown_path(request: Request, error: Exception) -> Response:
     return failure(f"there is no {request.url.path}; clients of OpenAI's API use /v1", 404)
 
 
+async def refused(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that the framework refuses, such as a GET in place of POST."""
+    assert isinstance(error, HTTPException)
+    return failure(error.detail, error.status_code, dict(error.headers or {}))
+
+
 async def unforeseen(request: Request, error: Exception) -> Response:
     """Return the answer to a request that met an internal error, which the server's log shows."""
     return failure(f"an internal error: {type(error).__name__}; see the server's log", 500)
@@ -153,7 +163,7 @@ def allowed(handler: Handler, service: Service) -> Handler:
     wanted = f"Bearer {service.api_key}".encode()
 
     async def checked(request: Request) -> Response:
-        given = request.headers.get("authorization", "").encode()
+        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
         if service.api_key is not None and not secrets.compare_digest(given, wanted):
             return failure("the API key is missing or wrong", 401)
         try:
@@ -163,8 +173,10 @@ def allowed(handler: Handler, service: Service) -> Handler:
         except QueueFull:
             full = f"{service.engine.queue} requests wait already; try again later"
             return failure(full, 503, {"Retry-After": "1"})
+        except EngineClosed:
+            return failure(STOPPING, 503)
         except DecodingFailed as error:
-            return failure(error, 500)
+            return failure(error, 503 if str(error) == STOPPING else 500)
         except (ClientLeft, ClientDisconnect):
             return failure("the client has left", LEFT)
 
@@ -208,6 +220,10 @@ async def complete(
         drafter, sampling_of(asked, service.defaults), stops_of(asked), asked.ignore_eos
     )
     requests = requests_of(asked, service.engine.target, service.longest)
+    if len(requests) > service.engine.queue:
+        raise RequestError(
+            f"{len(requests)} replies are asked for, and at most {service.engine.queue} can wait"
+        )
     left = asyncio.ensure_future(leaving(request))
     try:
         pending = Pending(service.engine, requests, settings, asked, model)
@@ -259,7 +275,8 @@ async def streamed(
 
 def event_of(value: JsonObject) -> bytes:
     """Return a server-sent event that holds a JSON value."""
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    # ASCII, since clients split lines at some characters outside of it.
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
 async def body_of(request: Request) -> bytes:
@@ -267,7 +284,8 @@ async def body_of(request: Request) -> bytes:
 
     A page of another site can send text to this server without asking, but not JSON.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
         raise RequestError("send the request with Content-Type: application/json", 415)
     body = bytearray()
     async for piece in request.stream():

@@ -28,11 +28,18 @@ BATCHES = 2  # batches that run in turns
 COLLECT_S = 0.005  # time in which further requests may join the first one of an idle engine
 Deliver = Callable[[Round | None, str | None], None]
 """Function that gets the record of each step of a reply and the reason for its end; the record is
-None and the reason a message where decoding has failed."""
+None and the reason a message where decoding has failed. It never raises."""
+
+
+STOPPING = "the server is stopping"
 
 
 class QueueFull(Exception):
     """As many requests wait as the queue holds."""
+
+
+class EngineClosed(Exception):
+    """The engine decodes nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +131,13 @@ class Engine:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none. Raises `QueueFull`."""
+        """Queue jobs, all or none. Raises `QueueFull` and `EngineClosed`."""
         with self._changed:
-            if self._closed or len(self._waiting) + len(jobs) > self.queue:
-                self.counters.ended("refused")
+            if self._closed:
+                raise EngineClosed
+            if len(self._waiting) + len(jobs) > self.queue:
+                for _ in jobs:
+                    self.counters.ended("refused")
                 raise QueueFull
             self._waiting += jobs
             for job in jobs:
@@ -164,15 +174,22 @@ class Engine:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        while self._wait():
-            if (batch := self._next_batch()) is not None:
-                self._running.append(batch)
-            for batch in list(self._running):
-                self._advance(batch)
-        for batch in self._running:
-            batch.fail("the server is stopping", self.counters)
-        for job in self._waiting:
-            job.deliver(None, "the server is stopping")
+        try:
+            while self._wait():
+                if (batch := self._next_batch()) is not None:
+                    self._running.append(batch)
+                for batch in list(self._running):
+                    self._advance(batch)
+        finally:  # whatever happens, nobody waits for a reply that never comes
+            with self._changed:
+                self._closed = True
+                waiting, self._waiting = list(self._waiting), deque()
+            running, self._running = self._running, []
+            for batch in running:
+                batch.fail(STOPPING, self.counters)
+            for job in waiting:
+                self.counters.ended("error")
+                job.deliver(None, STOPPING)
 
     def _wait(self) -> bool:
         """Return true as soon as there is something to decode, and false when the engine closes."""

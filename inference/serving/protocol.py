@@ -7,11 +7,13 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from transformers import PreTrainedTokenizerBase
 
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -22,6 +24,8 @@ from ..settings import Sampling
 from ..targets.target import Target
 
 MOST_CHOICES = 128
+TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+TEMPLATE_ARGUMENTS |= {"messages"}
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for `Generation.finish_reason`."""
 
@@ -39,7 +43,8 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
     include_usage: bool = False
     """Send the numbers of tokens in a last event."""
-    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+    """Of OpenAI: padding of events against eavesdroppers, which says nothing; none is sent."""
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -124,13 +129,24 @@ class ChatRequest(Common, kw_only=True):
 def read_request(body: bytes, kind: type[Any]) -> Any:
     """Return the request of type `kind` in a body. Raises `RequestError`."""
     try:
-        request = msgspec.convert(parsed(body.decode()), kind)
+        request = msgspec.convert(without_nulls(parsed(body.decode())), kind)
     except (UnicodeDecodeError, RowError, msgspec.ValidationError) as error:
         message = str(error).replace("Object contains unknown field", "there is no field")
         raise RequestError(f"the request cannot be read: {message}") from error
     if (name := request.refused()) is not None:
         raise RequestError(f"{name} is not supported here; leave it out")
     return request
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a request without the keys that are null, which clients send for what is not given."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: without_nulls(item) if key == "stream_options" else item
+        for key, item in value.items()
+        if item is not None
+    }
 
 
 def sampling_of(request: Common, defaults: Sampling) -> Sampling:
@@ -204,6 +220,7 @@ def prompts_of(request: Common, target: Target) -> list[list[int]]:
     """Return the token ids of each prompt of a request. Raises `RequestError`."""
     try:
         if isinstance(request, ChatRequest):
+            check_chat(request)
             conversation = Conversation(
                 messages=[plain_message(message) for message in request.messages],
                 template_kwargs=request.chat_template_kwargs or {},
@@ -228,12 +245,27 @@ def prompts_of(request: Common, target: Target) -> list[list[int]]:
         raise RequestError(f"the prompt cannot be encoded: {error}") from error
 
 
+def check_chat(request: ChatRequest) -> None:
+    """Raise `RequestError` for a reply that is begun already, and arguments that are no variables.
+
+    A template of the client's own could run for ever.
+    """
+    if request.messages[-1].get("role") == "assistant":
+        raise RequestError("the last message is the assistant's; this server begins each reply")
+    for name in request.chat_template_kwargs or {}:
+        if name in TEMPLATE_ARGUMENTS:
+            raise RequestError(f"chat_template_kwargs.{name} is no variable of a chat template")
+
+
 def plain_message(message: JsonObject) -> JsonObject:
     """Return a message whose content is one text, also where it came in parts.
 
     Raises `RequestError` for parts that are no text, and for a role or content of a wrong form.
     """
+    message = {key: value for key, value in message.items() if value is not None}
     role, content = message.get("role"), message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
     if not isinstance(role, str):
         raise RequestError("a message has no role")
     if isinstance(content, list):

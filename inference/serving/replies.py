@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from secrets import token_hex
 
@@ -71,7 +72,9 @@ class Pending:
     ) -> None:
         """Submit all replies of the request `asked`. Raises `QueueFull`."""
         self._engine, self._asked, self._model = engine, asked, model
-        self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        # None: the client has left
+        self._events: asyncio.Queue[tuple[int, Round | None, str | None] | None] = asyncio.Queue()
         self.chat = isinstance(asked, ChatRequest)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
         self.created = int(time.time())
@@ -84,7 +87,7 @@ class Pending:
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:
         """Hand a step over from the engine's thread to the loop of the connections."""
         # The loop is closed where the server has stopped meanwhile: nobody listens any more.
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, record, reason))
 
     async def steps(
@@ -95,10 +98,14 @@ class Pending:
         Raises `ClientLeft` once `left` is done, and `DecodingFailed`. However it ends, nothing of
         the request runs on afterwards.
         """
+        left.add_done_callback(lambda _: self._events.put_nowait(None))
         try:
             still_open = set(range(len(self.jobs)))
             while still_open:
-                number, record, reason = await self._next(left)
+                event = await self._events.get()
+                if event is None:
+                    raise ClientLeft
+                number, record, reason = event
                 if record is None:
                     raise DecodingFailed(reason)
                 if reason is not None:
@@ -110,17 +117,6 @@ class Pending:
     def give_up(self) -> None:
         """Let the engine drop the replies that have not ended."""
         self._engine.give_up(self.jobs)
-
-    async def _next(self, left: asyncio.Future[None]) -> tuple[int, Round | None, str | None]:
-        """Return the next event of the engine. Raises `ClientLeft`."""
-        if not self._events.empty() and not left.done():
-            return self._events.get_nowait()
-        event = asyncio.ensure_future(self._events.get())
-        await asyncio.wait({event, left}, return_when=asyncio.FIRST_COMPLETED)
-        if left.done():
-            event.cancel()
-            raise ClientLeft
-        return event.result()
 
     def whole(self) -> JsonObject:
         """Return the answer with all replies, which have ended."""

@@ -6,6 +6,7 @@ no further requests, and prompts have no common prefix cache.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import socket
@@ -78,8 +79,16 @@ def run(options: Options) -> None:
             access_log=False,
             timeout_graceful_shutdown=3,
         )
+
+        class Server(uvicorn.Server):
+            """Server that ends what is being decoded before it waits for its connections."""
+
+            async def shutdown(self, sockets: Any = None) -> None:
+                await asyncio.to_thread(engine.close)
+                await super().shutdown(sockets)
+
         try:
-            uvicorn.Server(config).run(sockets=[bound])
+            Server(config).run(sockets=[bound])
         except KeyboardInterrupt:  # uvicorn has closed everything before it raises this
             print("the server has stopped", file=sys.stderr)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from ...heads.artifact import OWN_FILE
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter
 from ..api import Decoder, load
@@ -54,12 +54,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_scores": (None, False),
     "output_logits": (None, False),
     "prompt_lookup_num_tokens": (None,),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
 }
 IGNORED = {"use_model_defaults", "synced_gpus", "cache_implementation", "use_cache", "position_ids"}
 """Arguments about how plain `generate` computes, which this one does not need."""
 
-_DECODERS: WeakKeyDictionary[PreTrainedModel, dict[str, Decoder]] = WeakKeyDictionary()
-"""Decoders of each model by the drafter's name, so that a second call loads nothing."""
+DECODERS = "_draftsmith_decoders"
+"""Attribute of a model with its decoders by drafter, so that a second call loads nothing. They hold
+the model themselves, and go with it."""
 
 
 def generate_with(
@@ -79,16 +85,21 @@ def generate_with(
     `drafter` is a folder or a repository on the hub; `tokenizer` is the model's, read from where
     the model came from if not given. The other arguments are those of `generate`. Sampled text
     takes its seed from torch's generator. Raises `UserError` for an argument that cannot be
-    honoured.
+    honoured. A reply ends where the target's positions end, which plain `generate` passes.
     """
     ids = input_ids if input_ids is not None else inputs
     if ids is None or ids.ndim != 2:
         raise UserError("give the prompts as input_ids [B, S]")
-    config = copy.deepcopy(generation_config or model.generation_config)
+    config = merged(generation_config, model.generation_config)
     rest = config.update(**options)
     refuse(config, {name: value for name, value in rest.items() if name not in IGNORED})
+    training = model.training  # loading a decoder ends it, as decoding does
     decoder = decoder_of(model, drafter, tokenizer)
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    mask = mask_of(ids, config) if attention_mask is None else attention_mask
+    if mask.shape != ids.shape:
+        raise UserError(
+            f"attention_mask has the shape {list(mask.shape)}, the prompts {list(ids.shape)}"
+        )
     copies = config.num_return_sequences or 1
     limit = new_tokens(config, ids.shape[1])
     requests = []
@@ -111,13 +122,38 @@ def generate_with(
         streamer.put(ids.cpu())
         steps = streamed(steps, streamer)
     replies: list[list[int]] = [[] for _ in requests]
-    for round_steps in steps:
-        for index, step, _ in round_steps:
-            replies[index] += step.tokens
+    try:
+        model.eval()
+        for round_steps in steps:
+            for index, step, _ in round_steps:
+                replies[index] += step.tokens
+    finally:
+        if training:
+            model.train()
     sequences = padded(ids.repeat_interleave(copies, 0), replies, config)
     if config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
     return sequences
+
+
+def merged(given: GenerationConfig | None, default: GenerationConfig | None) -> GenerationConfig:
+    """Return a generation config in which the model's own one fills what is not given."""
+    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    for name, value in (default.to_dict() if default is not None else {}).items():
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
+    return config
+
+
+def mask_of(ids: Tensor, config: GenerationConfig) -> Tensor:
+    """Return the attention mask of prompts without one, as `generate` infers it.
+
+    Padding is what has the pad token, unless that is an end token too.
+    """
+    pad: Any = config.pad_token_id
+    if pad is None or int(pad) in ends_of(config):
+        return torch.ones_like(ids)
+    return (ids != int(pad)).long()
 
 
 def streamed(steps: Iterable[list[Step]], streamer: Any) -> Iterator[list[Step]]:
@@ -131,12 +167,13 @@ def streamed(steps: Iterable[list[Step]], streamer: Any) -> Iterator[list[Step]]
 
 def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
     """Return the decoder of a model and a drafter, loaded once. Raises `UserError`."""
-    decoders = _DECODERS.setdefault(model, {})
-    if drafter not in decoders:
-        decoders[drafter] = load(
-            model, Drafter.from_pretrained(drafter).folder, tokenizer=tokenizer
-        )
-    return decoders[drafter]
+    decoders = vars(model).setdefault(DECODERS, {})
+    folder = Drafter.from_pretrained(drafter).folder
+    written = (folder / OWN_FILE).stat().st_mtime_ns
+    key = str(folder), written, None if tokenizer is None else id(tokenizer)
+    if key not in decoders:
+        decoders[key] = load(model, folder, tokenizer=tokenizer)
+    return decoders[key]
 
 
 def refuse(config: GenerationConfig, rest: dict[str, Any]) -> None:

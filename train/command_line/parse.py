@@ -87,7 +87,9 @@ def check_known(arguments: Sequence[str], types: dict[str, Any], prog: str) -> N
         name = argument[2:].partition("=")[0].removesuffix("+")
         if not argument.startswith("--") or name in known_names or name.startswith(tables):
             continue
-        fail(f"unknown option {hyphenated(f'--{name}')}{near(name, types)} (see {prog} --help)")
+        similar = " or ".join(map(written, near(name, types)))
+        meant = f"; did you mean {similar}?" if similar else ""
+        fail(f"unknown option {hyphenated(f'--{name}')}{meant} (see {prog} --help)")
 
 
 ELSEWHERE = {
@@ -107,10 +109,10 @@ ELSEWHERE = {
 """Options of other tools by the last part of their names, and ours for the same."""
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with up to three of `known` that are spelled like `word`.
+def near(word: str, known: Iterable[str]) -> list[str]:
+    """Return up to three of `known` that are spelled like `word`.
 
-    An option that another tool calls `word` comes first. It is an empty text if there are none.
+    An option that another tool calls `word` comes first.
     """
     # A dotted name is found by its last part too: --learning-rate for optim.learning_rate.
     by_end: dict[str, list[str]] = {}
@@ -122,8 +124,7 @@ def near(word: str, known: Iterable[str]) -> str:
         similar += by_end[same or ""]
     for form in difflib.get_close_matches(word, by_end, n=2, cutoff=0.7):
         similar += by_end[form]
-    options = [written(name) for name in dict.fromkeys(similar)]
-    return f"; did you mean {' or '.join(options[:3])}?" if options else ""
+    return [*dict.fromkeys(similar)][:3]
 
 
 def field_types(config_class: type, prefix: str = "") -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ...heads.exchange.hub import Drafter
+from ...heads.errors import UserError
+from ...heads.exchange.hub import Drafter, upload
 from ...inference import api
 from ...inference.evaluation.options import EvaluateOptions
 from ...inference.evaluation.results import Report
@@ -47,6 +47,8 @@ def load(
     named: Any = fspath(drafter) if isinstance(drafter, PathLike) else drafter
     if profile is None:
         return api.load(source, named, **options)
+    if not isinstance(named, str | Drafter):
+        raise UserError("a profile goes with a drafter by its name or folder, not with a proposer")
     loaded = api.load(source, "none", **options).target
     spec = str(named.folder if isinstance(named, Drafter) else named)
     tuned = TuningProfile(fspath(profile), loaded).setting(spec, temperature, batch)
@@ -82,8 +84,8 @@ def train(
 
 
 def evaluate(
-    target: AnyPath | Target | PreTrainedModel,
-    drafter: AnyPath | Sequence[AnyPath],
+    target: AnyPath | TargetConfig | Target | PreTrainedModel,
+    drafter: AnyPath | Drafter | Sequence[AnyPath | Drafter],
     prompts: AnyPath,
     *,
     tokenizer: Any = None,
@@ -95,21 +97,21 @@ def evaluate(
     `target` a path, or a loaded model with its `tokenizer`. `options` are those of the command,
     such as `temperatures="0,1"`, `limit=20`, `baselines=False` and `json=FILE`. Raises `UserError`.
     """
-    from ...inference.evaluation.checks import check
-    from ...inference.evaluation.evaluate import evaluate_drafters
+    from ...inference.evaluation.evaluate import measured
     from ..command_line.from_python import options_from
 
+    for name in ("features", "json"):
+        if name in options and (name == "features" or str(options[name]) == "-"):
+            raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
     values = {"drafter": drafter, "prompts": prompts, **options}
     loaded = None
-    if isinstance(target, str | PathLike):
-        values["target"] = target
-    else:
-        loaded = target if isinstance(target, Target) else target_of(target, tokenizer)
-        values["target"] = loaded.name
+    if isinstance(target, Target):
+        loaded = target
+    elif isinstance(target, PreTrainedModel):
+        loaded = target_of(target, tokenizer)
+    values["target"] = target if loaded is None else loaded.name
     made, _ = options_from(EvaluateOptions, values)
-    settings = check(made)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    return evaluate_drafters(made, settings, started, None, loaded)
+    return measured(made, loaded)
 
 
 def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) -> str:
@@ -122,6 +124,9 @@ def export(drafter: AnyPath | Drafter, to: str, out: AnyPath, **options: Any) ->
     from ..options import ExportOptions
     from .exporting import write_export
 
-    folder = drafter.folder if isinstance(drafter, Drafter) else drafter
-    made, _ = options_from(ExportOptions, {"drafter": folder, "to": to, "out": out, **options})
-    return write_export(made).serve
+    named = {"drafter": drafter, "to": to, "out": out}
+    made, _ = options_from(ExportOptions, {**named, **options})
+    written = write_export(made)
+    if made.push is not None:
+        upload(made.out, made.push)
+    return written.serve

@@ -35,6 +35,7 @@ function restore() {
   if (!kept) return;
   turns = kept.turns || [];
   for (const name of ["temperature", "limit", "key"]) $(name).value = kept[name] ?? $(name).value;
+  for (const turn of turns) if (turn.plain === "running") delete turn.plain;
   $("compare").checked = kept.compare !== false;
   $("model").dataset.wanted = kept.model || "";
   $("key-row").hidden = !kept.key;
@@ -82,8 +83,7 @@ function requestOf(model, seed) {
   const body = { model, seed, temperature: Number($("temperature").value) || 0,
     max_tokens: Math.max(1, Math.floor(Number($("limit").value)) || 256) };
   if (chosen.chat) {
-    body.messages = turns.filter((turn) => turn.content)
-      .map(({ role, content }) => ({ role, content }));
+    body.messages = turns.map(({ role, content }) => ({ role, content }));
     return ["v1/chat/completions", body];
   }
   // Without a chat template the last message is a text that the target continues.

@@ -18,7 +18,12 @@ from tests.conftest import QUICKSTART
 EAGLE3 = QUICKSTART.parent / "drafters" / "eagle3"
 # oneDNN keeps up to 1024 kernels, one for each shape, and malloc an arena for each thread, which
 # take hundreds of megabytes before they are full. With few of both a test sees what requests leave.
-QUICKLY_FULL = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "MALLOC_ARENA_MAX": "2"}
+QUICKLY_FULL = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+}
 CLI = "from draftsmith.train.commands.cli import main; main()"
 
 

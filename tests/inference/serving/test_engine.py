@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from draftsmith.inference.decode import Request, decode, generate
 from draftsmith.inference.drafters import load_proposer, proposer_like
-from draftsmith.inference.serving.engine import BatchSettings, Engine, Job, QueueFull
+from draftsmith.inference.serving.engine import (
+    BatchSettings,
+    Engine,
+    EngineClosed,
+    Job,
+    QueueFull,
+)
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 
@@ -163,6 +169,27 @@ def test_what_is_given_up_leaves_the_queue_and_the_batch(
     after = Listener(prompts[0], 4, BatchSettings("ngram"))
     engine.submit([after.job])
     assert len(after.result()[0]) == 4
+
+
+def test_a_thread_that_dies_leaves_nobody_waiting(
+    engine: Engine, quickstart: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (prompt,) = prompts_of(quickstart, 1)
+    endless = BatchSettings("none", ignore_eos=True)
+    first = Listener(prompt, 900, endless)
+    engine.submit([first.job])
+    assert first.events.get(timeout=60)
+
+    def broken(batch: object) -> None:
+        raise SystemError("unforeseen")
+
+    monkeypatch.setattr(engine, "_advance", broken)
+    with pytest.raises(RuntimeError, match="the server is stopping"):
+        first.result()
+    engine._thread.join(timeout=60)
+    assert not engine.alive and engine.running == engine.waiting == 0
+    with pytest.raises(EngineClosed):
+        engine.submit([Listener(prompt, 4, endless).job])
 
 
 def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstart: Target) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,9 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "a b " * 2000}]}, 400, "leaves no room in 1024"),
     ({"stop": [""]}, 400, "at least one character"),
     ({"max_tokens": 0}, 400, "$.max_tokens"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of a chat template"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is the assist"),
+    ({"n": 65}, 400, "65 replies are asked for, and at most 64 can wait"),
 ]
 
 
@@ -229,16 +233,47 @@ def test_what_is_no_request_is_refused(server: Running) -> None:
     ]
     for request, status in cases:
         assert httpx.post(path, **request).status_code == status, request
-    assert httpx.get(f"{server.address}/v1/nothing").status_code == 404
+    for method, name, status in (("GET", "nothing", 404), ("GET", "completions", 405)):
+        answer = httpx.request(method, f"{server.address}/v1/{name}")
+        assert answer.status_code == status and answer.json()["error"]["message"]
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
+def test_what_clients_send_besides_is_taken(server: Running, client: openai.OpenAI) -> None:
+    """Keys that are null, parts of messages, other roles, a tool call in the history."""
+    nulls = dict.fromkeys(("n", "stop", "seed", "stream", "ignore_eos", "functions", "top_p"))
+    history = [
+        {"role": "developer", "content": "Be short.", "name": None},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "def "}, {"type": "text", "text": "f"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": "def f():", "tool_calls": None},
+    ]
+    body = chat("") | nulls | {"messages": history, "stream_options": {"include_usage": None}}
+    answer = httpx.post(f"{server.address}/v1/chat/completions", json=body)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"], answer.text
+    assert client.models.retrieve("target:ngram").id == "target:ngram"
+
+
 def test_a_full_queue_refuses_and_goes_on(server: Running) -> None:
-    body = {"prompt": "def f():", "n": 65, "max_tokens": 2, "model": "target"}
-    answer = httpx.post(f"{server.address}/v1/completions", json=body)
-    assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
-    answer = httpx.post(f"{server.address}/v1/completions", json=body | {"n": 40}, timeout=60)
-    assert len(answer.json()["choices"]) == 40
+    path = f"{server.address}/v1/completions"
+    body = {"prompt": "def f():", "n": 64, "max_tokens": 60, "model": "target"}
+    body |= {"ignore_eos": True}
+
+    def ask(_: int) -> httpx.Response:
+        return httpx.post(path, json=body, timeout=120)
+
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(ask, range(4)))
+    statuses = [answer.status_code for answer in answers]
+    assert {*statuses} == {200, 503}, statuses
+    for answer in answers:
+        if answer.status_code == 503:
+            assert answer.headers["Retry-After"] == "1"
+        else:
+            assert len(answer.json()["choices"]) == 64
 
 
 def test_evaluate_measures_it_as_it_measures_vllm(server: Running, tmp_path: Path) -> None:
@@ -273,6 +308,19 @@ def test_the_key_is_asked_for_and_a_stop_is_clean() -> None:
         process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     assert not psutil.pid_exists(process.pid)
+
+
+def test_a_stop_ends_what_is_decoded_with_an_answer() -> None:
+    process, address = started()
+    body = chat("def f():", max_tokens=900) | {"ignore_eos": True}
+    with ThreadPoolExecutor(1) as clients:
+        asked = clients.submit(httpx.post, f"{address}/v1/chat/completions", json=body, timeout=60)
+        time.sleep(0.7)
+        process.send_signal(signal.SIGINT)
+        answer = asked.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the server is stopping"
+    assert process.wait(timeout=60) == 0
 
 
 def test_mistakes_end_before_the_target_is_loaded(server: Running) -> None:

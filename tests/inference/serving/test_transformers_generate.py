@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.api import load
 from draftsmith.train.commands.exporting import run
 from draftsmith.train.options import ExportOptions
-from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TextIteratorStreamer,
+)
 
 from tests.conftest import QUICKSTART
 from tests.trained import questions
@@ -84,6 +91,48 @@ def test_options_of_generate_mean_the_same(
         if "return_dict_in_generate" in options:
             plain, found = plain.sequences, found.sequences
         assert found.tolist() == plain.tolist(), options
+
+
+def test_a_generation_config_is_filled_from_the_models(
+    model: Any, prompts: Any, exports: dict[str, str]
+) -> None:
+    """A config of the caller's own leaves the end token and the rest to the model's."""
+    one = {key: value[:1] for key, value in prompts.items()}
+    config = GenerationConfig(max_new_tokens=120)
+    before = model.generation_config.repetition_penalty
+    try:
+        for penalty in (None, 1.5):
+            model.generation_config.repetition_penalty = penalty
+            plain = model.generate(**one, generation_config=config)
+            found = custom(model, exports["eagle3"], **one, generation_config=config)
+            assert found.tolist() == plain.tolist(), penalty
+            assert plain.shape[1] < one["input_ids"].shape[1] + 120
+    finally:
+        model.generation_config.repetition_penalty = before
+
+
+def test_a_mask_is_inferred_and_a_wrong_one_refused(
+    model: Any, prompts: Any, exports: dict[str, str]
+) -> None:
+    ids, pad = prompts["input_ids"], int(prompts["input_ids"][prompts["attention_mask"] == 0][0])
+    options = {"max_new_tokens": 12, "pad_token_id": pad, "eos_token_id": None}
+    plain = model.generate(ids, **options)
+    assert custom(model, exports["eagle3"], inputs=ids, **options).tolist() == plain.tolist()
+    with pytest.raises(UserError, match="attention_mask has the shape"):
+        custom(
+            model, exports["eagle3"], inputs=ids, attention_mask=prompts["attention_mask"][:, 1:]
+        )
+
+
+def test_a_model_keeps_its_mode_and_is_released(prompts: Any, exports: dict[str, str]) -> None:
+    own = AutoModelForCausalLM.from_pretrained(QUICKSTART, dtype="float32")
+    own.train()
+    custom(own, exports["medusa"], **prompts, max_new_tokens=3)
+    assert own.training
+    there = weakref.ref(own)
+    del own
+    gc.collect()
+    assert there() is None
 
 
 def test_a_streamer_gets_the_tokens_as_they_come(

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import draftsmith
+import numpy as np
 import pytest
+from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train.command_line.from_python import options_from
+from draftsmith.train.commands import python as functions
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.method import method_named
 
@@ -75,6 +78,21 @@ def test_options_from_python_are_those_of_a_command_line() -> None:
     ]
     assert run.optim.lr == 3e-4 and run.heads.taps == [2, 4, 7] and run.epochs == 2
     assert "lr: 0.0003" in text
+    odd, _ = options_from(
+        Run,
+        {
+            "target": TargetConfig(str(QUICKSTART), dtype="float32"),
+            "device": "cpu",
+            "data": [{"path": Path("a.jsonl"), "weight": np.float32(0.5)}],
+            "out": "null",
+            "epochs": np.int64(3),
+        },
+    )
+    assert odd.target == TargetConfig(str(QUICKSTART), dtype="float32", device="cpu")
+    assert odd.data.sources[0].path == "a.jsonl" and odd.data.sources[0].weight == 0.5
+    assert (odd.out, odd.epochs) == ("null", 3)
+    measured, _ = options_from(EvaluateOptions, {"temperatures": [0, 1], "temperature": 0.5})
+    assert measured.temperatures == "0,1" and measured.sampling.temperature == 0.5
     config = QUICKSTART.parents[2] / "configs" / "eagle" / "quickstart.yaml"
     run, _ = options_from(Run, {"optim.lr": 0.5, "out": "elsewhere"}, config)
     assert run.optim.lr == 0.5 and run.out == "elsewhere" and run.heads.norm_output
@@ -85,7 +103,9 @@ def test_options_from_python_are_those_of_a_command_line() -> None:
     ("values", "said"),
     [
         ({"epohcs": 2}, "unknown option 'epohcs'; did you mean epochs?"),
-        ({"optim": {"learning_rate": 1}}, "unknown option 'optim.learning_rate'"),
+        ({"optim": {"learning_rate": 1}}, "unknown option 'optim.learning_rate'; did you mean"),
+        ({"batch-rows": 2}, "unknown option 'batch-rows'; did you mean batch_rows or"),
+        ({"epochs": object()}, "epochs cannot be <object"),
         ({"epochs": "many"}, "epochs"),
         ({"optim": {"lr": "fast"}}, "lr"),
     ],
@@ -135,7 +155,7 @@ def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
         draftsmith.load(QUICKSTART, "suffix", profile=profile, device="cpu")
 
 
-def test_train_evaluate_and_export(tmp_path: Path) -> None:
+def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole road from Python, with a loaded target in the middle."""
     rows, prompts = tmp_path / "replies.jsonl", tmp_path / "prompts.jsonl"
     decoder = draftsmith.load(QUICKSTART, device="cpu")
@@ -161,6 +181,12 @@ def test_train_evaluate_and_export(tmp_path: Path) -> None:
     (setting,) = report.settings
     assert list(setting.drafters) == ["plain", "medusa", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
+    with pytest.raises(draftsmith.UserError, match="is for the command"):
+        draftsmith.evaluate(QUICKSTART, best, prompts, json="-")
+    uploads: list[tuple[str, str]] = []
+    monkeypatch.setattr(functions, "upload", lambda folder, name: uploads.append((folder, name)))
+    draftsmith.export(best, "vllm", tmp_path / "export", push="me/mine")
+    assert uploads == [(str(tmp_path / "export"), "me/mine")]
     command = draftsmith.export(best, "vllm", tmp_path / "export")
     assert command.startswith("vllm serve")
     with pytest.raises(draftsmith.UserError, match="llamacpp takes"):

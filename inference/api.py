@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -159,22 +159,41 @@ class Stream:
         self._steps.close()
 
 
-async def asynchronous(stream: Stream) -> AsyncIterator[Any]:
-    """Yield what a stream yields, which one thread decodes. A consumer that leaves closes it."""
-    end = object()
-    # One thread of its own: torch keeps threads for each thread that computes.
-    decoding = ThreadPoolExecutor(1, "decoding")
-    try:
-        while True:
-            step = partial(next, stream, end)
-            piece = await asyncio.get_running_loop().run_in_executor(decoding, step)
-            if piece is end:
-                return
-            yield piece
-    finally:
-        closed = decoding.submit(stream.close)
-        decoding.shutdown(wait=False)
-        # Another batch may begin once this one is closed; the loop is free until then.
+class AsyncStream:
+    """`Stream` for `async for`: a thread of its own decodes, since torch computes with threads.
+
+    `aclose` ends it early; the loop is free meanwhile.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._thread = ThreadPoolExecutor(1, "decoding")
+
+    @property
+    def replies(self) -> list[Reply]:
+        """The replies so far, in the order of the prompts."""
+        return self._stream.replies
+
+    @property
+    def reply(self) -> Reply:
+        """The reply to the only prompt so far, or to the first one."""
+        return self._stream.reply
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Any:
+        end, loop = object(), asyncio.get_running_loop()
+        piece = await loop.run_in_executor(self._thread, partial(next, self._stream, end))
+        if piece is end:
+            self._thread.shutdown(wait=False)
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """Give up what has not been decoded; afterwards the drafter can begin another batch."""
+        closed = self._thread.submit(self._stream.close)
+        self._thread.shutdown(wait=False)
         await asyncio.wrap_future(closed)
 
 
@@ -191,6 +210,9 @@ class Decoder:
 
     def __init__(self, target: Target, proposer: Proposer) -> None:
         self.target, self.proposer = target, proposer
+
+    def __repr__(self) -> str:
+        return f"Decoder({self.target.name!r}, drafts with {self.proposer.name})"
 
     def generate(
         self,
@@ -270,12 +292,12 @@ class Decoder:
         )
         return Stream(steps, requests, self.target, stops, single)
 
-    def astream(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
-        """Return what `stream` yields as an asynchronous iterator; a thread decodes meanwhile.
+    def astream(self, *arguments: Any, **options: Any) -> AsyncStream:
+        """Return `stream` as an asynchronous iterator, for which a thread decodes.
 
-        Arguments as in `stream`. Raises `UserError` when it is begun.
+        Arguments as in `stream`. Raises `UserError`.
         """
-        return asynchronous(self.stream(*arguments, **options))
+        return AsyncStream(self.stream(*arguments, **options))
 
     def _requests(self, prompts: Any, raw: bool, samples: int = 1) -> tuple[list[Request], bool]:
         """Return the requests for prompts, and True if one prompt and no list was given.
@@ -440,8 +462,8 @@ def load(
     if compile:
         prepare_to_compile(target.device)
         target.compiled = True
-    if drafter is None:
-        raise UserError("a drafter must be named; 'none' decodes plainly")
+    if drafter is None or isinstance(drafter, list | tuple | dict):
+        raise UserError("one drafter must be named; 'none' decodes plainly")
     if isinstance(drafter, Drafter):
         drafter = drafter.folder
     if isinstance(drafter, str | Path):

@@ -491,7 +491,7 @@ def _check(target: CausalModel, requests: Sequence[Request], max_new_tokens: int
     if not requests:
         raise UserError("there is no prompt; give at least one")
     limits = [request.max_new_tokens for request in requests]
-    for limit in {max_new_tokens, *limits} - {None}:
+    for limit in {max_new_tokens, *(one for one in limits if one is not None)}:
         if not isinstance(limit, int) or limit < 1:
             raise UserError(f"max_new_tokens must be a whole number of at least 1, not {limit!r}")
     for request in requests:

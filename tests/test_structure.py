@@ -159,7 +159,7 @@ ANSWERED_AT_ONCE = [
     ("data --help", 0, "data regenerate"),
     ("train --help", 0, "methods: medusa"),
     ("train egle", 2, "did you mean 'eagle'?"),
-    ("", 0, "the usual road:"),
+    ("", 0, "the usual steps, in order:"),
     *((f"{verb} --help", 0, "examples:") for verb in VERBS),
 ]
 

@@ -6,6 +6,7 @@ the modules that its contract names.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -139,7 +140,10 @@ AnyMethod = Method[Any, Any]
 
 def method_named(name: str) -> AnyMethod:
     """Return the method of a training command, and import its module."""
-    # A name that is none of the methods is refused by the command, which knows the user's words.
+    if name not in METHODS:
+        close = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(METHODS)}"
+        raise UserError(f"there is no method {name!r}; {meant}")
     module_name = METHODS[cast(MethodName, name)]
     return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 

@@ -11,7 +11,7 @@ CODE = '''"""Decoding with the drafter of this folder, by draftsmith.
 
 transformers runs this file, and no other code of the folder, because trust_remote_code allows it:
 read it first. Everything else is done by the package draftsmith, which has to be installed. The
-text is that of plain generate.
+text is that of plain generate; in lower precision than float32 near-ties may be decided otherwise.
 """
 
 import sys

@@ -93,7 +93,9 @@ def recipe_for(engine: EngineName, artifact: Artifact) -> Recipe:
             taps = list(drafter.taps)
             if sglang_taps(taps, artifact.fingerprint.model_type) != sglang_taps(taps, ""):
                 also = [name for name in also if name != "sglang"]
-        recipe = replace(recipe, also=tuple(also), notes=recipe.notes + _eagle_notes(drafter.shape))
+        recipe = replace(
+            recipe, also=tuple(also), notes=recipe.notes + _eagle_notes(drafter.shape, engine)
+        )
     if kind in BLOCKS:
         also = [name for name in recipe.also if obstacle(name, artifact) is None]
         # With biases the export has a bias of the output projection for some engines only.
@@ -236,8 +238,8 @@ def block_obstacle(engine: str, drafter: DFlashDrafter, family: str) -> str | No
     return None
 
 
-def _eagle_notes(shape: EagleShape) -> tuple[str, ...]:
-    """Return the remarks, for any engine, that follow from an `EagleShape`."""
+def _eagle_notes(shape: EagleShape, engine: str) -> tuple[str, ...]:
+    """Return the remarks that follow from an `EagleShape`; most are about engines of others."""
     notes = []
     if shape.draft_vocab_size < shape.vocab_size:
         share = shape.draft_vocab_size / shape.vocab_size
@@ -245,6 +247,8 @@ def _eagle_notes(shape: EagleShape) -> tuple[str, ...]:
             f"Drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens "
             f"({share:.0%})."
         )
+    if engine == "hf":
+        return tuple(notes)
     if shape.norm_taps or shape.norm_output:
         notes.append(
             "EAGLE-3.1 (`fc_norm`, `norm_output`): needs an engine of 2026-09 or later; older "

@@ -56,6 +56,7 @@ def show_settings(report: Report, console: Console) -> None:
     console.print(settings_table(report, titles))
     notes = [
         f"{FASTEST}: the fastest of its setting. tau: tokens a round.",
+        f"{ACCEPTED}: rounds that accept at least so many drafts." if ACCEPTED in titles else "",
         "loops: replies that repeat an 8-gram, which flatter every drafter."
         if "loops" in titles
         else "",

@@ -328,6 +328,18 @@ class Report(Document, kw_only=True):
     def target_name(self) -> str:
         return (self.target and self.target.name) or "target"
 
+    def __str__(self) -> str:
+        lines = [f"{self.target_name}, {self.prompt_set.prompts} prompts"]
+        for setting in self.settings:
+            for name, figures in setting.drafters.items():
+                tau, gain = figures.tau_incl_bonus, figures.speedup
+                lines.append(
+                    f"T = {setting.temperature:g}, batch {setting.batch}, {name}: "
+                    f"tau {NAN if tau is None else tau:.2f}, "
+                    f"{NAN if gain is None else gain:.2f}x plain decoding"
+                )
+        return "\n".join(lines)
+
     def to_json(self) -> JsonObject:
         """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
         value = msgspec.to_builtins(self)

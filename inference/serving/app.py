@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import secrets
 import time
@@ -137,7 +138,8 @@ async def page_file(request: Request) -> Response:
 
 async def unknown_path(request: Request, error: Exception) -> Response:
     """Return the answer to a path that there is not."""
-    return failure(f"there is no {request.url.path}; clients of OpenAI's API use /v1", 404)
+    there = "/v1/chat/completions, /v1/completions, /v1/models, /health, /version and /metrics"
+    return failure(f"there is no {request.url.path}; there are {there}, and the page at /", 404)
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -214,8 +216,10 @@ async def complete(
     asked = read_request(await body_of(request), kind)
     model = asked.model or service.name
     if (drafter := service.models.get(model)) is None:
+        close = difflib.get_close_matches(model, service.models, n=1)
+        meant = f"did you mean {close[0]}? There" if close else "there"
         there = ", ".join(service.models)
-        raise RequestError(f"there is no model {model!r}; there are: {there}", 404)
+        raise RequestError(f"there is no model {model!r}; {meant} are: {there}", 404)
     settings = BatchSettings(
         drafter, sampling_of(asked, service.defaults), stops_of(asked), asked.ignore_eos
     )

@@ -7,7 +7,9 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import re
 import secrets
 from typing import Annotated, Any
 
@@ -131,11 +133,22 @@ def read_request(body: bytes, kind: type[Any]) -> Any:
     try:
         request = msgspec.convert(without_nulls(parsed(body.decode())), kind)
     except (UnicodeDecodeError, RowError, msgspec.ValidationError) as error:
-        message = str(error).replace("Object contains unknown field", "there is no field")
+        message = in_words(str(error), kind)
         raise RequestError(f"the request cannot be read: {message}") from error
     if (name := request.refused()) is not None:
         raise RequestError(f"{name} is not supported here; leave it out")
     return request
+
+
+def in_words(message: str, kind: type[Any]) -> str:
+    """Return a message of msgspec with the words of clients, and the field that was meant."""
+    message = message.replace("Object contains unknown field", "there is no field")
+    message = message.replace(" | null`", "`")
+    if (unknown := re.search(r"there is no field `(\w+)`$", message)) is not None:
+        known = msgspec.structs.fields(kind)
+        if close := difflib.get_close_matches(unknown[1], [f.name for f in known], n=1):
+            return f"{message}; did you mean `{close[0]}`?"
+    return message
 
 
 def without_nulls(value: Any) -> Any:

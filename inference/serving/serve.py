@@ -42,37 +42,27 @@ def run(options: Options) -> None:
     app_module, uvicorn = packages()
     for spec in options.drafter:
         check_spec(spec)
+    key = options.api_key or os.environ.get(KEY) or None
     # Before the target is loaded: the address may be taken.
-    bound = listen(options.host, options.port)
-    with bound:
+    with listen(options.host, options.port) as bound:
+        host, port = bound.getsockname()[:2]
+        if key is None and hosts_of(host) == ["*"]:
+            warn("everybody who reaches this machine can use the server; give an --api-key")
         target = load_for_decoding(options.target)
-        proposers = proposers_of(options, target)
-        names = distinct_names([*proposers, PlainDecoding()])
-        engine = app_module.Engine(
-            target,
-            dict(zip(names, [*proposers, PlainDecoding()], strict=True)),
-            options.max_batch,
-            options.queue,
-        )
+        proposers = [*proposers_of(options, target), PlainDecoding()]
+        names = distinct_names(proposers)
+        by_name = dict(zip(names, proposers, strict=True))
+        engine = app_module.Engine(target, by_name, options.max_batch, options.queue)
         service = app_module.Service(
             engine,
             options.name or Path(target.name).name or target.name,
             names[0],
             options.sampling,
             options.max_new_tokens,
-            options.api_key or os.environ.get(KEY) or None,
+            key,
             hosts_of(options.host),
         )
-        host, port = bound.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        for model, drafter in service.models.items():
-            print(f"model {model}: drafts with {drafter}", file=sys.stderr)
-        print(
-            f"page: {address}\nOpenAI clients: {address}/v1\n"
-            "For trying and for evaluation, not for production. Ctrl-C stops it.",
-            file=sys.stderr,
-            flush=True,
-        )
+        announce(service, host, port)
         config = uvicorn.Config(
             app_module.app_of(service),
             log_level="warning",
@@ -91,6 +81,22 @@ def run(options: Options) -> None:
             Server(config).run(sockets=[bound])
         except KeyboardInterrupt:  # uvicorn has closed everything before it raises this
             print("the server has stopped", file=sys.stderr)
+
+
+def announce(service: Any, host: str, port: int) -> None:
+    """Print the models and the addresses of a server on stderr."""
+    for model, drafter in service.models.items():
+        how = "drafts nothing" if drafter == "plain" else f"drafts with {drafter}"
+        print(f"model {model}: {how}", file=sys.stderr)
+    # An address that listens everywhere is none that can be opened.
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{port}"
+    print(
+        f"page: {address}\nOpenAI clients: {address}/v1\n"
+        "For trying and for evaluation, not for production. Ctrl-C stops it.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def packages() -> tuple[Any, Any]:
@@ -126,7 +132,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = reason.partition(" (while")[0]  # Python repeats the address in its own form
         raise UserError(
             f"cannot listen on {host}, port {port} ({reason}); give another --port or --host"
         ) from error

@@ -270,12 +270,14 @@ def test_an_asynchronous_stream_leaves_the_loop_free(quickstart: Target) -> None
                 await asyncio.sleep(0)
 
         ticking = asyncio.ensure_future(tick())
-        text = "".join([piece async for piece in decoder.astream(words, 24)])
+        stream = decoder.astream(words, 24)
+        text = "".join([piece async for piece in stream])
+        assert stream.reply.text == text and stream.reply.rounds
         ticking.cancel()
         # A consumer that leaves frees the drafter.
         early = decoder.astream(words, 24)
         await anext(early)
-        await early.aclose()  # type: ignore[attr-defined]
+        await early.aclose()
         return text
 
     assert asyncio.run(both()) == decoder.generate(words, 24).text

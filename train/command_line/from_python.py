@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter
-from .mistakes import in_words
+from .mistakes import OPTION, in_words
 from .parse import Parser, build_parser, field_types, near
 from .spelling import is_list_of_paths, known_name, present_keys
 
@@ -23,7 +23,9 @@ class _Parser(Parser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:  # of a part, for the whole one's
             super().error(message, ex)
-        raise UserError(in_words(str(message), self.types, ()))
+        said = in_words(str(message), self.types, ())
+        # Options have the names of fields here: --data.sources is data.sources.
+        raise UserError(OPTION.sub(lambda word: word[0][2:].replace("-", "_"), said))
 
 
 def options_from(

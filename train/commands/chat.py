@@ -60,9 +60,10 @@ def chat(decoder: Decoder, options: Options) -> None:
 def next_message() -> str | None:
     """Return the user's next message, a line that is not empty; None at the end of the input.
 
-    Ctrl-C on a terminal is such an end. Raises `UserError` for a line that is not UTF-8 text.
+    Ctrl-C on a terminal drops the line, and a second one is such an end: the first may have been
+    meant for a reply that has just ended. Raises `UserError` for a line that is not UTF-8 text.
     """
-    terminal = sys.stdin.isatty()
+    terminal, interrupted = sys.stdin.isatty(), False
     words = ""
     while not words:
         try:
@@ -79,8 +80,11 @@ def next_message() -> str | None:
         except KeyboardInterrupt:
             if not terminal:
                 raise
-            print("\nthe chat has ended", file=sys.stderr)
-            return None
+            if interrupted:
+                print("\nthe chat has ended", file=sys.stderr)
+                return None
+            interrupted = True
+            print("\nCtrl-D, or Ctrl-C once more, ends the chat", file=sys.stderr)
         except UnicodeDecodeError as error:
             raise UserError("standard input is not UTF-8 text; convert it") from error
     return words

@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import shlex
+import shutil
 import sys
+import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,18 +140,30 @@ def _usage(of: str = "") -> str:
     from ..method import METHODS
 
     width = max(map(len, VERBS))
-    lines = []
+    verbs = []
     for verb, (*_, what) in VERBS.items():
         if verb.startswith(of) and (of or verb not in ROAD):
-            lines.append(f"  {verb:<{width}}  {what}")
-    verbs = "\n".join(lines)
+            verbs.append(_folded(f"  {verb:<{width}}  ", what))
+    usage = "usage: draftsmith COMMAND [--option VALUE ...]\n\n"
     if of:
-        return f"usage: draftsmith COMMAND [--option VALUE ...]\n\n{verbs}"
-    road = "\n".join(
-        f"  {i}. {verb:<{width}}  {what}" for i, (verb, what) in enumerate(ROAD.items(), 1)
-    )
-    return (
-        f"usage: draftsmith COMMAND [--option VALUE ...]\n\nthe usual road:\n{road}\n\n"
-        f"all other commands (each has --help):\n{verbs}\n\n"
-        f"methods: {', '.join(METHODS)}; configs/README.md helps to choose"
-    )
+        return usage + "\n".join(verbs)
+    verbs.append(_folded(f"  {'completion':<{width}}  ", "completion of commands in bash or zsh"))
+    road = []
+    for number, (verb, what) in enumerate(ROAD.items(), 1):
+        road.append(_folded(f"  {number}. {verb:<{width}}  ", what))
+    lines = [
+        "the usual steps, in order:",
+        *road,
+        "",
+        "all other commands (each has --help):",
+        *verbs,
+    ]
+    methods = _folded("methods: ", f"{', '.join(METHODS)}; configs/README.md helps to choose")
+    return usage + "\n".join(lines) + f"\n\n{methods}"
+
+
+def _folded(head: str, text: str) -> str:
+    """Return `head` and `text`, whose further lines stand under its first one."""
+    columns = max(shutil.get_terminal_size().columns, 60)
+    indent = " " * len(head)
+    return textwrap.fill(text, columns, initial_indent=head, subsequent_indent=indent)

@@ -99,8 +99,8 @@ def show(
     decoding = f"decoding at {DECODE_SHARE:.0%} of peak"
     sharded = f"bf16; sharded {size(plan['target_bytes'] / options.gpus)} a GPU"
     table = Table("what", "how much", "of it")
-    table.add_row("stored features", size(plan["feature_bytes"]), per_token)
-    table.add_row("stored in fp8", size(plan["feature_bytes_fp8"]), "")
+    table.add_row("features, if stored", size(plan["feature_bytes"]), per_token)
+    table.add_row("features, if stored in fp8", size(plan["feature_bytes_fp8"]), "")
     table.add_row("regenerate replies", hours(plan["regenerate_gpu_hours"]), decoding)
     table.add_row("extract features", hours(extracting), once)
     table.add_row("train the drafter", hours(training), drafter)
@@ -111,7 +111,7 @@ def show(
     console.print(table)
     console.print(
         f"{options.tokens:,.0f} tokens: {hours(total)} of {options.gpu} in all. "
-        "Estimates from shapes: nothing was run with numbers."
+        "All of it is estimated from the shapes of target and drafter; nothing was run."
     )
     if plan["feature_bytes"] > TOO_MUCH:
         console.print(
@@ -131,12 +131,12 @@ def show_sending(step: Step, options: Options) -> None:
     table = Table("a step sends", "GB a GPU", *(f"on {gpus} GPUs, s" for gpus in GPU_COUNTS))
     times = [seconds(step, network, gpus) for gpus in GPU_COUNTS]
     for name, bytes_ in sent(step, GPU_COUNTS[-1]).items():
-        cells = [f"{taken[name]:.2g} (+{taken[name] / step.seconds:.0%})" for taken in times]
+        cells = [f"{few(taken[name])} (+{taken[name] / step.seconds:.0%})" for taken in times]
         table.add_row(name, f"{bytes_ / 1e9:,.1f}", *cells)
     console = Console()
     console.print(table)
     console.print(
-        f"A GPU computes {step.seconds:.2g} s in a step of {step.accumulation} micro-batches. "
+        f"A GPU computes {few(step.seconds)} s in a step of {step.accumulation} micro-batches. "
         "Beside it: the time to send, if nothing overlaps."
     )
     for sentence in limits(step, network, options.gpus):
@@ -155,6 +155,11 @@ def memory_rows(shape: RunSizes, memory: StepMemory, sharded: str) -> list[tuple
         ("target's forward pass", memory.extraction, extraction),
         ("at the peak", memory.peak, "on a GPU that holds all of it, without CUDA's own"),
     ]
+
+
+def few(value: float) -> str:
+    """Return a number with two digits, or all before the point: `0.42`, `110`."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def hours(gpu_hours: float) -> str:

@@ -103,6 +103,8 @@ def evaluate(
     for name in ("features", "json"):
         if name in options and (name == "features" or str(options[name]) == "-"):
             raise UserError(f"{name}={options[name]!r} is for the command; leave it out")
+    if not isinstance(prompts, str | PathLike):
+        raise UserError("prompts is a file of prompts, such as held_out.jsonl")
     values = {"drafter": drafter, "prompts": prompts, **options}
     loaded = None
     if isinstance(target, Target):

@@ -72,7 +72,7 @@ VERBS = {  # the module of each command, the class of its options, and what it i
     ),
 }
 
-# The usual road from a target to a served drafter, in order.
+# The usual steps from a target to a served drafter, in order.
 ROAD = {
     "data regenerate": "let the target write the replies that a drafter learns from",
     "train METHOD": "train a drafter (on several GPUs: accelerate launch -m draftsmith.train)",

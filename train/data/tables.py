@@ -224,6 +224,11 @@ def build(data: Data, target: TargetSource, seed: int) -> Tables:
         train = _clean(train, held_out, counts)
     for rows, kind in ((train, "to learn from"), (held_out, "held out")):
         if not rows:
+            if kind == "held out" and data.held_out.by == "row":
+                raise UserError(
+                    f"no rows are left held out ({_describe(counts)}): data.held_out.share is "
+                    f"{data.held_out.share:g}, each row by chance; give a larger share or more rows"
+                )
             raise UserError(
                 f"no rows are left {kind} ({_describe(counts)}); check data.sources and "
                 "data.held_out"

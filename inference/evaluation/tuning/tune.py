@@ -481,7 +481,7 @@ def _table(name: str, row: JsonObject) -> Table:
     table = plain_table(title, title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("drafts", overflow="fold")
-    for column in ("tau", "predicted", "tok/s", "predicted", "off by", "speed-up"):
+    for column in ("tau", "tau predicted", "tok/s", "tok/s predicted", "off by", "speed-up"):
         table.add_column(column, justify="right", no_wrap=True)
     for final in (row["plain"], *row["finalists"]):
         prediction, measurement = final["predicted"], final["measured"]

@@ -126,7 +126,7 @@ function figuresOf(turn) {
       add(" (tau)");
     }
     const shares = turn.figures.acceptance.map((share) => `${Math.round(share * 100)}%`);
-    if (shares.length) add(` · accepted by position ${shares.join(" ")}`);
+    if (shares.length) add(` · accepted where reached ${shares.join(" ")}`);
     if (turn.figures.tokens_per_second) {
       add(" · ");
       add(speed(turn.figures), true);

@@ -35,8 +35,8 @@ class Running:
     process: psutil.Process
 
 
-def started(*options: str) -> tuple[subprocess.Popen[str], str]:
-    """A server's process and its address, read from what it prints."""
+def started(*options: str, said: list[str] | None = None) -> tuple[subprocess.Popen[str], str]:
+    """A server's process and its address, read from what it prints, which goes into `said`."""
     command = [sys.executable, "-c", CLI, "serve", "--target", str(QUICKSTART), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--target.device", "cpu", *options],
@@ -46,6 +46,8 @@ def started(*options: str) -> tuple[subprocess.Popen[str], str]:
     )
     assert process.stderr is not None
     for line in process.stderr:
+        if said is not None:
+            said.append(line)
         if found := re.search(r"page: (http://\S+)", line):
             # Read on, so that the server never waits for a reader of its log.
             threading.Thread(target=process.stderr.read, daemon=True).start()

@@ -311,7 +311,11 @@ def test_the_key_is_asked_for_and_a_stop_is_clean() -> None:
 
 
 def test_a_stop_ends_what_is_decoded_with_an_answer() -> None:
-    process, address = started()
+    """The server listens everywhere here, of which it warns where there is no key."""
+    said: list[str] = []
+    process, address = started("--host", "0.0.0.0", said=said)
+    assert "everybody who reaches this machine" in said[0], said
+    assert address.startswith("http://127.0.0.1:")
     body = chat("def f():", max_tokens=900) | {"ignore_eos": True}
     with ThreadPoolExecutor(1) as clients:
         asked = clients.submit(httpx.post, f"{address}/v1/chat/completions", json=body, timeout=60)

@@ -2,7 +2,7 @@
 
 Distributions are given as log-probabilities over the drafter's vocabulary, so that one softmax
 serves a loss and its metrics. With a draft vocabulary `log_p` is a slice of the target's and sums
-to less than one: overlaps take it as it is, since that is what decoding accepts; losses of the KL
+to less than one: overlaps take it is, since that is what decoding accepts; losses of the KL
 family renormalise it, since a drafter cannot put mass elsewhere. Gradients are those of
 docs/objectives.md#divergences, with respect to the logits z of q; p is a constant.
 
@@ -14,17 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-Divergence = Literal[
-    "kl", "reverse-kl", "jsd", "tv", "lk-alpha", "lk-hybrid", "ce", "top-k-kl", "ce-l1"
-]
-NEEDS_LABELS = ("ce", "ce-l1")
-LABELS_ONLY = ("ce",)  # no distribution of the target
+from .settings import NEEDS_LABELS, Divergence
+
 RENORMALISED = ("kl", "reverse-kl", "jsd", "top-k-kl")
 """Losses that are the same for any multiple of p."""
 SMALLEST_OVERLAP = 1e-5  # below it `lk-alpha` is constant, and its gradient zero

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,65 +24,11 @@ from ..inference.targets.spread import decoder_layers
 from ..inference.targets.target import Target, TargetSource
 from ..inference.targets.target_files import check_there
 from .divergences import divergence, log_probs
+from .settings import DraftModelConfig
 
-Choice = Literal["even", "ends", "importance"]
 FACTORS = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1)
 """Factors by which the logits of a cut may be scaled before training."""
 CALIBRATION_TEXTS, CALIBRATION_LENGTH = 8, 128  # texts, and positions of each
-
-
-@dataclass
-class DraftModelConfig:
-    """Origin of the draft model: `path`, `config`, or a cut of the target if neither is given."""
-
-    path: str | None = None
-    """A model folder with the target's tokenizer."""
-    config: str | None = None
-    """A folder with a config.json, or the file itself: a draft model with random weights and the
-    target's vocabulary."""
-    layers: int | list[int] | None = None
-    """Cut: the number of the target's layers to keep, or a list of them (from 0); an eighth of them
-    if not given."""
-    choose: Choice = "even"
-    """Cut: rule for choosing that number of layers: evenly spread, half from each end, or by
-    importance (1 - cosine between a layer's input and output, on training text)."""
-    hidden_size: int | None = None
-    """Cut: width of the residual stream; the dimensions of largest activation are kept. The
-    target's if not given."""
-    intermediate_size: int | None = None
-    """Cut: width of the MLPs; the neurons of largest output weights are kept. In proportion to
-    hidden_size if not given."""
-    head: Literal["copy", "tie"] = "copy"
-    """Cut: copy embedding and head as the target has them, or tie both to the target's head."""
-    vocab_size: int | None = None
-    """Cut: number of tokens, the first ones, that are kept. The others are never drafted, and
-    engines that want equal vocabularies refuse the draft model. Padding rows after the tokenizer's
-    last token can be cut off without loss."""
-
-    def __post_init__(self) -> None:
-        cuts = []
-        for name, field in self.__dataclass_fields__.items():
-            if name not in ("path", "config") and getattr(self, name) != field.default:
-                cuts.append(name)
-        given = [name for name in ("path", "config") if getattr(self, name) is not None]
-        if len(given) > 1 or (given and cuts):
-            first, second = (given + cuts)[:2]
-            raise UserError(
-                f"draft_model.{first} and draft_model.{second} exclude each other; give one"
-            )
-        if isinstance(self.layers, list) and self.choose != "even":
-            raise UserError(
-                f"draft_model.layers names them, so draft_model.choose {self.choose} means "
-                "nothing; leave it out"
-            )
-        for name in ("hidden_size", "intermediate_size", "vocab_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"draft_model.{name} must be at least 1, not {value}")
-
-    @property
-    def narrow(self) -> bool:
-        """True if widths are given, so that a cut has them in place of the target's."""
-        return self.hidden_size is not None or self.intermediate_size is not None
 
 
 @dataclass(frozen=True)

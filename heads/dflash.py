@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from .documents import BlockFile
+from .drafter_configs import DFlashConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -36,45 +36,6 @@ NEARBY = 5.0
 RIDGE = 0.03  # of `linear_fit`, relative to the mean squared length of a row
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [B, N, Gkv, E] each."""
-
-
-@dataclass
-class DFlashConfig:
-    """Options of a block drafter.
-
-    Width, attention heads, rotary positions and norm epsilon are the target's own.
-    """
-
-    num_layers: int = 5
-    """Number of decoder layers."""
-    block_size: int = 8
-    """Number of slots of a block, the anchor's own among them: one draft fewer per round."""
-    taps: list[int] | None = None
-    """Hidden states that are fused, ascending; if not given, as many as there are decoder layers,
-    spread evenly from 2 to L - 2 (L: layers of the target)."""
-    mask_token: int | None = None
-    """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
-    token of the target."""
-    intermediate_size: int | None = None
-    """Width of the MLP; the target's if not given."""
-    activation: str = "silu"
-    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
-    has."""
-
-    def __post_init__(self) -> None:
-        if self.activation not in ACT2FN:
-            raise UserError(
-                f"heads.activation {self.activation!r} is unknown; there are: "
-                f"{', '.join(sorted(ACT2FN))}"
-            )
-        if self.block_size < 2:
-            raise UserError(
-                f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
-                "the anchor's own"
-            )
-        for name in ("num_layers", "intermediate_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"heads.{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True)

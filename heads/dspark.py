@@ -18,31 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from . import dflash
-from .dflash import BlockShape, DFlashConfig, DFlashDrafter, sizes_for, sizes_from
+from .dflash import BlockShape, DFlashDrafter, sizes_for, sizes_from
 from .documents import DSparkFile
+from .drafter_configs import DSparkConfig
 from .embedding_and_head import EmbeddingAndHead
-from .errors import UserError
 from .files import JsonObject
 
 INIT_STD = 0.02  # of the matrices that DFlash does not have
-
-
-@dataclass
-class DSparkConfig(DFlashConfig):
-    """Options of a DSpark drafter."""
-
-    block_size: int = 7
-    """Number of slots of a block, and of drafts per round: the anchor's slot drafts too."""
-    markov_rank: int = 256
-    """Rank of the transition bias, which has two matrices of vocabulary times rank numbers."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.markov_rank < 1:
-            raise UserError(
-                f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to "
-                "have none"
-            )
 
 
 @dataclass(frozen=True)

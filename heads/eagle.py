@@ -11,14 +11,14 @@ V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.activations import ACT2FN
 
 from .documents import EagleFile
+from .drafter_configs import EagleConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
@@ -28,56 +28,6 @@ from .rotary import Rotary
 from .vocabulary import ids_of_offsets, offsets
 
 WEIGHTS_FILE = "model.safetensors"
-
-
-@dataclass
-class EagleConfig:
-    """Options of an EAGLE drafter.
-
-    Attention heads, rotary positions and norm epsilon are the target's own.
-    """
-
-    version: Literal[1, 3] = 3
-    """Version of EAGLE. 3: fused taps, own norms and head, trained on its own states. 1: the last
-    hidden state and the target's head (arXiv 2401.15077)."""
-    taps: list[int] | None = None
-    """Version 3: hidden states that are fused, ascending; if not given, 2, L/2 and L-3 of a target
-    with L layers, at least 7."""
-    draft_vocab_size: int | None = None
-    """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
-    all tokens if not given."""
-    norm_taps: bool = False
-    """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
-    norm_output: bool = False
-    """EAGLE-3.1: recycle the state after the final norm instead of before it. Not for llama.cpp."""
-    num_layers: int = 1
-    """Number of decoder layers; engines load one."""
-    qk_norm: bool = False
-    """Norms on queries and keys, as in Qwen3; vLLM only."""
-    hidden_size: int | None = None
-    """Version 3: a width other than the target's; the drafter then has its own embedding."""
-    intermediate_size: int | None = None
-    """Width of the MLP; the target's if not given."""
-    activation: str = "silu"
-    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
-    has."""
-
-    def __post_init__(self) -> None:
-        if self.activation not in ACT2FN:
-            raise UserError(
-                f"heads.activation {self.activation!r} is unknown; there are: "
-                f"{', '.join(sorted(ACT2FN))}"
-            )
-        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"heads.{name} must be at least 1, not {value}")
-        if self.version == 1:
-            for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
-                if getattr(self, name):
-                    raise UserError(
-                        f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature "
-                        "and uses its head"
-                    )
 
 
 @dataclass(frozen=True)

@@ -14,35 +14,20 @@ Shapes: D heads, H hidden size (the target's), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from .documents import MedusaFile
+from .drafter_configs import MedusaConfig
 from .embedding_and_head import EmbeddingAndHead
 from .errors import UserError
 from .files import JsonObject
 from .layout import EngineLayout
 
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
-
-
-@dataclass
-class MedusaConfig:
-    """Options of the Medusa heads."""
-
-    num_heads: int = 4
-    """Number of heads, each of which drafts one token: the longest path has as many drafts."""
-    num_layers: int = 1
-    """Number of residual blocks in each head."""
-    shared_head: bool = False
-    """Use the target's own head for all heads, instead of an output matrix for each."""
-
-    def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise UserError("heads.num_heads and heads.num_layers must be at least 1")
 
 
 class ResidualBlock(nn.Module):

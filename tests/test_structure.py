@@ -159,6 +159,9 @@ ANSWERED_AT_ONCE = [
     ("data --help", 0, "data regenerate"),
     ("train --help", 0, "methods: medusa"),
     ("train egle", 2, "did you mean 'eagle'?"),
+    *((f"train {name} --help", 0, "examples:") for name in METHODS),
+    ("train eagle --optim.learning-rate 1", 2, "did you mean --optim.lr?"),
+    ("train eagle", 2, "are missing"),
     ("", 0, "the usual steps, in order:"),
     *((f"{verb} --help", 0, "examples:") for verb in VERBS),
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from ..heads.errors import UserError
-from ..inference.settings import BadRows, TargetConfig, check_url
+from ..inference.settings import BadRows, Sampling, TargetConfig, check_url
 
 __all__ = [
     "Checkpoints",
@@ -217,6 +217,84 @@ class ProfilerConfig:
     def __post_init__(self) -> None:
         if min(self.first, self.steps) < 0:
             raise UserError("profile.first and profile.steps must be at least 0")
+
+
+@dataclass
+class Memory:
+    """Memory settings that are part of an objective's config."""
+
+    recompute: bool = False
+    """Keep only the states between EAGLE's unrolled steps, or between the layers of a draft model
+    or block drafter, and compute the rest again in the backward pass: less memory, up to a third
+    more time."""
+    offload: bool = False
+    """With recompute: hold those states in host memory until the backward pass."""
+
+    def __post_init__(self) -> None:
+        if self.offload and not self.recompute:
+            raise UserError(
+                "objective.offload is about what objective.recompute keeps; set that too"
+            )
+
+
+@dataclass
+class Rollouts:
+    """Texts that the draft model writes itself and the target judges (on-policy distillation)."""
+
+    share: float = 0.0
+    """Share of the packed rows that hold such texts; 0 writes none, 1 uses nothing else. Epochs
+    count all rows, these too."""
+    begin: float = 0.0
+    """Share of the run that is over when the first of them are written."""
+    every: int = 200
+    """Steps after which they are written anew."""
+    prompts: int = 128
+    """Training prompts that are answered each time."""
+    max_new_tokens: int = 128
+    """Most tokens that are written after a prompt."""
+    batch_size: int = 32
+    """Texts written together."""
+    temperature: float = 1.0
+    """Sampling temperature; best as in serving, like the next two."""
+    top_k: int = 0
+    """Sample from this many likeliest tokens; 0 from all."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens up to this mass."""
+
+    def __post_init__(self) -> None:
+        section = type(self).__name__.lower()
+        if not 0 <= self.share <= 1 or not 0 <= self.begin < 1:
+            raise UserError(f"{section}.share must lie in [0, 1], {section}.begin in [0, 1)")
+        if min(self.every, self.prompts, self.max_new_tokens, self.batch_size) < 1:
+            raise UserError(
+                f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1"
+            )
+        # Made only to have its settings checked.
+        self.sampling(0)
+
+    def sampling(self, seed: int) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, repetition_penalty=1.0, seed=seed)
+
+
+@dataclass
+class Errors(Rollouts):
+    """Texts that the target decodes with the current drafter, learned where drafting went wrong.
+
+    Only the drafts that a round looked at are learned, up to the first rejected one: verification
+    never looks at what comes after it.
+    """
+
+    length: int = 4
+    """Drafts in a round."""
+    accepted_weight: float = 0.5
+    """Weight of accepted drafts; rejected ones have 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.length < 1 or not 0 <= self.accepted_weight <= 1:
+            raise UserError(
+                "errors.length must be at least 1, errors.accepted_weight lie in [0, 1]"
+            )
 
 
 def examples_of(method: str) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,26 +17,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-
-from ..heads.errors import UserError
-
-
-@dataclass
-class Memory:
-    """Memory settings that are part of an objective's config."""
-
-    recompute: bool = False
-    """Keep only the states between EAGLE's unrolled steps, or between the layers of a draft model
-    or block drafter, and compute the rest again in the backward pass: less memory, up to a third
-    more time."""
-    offload: bool = False
-    """With recompute: hold those states in host memory until the backward pass."""
-
-    def __post_init__(self) -> None:
-        if self.offload and not self.recompute:
-            raise UserError(
-                "objective.offload is about what objective.recompute keeps; set that too"
-            )
 
 
 def recomputing(function: Callable[..., Any], offload: bool = False) -> Callable[..., Any]:

@@ -139,13 +139,30 @@ AnyMethod = Method[Any, Any]
 
 
 def method_named(name: str) -> AnyMethod:
-    """Return the method of a training command, and import its module."""
+    """Return the method of a training command, and import its module.
+
+    Raises `UserError` for an unknown method.
+    """
+    check_method(name)
+    module_name = METHODS[cast(MethodName, name)]
+    return importlib.import_module(f".methods.{module_name}", __package__).METHOD
+
+
+def run_class_named(name: str) -> type[RunConfig]:
+    """Return the class of a method's run config, for which torch is not imported.
+
+    Raises `UserError` for an unknown method.
+    """
+    check_method(name)
+    return importlib.import_module(".methods.runs", __package__).RUNS[name]
+
+
+def check_method(name: str) -> None:
+    """Raise `UserError` unless there is a method of that name."""
     if name not in METHODS:
         close = difflib.get_close_matches(str(name).lower(), METHODS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are: {', '.join(METHODS)}"
         raise UserError(f"there is no method {name!r}; {meant}")
-    module_name = METHODS[cast(MethodName, name)]
-    return importlib.import_module(f".methods.{module_name}", __package__).METHOD
 
 
 def method_for(path: str, given: MethodName | None = None) -> MethodName:
@@ -160,7 +177,7 @@ def method_for(path: str, given: MethodName | None = None) -> MethodName:
     keys = own_keys(path)
     fitting: list[MethodName] = []
     for name in METHODS:
-        if _knows(method_named(name).run_class, keys):
+        if _knows(run_class_named(name), keys):
             fitting.append(name)
     if len(fitting) == 1:
         return fitting[0]

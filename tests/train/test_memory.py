@@ -12,7 +12,8 @@ from draftsmith.heads.errors import UserError
 from draftsmith.train.features import Features, LiveTarget, check_packing
 from draftsmith.train.memory import recomputed, recomputing
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
+from draftsmith.train.methods.eagle import EagleObjective
+from draftsmith.train.methods.runs import EagleLoss
 from torch import Tensor, nn
 
 from tests.conftest import tiny_target

@@ -88,7 +88,7 @@ def train_main(argv: list[str] | None = None) -> None:
 def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.train") -> None:
     """Train with the method that is named. Exits with status 2 for an unknown method or option."""
     from ..command_line.parse import parse
-    from ..method import METHODS, method_named
+    from ..method import METHODS, run_class_named
 
     # The one command besides training that many processes share, so it is launched like training.
     if argv[:2] == ["data", "extract"]:
@@ -102,8 +102,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         # The one other command that is launched.
         hint = hint or (" (or data extract)" if prog != "draftsmith train" else "")
         fail(f"name a method to train: {', '.join(METHODS)}{hint}")
-    method = method_named(argv[0])
-    run, config_yaml = parse(method.run_class, argv[1:], f"{prog} {argv[0]}")
+    run, config_yaml = parse(run_class_named(argv[0]), argv[1:], f"{prog} {argv[0]}")
 
     if prog == "draftsmith train":
         words = shlex.join(argv)
@@ -112,8 +111,9 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
     def start() -> None:
         # Imported under `guarded`, so that an interrupt during the import ends in one line.
         from ..loop import train
+        from ..method import method_named
 
-        best = train(run, method, config_yaml)
+        best = train(run, method_named(argv[0]), config_yaml)
         if is_main_rank():
             say_what_came_out(best, run)
 

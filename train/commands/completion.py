@@ -11,7 +11,7 @@ import shtab
 from ..command_line.help_text import options_of_class
 from ..command_line.parse import positional
 from ..endings import fail
-from ..method import METHODS, method_named
+from ..method import METHODS, run_class_named
 from .verbs import OPTIONS, VERBS
 
 FILES = {"config", "prompts", "data", "report", "reports", "profile", "json", "path", "runs"}
@@ -46,7 +46,7 @@ def whole_parser() -> argparse.ArgumentParser:
     methods = commands.add_parser("train", help="train a drafter", add_help=False).add_subparsers()
     for method in METHODS:
         one = methods.add_parser(method, help=f"with {method}", add_help=False)
-        add_options(one, method_named(method).run_class)
+        add_options(one, run_class_named(method))
     shells = commands.add_parser("completion", help="completion in a shell", add_help=False)
     shells.add_argument("shell", choices=shtab.SUPPORTED_SHELLS)
     return parser

@@ -27,7 +27,7 @@ from ...inference.targets.target_files import footprint, gigabytes, too_large
 from ..command_line.parse import parse
 from ..data.templates import encode
 from ..features import LiveTarget
-from ..method import MethodName, method_for, method_named
+from ..method import MethodName, method_for, run_class_named
 from ..options import DoctorOptions as Options
 from ..provenance import versions
 
@@ -118,7 +118,7 @@ def check_run(path: str, given: MethodName | None) -> tuple[list[Finding], Targe
     Exits with status 2 if the file is not a config of the method.
     """
     method = method_for(path, given)
-    config, _ = parse(method_named(method).run_class, ["--config", path], "draftsmith doctor")
+    config, _ = parse(run_class_named(method), ["--config", path], "draftsmith doctor")
     findings = [Finding("config", "ok", f"{path} parses as a run of {method}")]
     for source in config.data.sources:
         check = f"data {source.name or source.path}"

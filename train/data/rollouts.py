@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,9 @@ from ...inference.decode import Generation, Request, generate
 from ...inference.drafters import proposer_of
 from ...inference.proposer import Proposer
 from ...inference.proposers.plain import PlainDecoding
-from ...inference.settings import Sampling
 from ...inference.targets.causal_model import CausalModel
 from ...inference.targets.target import Target
+from ..config import Errors, Rollouts
 from .batches import ANY, Batches, pack_rows
 from .tables import TokenTable
 
@@ -36,66 +35,6 @@ Document = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids, loss mask and rounds of a text, `[S]` each; see `Batch`."""
 Writer = Callable[[Sequence[Request], int], list[Document]]
 """Function from prompts and a seed to one document for each prompt."""
-
-
-@dataclass
-class Rollouts:
-    """Texts that the draft model writes itself and the target judges (on-policy distillation)."""
-
-    share: float = 0.0
-    """Share of the packed rows that hold such texts; 0 writes none, 1 uses nothing else. Epochs
-    count all rows, these too."""
-    begin: float = 0.0
-    """Share of the run that is over when the first of them are written."""
-    every: int = 200
-    """Steps after which they are written anew."""
-    prompts: int = 128
-    """Training prompts that are answered each time."""
-    max_new_tokens: int = 128
-    """Most tokens that are written after a prompt."""
-    batch_size: int = 32
-    """Texts written together."""
-    temperature: float = 1.0
-    """Sampling temperature; best as in serving, like the next two."""
-    top_k: int = 0
-    """Sample from this many likeliest tokens; 0 from all."""
-    top_p: float = 1.0
-    """Sample from the likeliest tokens up to this mass."""
-
-    def __post_init__(self) -> None:
-        section = type(self).__name__.lower()
-        if not 0 <= self.share <= 1 or not 0 <= self.begin < 1:
-            raise UserError(f"{section}.share must lie in [0, 1], {section}.begin in [0, 1)")
-        if min(self.every, self.prompts, self.max_new_tokens, self.batch_size) < 1:
-            raise UserError(
-                f"{section}.every, prompts, max_new_tokens and batch_size must be at least 1"
-            )
-        # Made only to have its settings checked.
-        self.sampling(0)
-
-    def sampling(self, seed: int) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, repetition_penalty=1.0, seed=seed)
-
-
-@dataclass
-class Errors(Rollouts):
-    """Texts that the target decodes with the current drafter, learned where drafting went wrong.
-
-    Only the drafts that a round looked at are learned, up to the first rejected one: verification
-    never looks at what comes after it.
-    """
-
-    length: int = 4
-    """Drafts in a round."""
-    accepted_weight: float = 0.5
-    """Weight of accepted drafts; rejected ones have 1."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.length < 1 or not 0 <= self.accepted_weight <= 1:
-            raise UserError(
-                "errors.length must be at least 1, errors.accepted_weight lie in [0, 1]"
-            )
 
 
 class Written:

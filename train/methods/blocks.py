@@ -32,8 +32,9 @@ from torch.nn import functional
 from ...heads.dflash import DFlashDrafter, Pair
 from ...inference.attention import aligned
 from ...inference.device import send
+from ..config import Memory
 from ..data.batches import Batch
-from ..memory import Memory, recomputing
+from ..memory import recomputing
 from .backends import Backend, backend_for, block_mask, bucket, flex_for
 
 GROUP_ROWS = 128  # rows of blocks that share one slice of the context, at most

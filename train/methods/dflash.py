@@ -22,39 +22,35 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...distill.divergences import (
-    LABELS_ONLY,
-    Divergence,
     log_probs,
     loss_of_logits,
     overlap,
     sum_in_chunks,
 )
+from ...distill.settings import LABELS_ONLY
 from ...heads import dflash
 from ...heads.artifact import Artifact
-from ...heads.dflash import DFlashConfig, DFlashDrafter
+from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
 from ...inference.device import send
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
-from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
 from ..features import Features
-from ..memory import Memory
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, smoothed, survival_weights
 from ..outline import ConfigOnly, Outline
-from .backends import Backend, check_backend
+from .backends import check_backend
 from .beginnings import shape_before
 from .blocks import Anchors, contexts, run_blocks
 from .mask_token import mask_token_for
@@ -65,6 +61,7 @@ from .ranks import (
     rank_calibration,
     ranks_in,
 )
+from .runs import BlockLoss, DFlashRun
 
 log = logging.getLogger(__name__)
 
@@ -72,65 +69,6 @@ SPREAD = 0.25
 """Standard deviation of an untrained drafter's logits. It is small because states that are made
 from a mask token's embedding give the tokens of texts low probabilities."""
 PLACES = 32  # roots whose blocks `forced_blocks` runs at one time
-
-
-@dataclass
-class BlockLoss(Memory):
-    """Settings of a block drafter's loss."""
-
-    loss: Divergence = "ce"
-    """Divergence of the drafter's distribution from the text's tokens (ce) or the target's
-    distribution (the others; ce-l1: both)."""
-    weighting: Literal["decay", "survival", "d-pace"] = "d-pace"
-    """Weights of a block's drafts. decay: exp(-(d - 1) / gamma) for draft d. survival: the accepted
-    drafts that a better draft d would earn, by the overlaps (with lk-alpha this is end-to-end TV).
-    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
-    gamma: float | None = None
-    """Length of weighting decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16,
-    10, 8)."""
-    smoothing: float = 0.5
-    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
-    token_weight: float = 1.0
-    """Weight of `loss`."""
-    feature_weight: float = 0.0
-    """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
-    runs on little text."""
-    anchors: int = 512
-    """Blocks in a packed row, at roots drawn anew each time that the row is seen. Rows with fewer
-    roots leave some over."""
-    attention: Backend = "auto"
-    """Backend of the blocks' attention: sdpa, flex (GPU), plain (a reference, block by block), or
-    whichever fits."""
-    rows_per_chunk: int = 16
-    """Blocks whose logits exist at one time."""
-
-    def __post_init__(self) -> None:
-        if min(self.anchors, self.rows_per_chunk) < 1:
-            raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
-        if not 0 <= self.smoothing <= 1 or (self.gamma is not None and self.gamma <= 0):
-            raise UserError("objective.smoothing must lie in [0, 1], objective.gamma be above 0")
-        if self.gamma is not None and self.weighting != "decay":
-            raise UserError(
-                f"objective.gamma is of weighting decay, not {self.weighting}; leave it out"
-            )
-        if self.weighting == "d-pace" and self.loss != "ce":
-            raise UserError(
-                f"d-pace weighs ce, not {self.loss}; give objective.weighting decay or survival "
-                "with it"
-            )
-        if min(self.token_weight, self.feature_weight) < 0:
-            raise UserError("objective.token_weight and feature_weight must not be negative")
-        super().__post_init__()
-
-
-@dataclass
-class DFlashRun(RunConfig):
-    """Train a DFlash drafter for a frozen target."""
-
-    examples: ClassVar[tuple[str, ...]] = examples_of("dflash")
-
-    heads: DFlashConfig = field(default_factory=DFlashConfig)
-    objective: BlockLoss = field(default_factory=BlockLoss)
 
 
 class BlockObjective:

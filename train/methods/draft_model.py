@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,7 +26,6 @@ from torch.nn import functional
 
 from ...distill.divergences import (
     NEEDS_LABELS,
-    Divergence,
     divergence,
     log_probs,
     overlap,
@@ -51,75 +49,21 @@ from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
 from ...inference.targets.spread import decoder_layers
 from ...inference.targets.target import Target, TargetSource
-from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
-from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds, draft_model_texts
+from ..data.rollouts import Rollouts, Writer, decoded_rounds, draft_model_texts
 from ..features import Features, check_packing
-from ..memory import Memory, recomputed
+from ..memory import recomputed
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics
 from ..outline import ConfigOnly, Outline, config_at
 from .adaptive import accepted_runs, adaptive_calibration
+from .runs import DistillLoss, DistillRun
 
 log = logging.getLogger(__name__)
 _RUNNERS: WeakKeyDictionary[DraftModel, CausalModel] = WeakKeyDictionary()
 
 ROWS_AT_ONCE = 1024  # rows whose logits exist at one time while held-out texts are judged
 STUDIED_TEXTS = 32  # training texts by which layers and dimensions are judged
-
-
-@dataclass
-class DistillLoss(Memory):
-    """Settings of a draft model's loss."""
-
-    loss: Divergence = "kl"
-    """Divergence of the draft model's distribution from the target's; ce learns the text's tokens:
-    sequence-level distillation if the target wrote them, plain language modelling if not."""
-    temperatures: list[float] = field(default_factory=lambda: [1.0])
-    """Temperatures, one of which is drawn for a text each time that it is seen: both distributions
-    are taken at it; 0 teaches the target's best token."""
-    hidden_weight: float = 0.0
-    """Weight of SmoothL1 between the target's last state and a linear projection of the draft
-    model's; the projection is not kept."""
-    rows_per_chunk: int = 1024
-    """Positions whose logits exist at one time."""
-
-    def __post_init__(self) -> None:
-        if self.rows_per_chunk < 1 or self.hidden_weight < 0:
-            raise UserError(
-                "objective.rows_per_chunk must be at least 1, objective.hidden_weight at least 0"
-            )
-        super().__post_init__()
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise UserError(
-                "objective.temperatures must name at least one temperature of 0 or more"
-            )
-        if self.loss in NEEDS_LABELS and self.temperatures != [1.0]:
-            raise UserError(
-                f"objective.loss {self.loss} learns the text's tokens, to which "
-                "objective.temperatures means nothing"
-            )
-
-
-@dataclass
-class DistillRun(RunConfig):
-    """Distil a draft model from a frozen target."""
-
-    examples: ClassVar[tuple[str, ...]] = examples_of("distill")
-
-    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
-    objective: DistillLoss = field(default_factory=DistillLoss)
-    rollouts: Rollouts = field(default_factory=Rollouts)
-    errors: Errors = field(default_factory=Errors)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Labels of rollouts are tokens that the draft model wrote, not the target.
-        if self.objective.loss in NEEDS_LABELS and self.rollouts.share:
-            raise UserError(
-                f"objective.loss {self.objective.loss} would teach the draft model its own words; "
-                "use kl with rollouts.share"
-            )
 
 
 class DistillObjective(nn.Module):

@@ -11,55 +11,22 @@ transition.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...distill.divergences import Divergence
 from ...heads import dspark
-from ...heads.dspark import DSparkConfig, DSparkDrafter
-from ...heads.errors import UserError
+from ...heads.dspark import DSparkDrafter
 from ...heads.files import JsonObject
 from ...inference.targets.causal_model import Hidden
-from ..config import examples_of
 from ..objectives import Sums
-from .dflash import BlockLoss, BlockObjective, DFlashMethod, DFlashRun, forced_blocks
+from .dflash import BlockObjective, DFlashMethod, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in
+from .runs import DSparkLoss, DSparkRun
 
 BINS = 15  # of equal mass, in which calibration errors are measured
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
-
-
-@dataclass
-class DSparkLoss(BlockLoss):
-    """Settings of a DSpark drafter's loss."""
-
-    loss: Divergence = "lk-hybrid"
-    """Divergence of the drafter's distribution from the text's tokens (ce), the target's
-    distribution, or both: ce-l1 is the paper's, for billions of tokens. From little data it learns
-    next to nothing, since L1 has hardly any gradient where the distributions hardly overlap."""
-    weighting: Literal["decay", "survival", "d-pace"] = "decay"
-    confidence_weight: float = 1.0
-    """Weight of the cross-entropy between each draft's confidence and the overlap of its
-    distribution with the target's."""
-
-    def __post_init__(self) -> None:
-        if self.confidence_weight < 0:
-            raise UserError("objective.confidence_weight must not be negative")
-        super().__post_init__()
-
-
-@dataclass
-class DSparkRun(DFlashRun):
-    """Train a DSpark drafter for a frozen target."""
-
-    examples: ClassVar[tuple[str, ...]] = examples_of("dspark")
-
-    heads: DSparkConfig = field(default_factory=DSparkConfig)
-    objective: DSparkLoss = field(default_factory=DSparkLoss)
 
 
 class DSparkObjective(BlockObjective):

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...heads import eagle
 from ...heads.artifact import Artifact
-from ...heads.eagle import EagleConfig, EagleDrafter, shape_for
+from ...heads.eagle import EagleDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
@@ -27,14 +25,13 @@ from ...heads.vocabulary import most_frequent
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target, TargetSource
-from ..config import RunConfig, examples_of
 from ..data.batches import Batches
-from ..data.rollouts import Errors, Rollouts, Writer, decoded_rounds
+from ..data.rollouts import Rollouts, Writer, decoded_rounds
 from ..method import FeaturesRead, Method
 from ..outline import ConfigOnly, Outline
 from .backends import check_backend
 from .beginnings import shape_before
-from .eagle_loss import EagleLoss, EagleObjective
+from .eagle_loss import EagleObjective
 from .ranks import (
     accepted_in_chains,
     batch_of_text,
@@ -42,23 +39,13 @@ from .ranks import (
     rank_calibration,
     ranks_in,
 )
+from .runs import EagleRun
 from .teachers import VocabularyMap
 from .unroll import unroll
 
 log = logging.getLogger(__name__)
 
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
-
-
-@dataclass
-class EagleRun(RunConfig):
-    """Train an EAGLE drafter for a frozen target."""
-
-    examples: ClassVar[tuple[str, ...]] = examples_of("eagle")
-
-    heads: EagleConfig = field(default_factory=EagleConfig)
-    objective: EagleLoss = field(default_factory=EagleLoss)
-    errors: Errors = field(default_factory=Errors)
 
 
 def special_ids(target: TargetSource) -> set[int]:

@@ -19,111 +19,31 @@ Ht the target's, V vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ...distill.divergences import (
-    LABELS_ONLY,
     NEEDS_LABELS,
     RENORMALISED,
-    Divergence,
     log_probs,
     loss_of_logits,
     overlap,
     sum_in_chunks,
 )
+from ...distill.settings import LABELS_ONLY
 from ...heads.eagle import EagleDrafter
-from ...heads.errors import UserError
 from ...inference.device import send
 from ..data.batches import Batch
 from ..features import Features
-from ..memory import Memory
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
-from .backends import Backend
+from .runs import EagleLoss
 from .teachers import TeacherPlaces, VocabularyMap
 from .unroll import unroll
 
 NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
-
-
-@dataclass
-class EagleLoss(Memory):
-    """Settings of an EAGLE drafter's loss."""
-
-    loss: Divergence = "kl"
-    """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
-    ce-l1: both)."""
-    steps: int | None = None
-    """Unrolled steps; if not given, 7 for version 3, 1 for version 1."""
-    single_step_share: float = 0.0
-    """Share of the run that trains the first step alone, at a fraction of the cost, before the
-    others join: worth it for short runs, in which a drafter that is wrong at once learns little
-    from going on."""
-    weighting: Literal["decay", "survival", "d-pace"] = "decay"
-    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
-    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
-    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
-    decay: float = 0.8
-    """Base of the steps' weights with weighting decay."""
-    smoothing: float = 0.5
-    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
-    out_of_vocabulary: Literal["drop", "keep"] = "drop"
-    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
-    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
-    miss either way."""
-    feature_weight: float | None = None
-    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
-    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
-    version 3 too, together with token_weight 0.1 and freeze_head."""
-    token_weight: float | None = None
-    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
-    freeze_head: bool = False
-    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
-    too, since features are compared in its scale."""
-    noise: float | None = None
-    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
-    0.1 for version 1, 0 for version 3."""
-    attention: Backend = "auto"
-    """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
-    score), or whichever fits."""
-    rows_per_chunk: int = 128
-    """Teacher positions whose logits exist at one time, each for all steps."""
-
-    def __post_init__(self) -> None:
-        if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
-            raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
-        super().__post_init__()
-        if not (
-            0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1
-        ):
-            raise UserError(
-                "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
-                "objective.single_step_share in [0, 1)"
-            )
-        sizes = (self.feature_weight, self.token_weight, self.noise)
-        if any(value is not None and value < 0 for value in sizes):
-            raise UserError("objective.feature_weight, token_weight and noise must not be negative")
-
-    def resolved(self, version: int) -> EagleLoss:
-        """Return these settings with the defaults of an EAGLE version filled in.
-
-        Raises `UserError` for noise with version 3.
-        """
-        defaults = {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
-        if version == 1:
-            defaults = {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
-        if version == 3 and self.noise:
-            raise UserError(
-                "objective.noise is for version 1; the taps of version 3 differ in size too much "
-                "for one noise"
-            )
-        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        return replace(self, **missing)
 
 
 class EagleObjective:

@@ -18,21 +18,18 @@ Shapes: B packed rows, S positions, D heads, R rows with weight, H hidden size, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ...distill.divergences import (
-    LABELS_ONLY,
-    Divergence,
     log_probs,
     loss_of_logits,
     overlap,
     sum_in_chunks,
 )
+from ...distill.settings import LABELS_ONLY
 from ...heads.artifact import Artifact
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
@@ -41,13 +38,13 @@ from ...inference.device import send
 from ...inference.proposers.growth import grow
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import TargetSource
-from ..config import RunConfig, examples_of
 from ..data.batches import Batch, Batches
 from ..features import Features
 from ..method import FeaturesRead, Method
 from ..objectives import Sums, depth_metrics, static_decay
 from ..outline import ConfigOnly, Outline
 from .ranks import comparable_roots, rank_calibration, ranks_in
+from .runs import MedusaLoss, MedusaRun
 
 SURENESS = 0.45
 """Factor on the target's output matrix, with which each head begins.
@@ -56,35 +53,6 @@ With the matrix as it is, heads are as sure as the target, and wrong: with SmolL
 of three heads begin at 9.0, 11.1 and 11.4, with the matrix times 0.45 at 5.7, 6.7 and 6.8. The
 factor with the least divergence lies between 0.4 and 0.5, with the quickstart target too
 (EXPERIMENTS.md)."""
-
-
-@dataclass
-class MedusaLoss:
-    """Settings of the heads' loss."""
-
-    loss: Divergence = "kl"
-    """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
-    lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
-    head_decay: float = 0.8
-    """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
-    rows_per_chunk: int = 1024
-    """Positions whose logits exist at one time."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.head_decay <= 1 or self.rows_per_chunk < 1:
-            raise UserError(
-                "objective.head_decay must lie in (0, 1] and objective.rows_per_chunk be at least 1"
-            )
-
-
-@dataclass
-class MedusaRun(RunConfig):
-    """Train Medusa heads for a frozen target."""
-
-    examples: ClassVar[tuple[str, ...]] = examples_of("medusa")
-
-    heads: MedusaConfig = field(default_factory=MedusaConfig)
-    objective: MedusaLoss = field(default_factory=MedusaLoss)
 
 
 class MedusaObjective:

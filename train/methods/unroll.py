@@ -36,8 +36,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from ...heads.eagle import EagleDrafter
 from ...inference.device import send
+from ..config import Memory
 from ..data.batches import PADDING, Batch
-from ..memory import Memory, recomputing
+from ..memory import recomputing
 from .backends import Backend, backend_for, block_mask, bucket, flex_for
 from .chunked_attention import Chunk, ChunkedAttention, causal_chunks, causal_visible
 

@@ -26,7 +26,8 @@ from draftsmith.train.data.rollouts import (
 from draftsmith.train.data.tables import TokenTable
 from draftsmith.train.data.templates import Encoded
 from draftsmith.train.methods.draft_model import DistillLoss, DistillObjective, runner_of
-from draftsmith.train.methods.eagle import EagleLoss, EagleObjective
+from draftsmith.train.methods.eagle import EagleObjective
+from draftsmith.train.methods.runs import EagleLoss
 
 from tests.conftest import tiny_target
 from tests.train.methods.test_draft_model import draft_model_of

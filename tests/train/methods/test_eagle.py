@@ -19,9 +19,9 @@ from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import Features, LiveTarget
 from draftsmith.train.methods.eagle import (
     METHOD,
-    EagleLoss,
     EagleObjective,
 )
+from draftsmith.train.methods.runs import EagleLoss
 from draftsmith.train.methods.teachers import TeacherPlaces
 from draftsmith.train.methods.unroll import unroll
 from draftsmith.train.objectives import (

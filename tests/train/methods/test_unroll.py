@@ -8,9 +8,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from draftsmith.train.config import Memory
 from draftsmith.train.data.batches import Batch, collate
 from draftsmith.train.features import LiveTarget
-from draftsmith.train.memory import Memory
 from draftsmith.train.methods.backends import Backend
 from draftsmith.train.methods.unroll import UnrolledAttention, unroll
 from hypothesis import given, settings

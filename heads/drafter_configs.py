@@ -1,0 +1,135 @@
+"""Options of drafters as a run's config has them. Nothing here imports torch, so help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import UserError
+
+
+def check_activation(name: str) -> None:
+    """Raise `UserError` for an activation that transformers does not know."""
+    if name == "silu":  # the default needs no look, for which transformers would be imported
+        return
+    from transformers.activations import ACT2FN
+
+    if name not in ACT2FN:
+        raise UserError(
+            f"heads.activation {name!r} is unknown; there are: {', '.join(sorted(ACT2FN))}"
+        )
+
+
+@dataclass
+class MedusaConfig:
+    """Options of the Medusa heads."""
+
+    num_heads: int = 4
+    """Number of heads, each of which drafts one token: the longest path has as many drafts."""
+    num_layers: int = 1
+    """Number of residual blocks in each head."""
+    shared_head: bool = False
+    """Use the target's own head for all heads, instead of an output matrix for each."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise UserError("heads.num_heads and heads.num_layers must be at least 1")
+
+
+@dataclass
+class EagleConfig:
+    """Options of an EAGLE drafter.
+
+    Attention heads, rotary positions and norm epsilon are the target's own.
+    """
+
+    version: Literal[1, 3] = 3
+    """Version of EAGLE. 3: fused taps, own norms and head, trained on its own states. 1: the last
+    hidden state and the target's head (arXiv 2401.15077)."""
+    taps: list[int] | None = None
+    """Version 3: hidden states that are fused, ascending; if not given, 2, L/2 and L-3 of a target
+    with L layers, at least 7."""
+    draft_vocab_size: int | None = None
+    """Version 3: number of tokens that can be drafted, the most frequent of the training replies;
+    all tokens if not given."""
+    norm_taps: bool = False
+    """EAGLE-3.1: a norm for each tap before they are fused. Not for llama.cpp."""
+    norm_output: bool = False
+    """EAGLE-3.1: recycle the state after the final norm instead of before it. Not for llama.cpp."""
+    num_layers: int = 1
+    """Number of decoder layers; engines load one."""
+    qk_norm: bool = False
+    """Norms on queries and keys, as in Qwen3; vLLM only."""
+    hidden_size: int | None = None
+    """Version 3: a width other than the target's; the drafter then has its own embedding."""
+    intermediate_size: int | None = None
+    """Width of the MLP; the target's if not given."""
+    activation: str = "silu"
+    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
+    has."""
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+        for name in ("num_layers", "draft_vocab_size", "hidden_size", "intermediate_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"heads.{name} must be at least 1, not {value}")
+        if self.version == 1:
+            for name in ("taps", "draft_vocab_size", "norm_taps", "norm_output", "hidden_size"):
+                if getattr(self, name):
+                    raise UserError(
+                        f"heads.{name} is for version 3; EAGLE-1 reads the target's last feature "
+                        "and uses its head"
+                    )
+
+
+@dataclass
+class DFlashConfig:
+    """Options of a block drafter.
+
+    Width, attention heads, rotary positions and norm epsilon are the target's own.
+    """
+
+    num_layers: int = 5
+    """Number of decoder layers."""
+    block_size: int = 8
+    """Number of slots of a block, the anchor's own among them: one draft fewer per round."""
+    taps: list[int] | None = None
+    """Hidden states that are fused, ascending; if not given, as many as there are decoder layers,
+    spread evenly from 2 to L - 2 (L: layers of the target)."""
+    mask_token: int | None = None
+    """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
+    token of the target."""
+    intermediate_size: int | None = None
+    """Width of the MLP; the target's if not given."""
+    activation: str = "silu"
+    """Activation of the MLP, by transformers' name; engines load silu only, whatever the target
+    has."""
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+        if self.block_size < 2:
+            raise UserError(
+                f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
+                "the anchor's own"
+            )
+        for name in ("num_layers", "intermediate_size"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"heads.{name} must be at least 1, not {value}")
+
+
+@dataclass
+class DSparkConfig(DFlashConfig):
+    """Options of a DSpark drafter."""
+
+    block_size: int = 7
+    """Number of slots of a block, and of drafts per round: the anchor's slot drafts too."""
+    markov_rank: int = 256
+    """Rank of the transition bias, which has two matrices of vocabulary times rank numbers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise UserError(
+                f"heads.markov_rank must be at least 1, not {self.markov_rank}; train dflash to "
+                "have none"
+            )

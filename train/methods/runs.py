@@ -1,0 +1,283 @@
+"""Configs of runs, one for each method: options of the drafter and of its loss.
+
+Nothing here imports torch, so that a help text or a mistyped option is answered at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from ...distill.settings import NEEDS_LABELS, Divergence, DraftModelConfig
+from ...heads.drafter_configs import DFlashConfig, DSparkConfig, EagleConfig, MedusaConfig
+from ...heads.errors import UserError
+from ..config import Errors, Memory, Rollouts, RunConfig, examples_of
+
+Backend = Literal["auto", "sdpa", "flex", "plain"]
+
+
+@dataclass
+class MedusaLoss:
+    """Settings of the heads' loss."""
+
+    loss: Divergence = "kl"
+    """Divergence of a head's distribution from the target's: kl, reverse-kl, jsd, tv, lk-alpha,
+    lk-hybrid, top-k-kl; from the text's tokens: ce; from both: ce-l1."""
+    head_decay: float = 0.8
+    """Base of the heads' weights: that of head i is this to the power i, over the sum of all."""
+    rows_per_chunk: int = 1024
+    """Positions whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.head_decay <= 1 or self.rows_per_chunk < 1:
+            raise UserError(
+                "objective.head_decay must lie in (0, 1] and objective.rows_per_chunk be at least 1"
+            )
+
+
+@dataclass
+class MedusaRun(RunConfig):
+    """Train Medusa heads for a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("medusa")
+
+    heads: MedusaConfig = field(default_factory=MedusaConfig)
+    objective: MedusaLoss = field(default_factory=MedusaLoss)
+
+
+@dataclass
+class EagleLoss(Memory):
+    """Settings of an EAGLE drafter's loss."""
+
+    loss: Divergence = "kl"
+    """Divergence of the drafter's distribution from the target's, or from the text's tokens (ce;
+    ce-l1: both)."""
+    steps: int | None = None
+    """Unrolled steps; if not given, 7 for version 3, 1 for version 1."""
+    single_step_share: float = 0.0
+    """Share of the run that trains the first step alone, at a fraction of the cost, before the
+    others join: worth it for short runs, in which a drafter that is wrong at once learns little
+    from going on."""
+    weighting: Literal["decay", "survival", "d-pace"] = "decay"
+    """Weights of the steps. decay: `decay`^k over their sum for step k. survival: the accepted
+    drafts that a better step k would earn, by the overlaps (with lk-alpha this is end-to-end TV).
+    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
+    decay: float = 0.8
+    """Base of the steps' weights with weighting decay."""
+    smoothing: float = 0.5
+    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
+    out_of_vocabulary: Literal["drop", "keep"] = "drop"
+    """Loss of a position whose best token cannot be drafted: none (drop; it still counts in the
+    loss's denominator), or that over the tokens that can be drafted (keep). Metrics count it as a
+    miss either way."""
+    feature_weight: float | None = None
+    """Weight of SmoothL1 between the drafter's state, taken before a final norm of its own, and the
+    target's next feature; if not given, 1 for version 1, 0 for version 3. With little data it helps
+    version 3 too, together with token_weight 0.1 and freeze_head."""
+    token_weight: float | None = None
+    """Weight of `loss`; if not given, 0.1 for version 1, 1 for version 3."""
+    freeze_head: bool = False
+    """Version 3: keep the head as it begins, the target's own; with feature_weight the final norm
+    too, since features are compared in its scale."""
+    noise: float | None = None
+    """Largest size of the uniform noise on the features, times 512 / document length; if not given,
+    0.1 for version 1, 0 for version 3."""
+    attention: Backend = "auto"
+    """Backend of the unrolled attention: sdpa, flex (GPU), plain (a reference that holds every
+    score), or whichever fits."""
+    rows_per_chunk: int = 128
+    """Teacher positions whose logits exist at one time, each for all steps."""
+
+    def __post_init__(self) -> None:
+        if (self.steps is not None and self.steps < 1) or self.rows_per_chunk < 1:
+            raise UserError("objective.steps and objective.rows_per_chunk must be at least 1")
+        super().__post_init__()
+        if not (
+            0 < self.decay <= 1 and 0 <= self.smoothing <= 1 and 0 <= self.single_step_share < 1
+        ):
+            raise UserError(
+                "objective.decay must lie in (0, 1], objective.smoothing in [0, 1], "
+                "objective.single_step_share in [0, 1)"
+            )
+        sizes = (self.feature_weight, self.token_weight, self.noise)
+        if any(value is not None and value < 0 for value in sizes):
+            raise UserError("objective.feature_weight, token_weight and noise must not be negative")
+
+    def resolved(self, version: int) -> EagleLoss:
+        """Return these settings with the defaults of an EAGLE version filled in.
+
+        Raises `UserError` for noise with version 3.
+        """
+        defaults = {"steps": 7, "feature_weight": 0.0, "token_weight": 1.0, "noise": 0.0}
+        if version == 1:
+            defaults = {"steps": 1, "feature_weight": 1.0, "token_weight": 0.1, "noise": 0.1}
+        if version == 3 and self.noise:
+            raise UserError(
+                "objective.noise is for version 1; the taps of version 3 differ in size too much "
+                "for one noise"
+            )
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+@dataclass
+class EagleRun(RunConfig):
+    """Train an EAGLE drafter for a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("eagle")
+
+    heads: EagleConfig = field(default_factory=EagleConfig)
+    objective: EagleLoss = field(default_factory=EagleLoss)
+    errors: Errors = field(default_factory=Errors)
+
+
+@dataclass
+class BlockLoss(Memory):
+    """Settings of a block drafter's loss."""
+
+    loss: Divergence = "ce"
+    """Divergence of the drafter's distribution from the text's tokens (ce) or the target's
+    distribution (the others; ce-l1: both)."""
+    weighting: Literal["decay", "survival", "d-pace"] = "d-pace"
+    """Weights of a block's drafts. decay: exp(-(d - 1) / gamma) for draft d. survival: the accepted
+    drafts that a better draft d would earn, by the overlaps (with lk-alpha this is end-to-end TV).
+    d-pace: the same by the smoothed probabilities of the labels (D-PACE, for ce)."""
+    gamma: float | None = None
+    """Length of weighting decay; half the block if not given (the paper: 7, 5, 4 for blocks of 16,
+    10, 8)."""
+    smoothing: float = 0.5
+    """Smoothing of weighting d-pace: 0 weighs by the probabilities themselves, 1 not at all."""
+    token_weight: float = 1.0
+    """Weight of `loss`."""
+    feature_weight: float = 0.0
+    """Weight of SmoothL1 between the state that the head reads for a draft and the target's; for
+    runs on little text."""
+    anchors: int = 512
+    """Blocks in a packed row, at roots drawn anew each time that the row is seen. Rows with fewer
+    roots leave some over."""
+    attention: Backend = "auto"
+    """Backend of the blocks' attention: sdpa, flex (GPU), plain (a reference, block by block), or
+    whichever fits."""
+    rows_per_chunk: int = 16
+    """Blocks whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if min(self.anchors, self.rows_per_chunk) < 1:
+            raise UserError("objective.anchors and objective.rows_per_chunk must be at least 1")
+        if not 0 <= self.smoothing <= 1 or (self.gamma is not None and self.gamma <= 0):
+            raise UserError("objective.smoothing must lie in [0, 1], objective.gamma be above 0")
+        if self.gamma is not None and self.weighting != "decay":
+            raise UserError(
+                f"objective.gamma is of weighting decay, not {self.weighting}; leave it out"
+            )
+        if self.weighting == "d-pace" and self.loss != "ce":
+            raise UserError(
+                f"d-pace weighs ce, not {self.loss}; give objective.weighting decay or survival "
+                "with it"
+            )
+        if min(self.token_weight, self.feature_weight) < 0:
+            raise UserError("objective.token_weight and feature_weight must not be negative")
+        super().__post_init__()
+
+
+@dataclass
+class DFlashRun(RunConfig):
+    """Train a DFlash drafter for a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("dflash")
+
+    heads: DFlashConfig = field(default_factory=DFlashConfig)
+    objective: BlockLoss = field(default_factory=BlockLoss)
+
+
+@dataclass
+class DSparkLoss(BlockLoss):
+    """Settings of a DSpark drafter's loss."""
+
+    loss: Divergence = "lk-hybrid"
+    """Divergence of the drafter's distribution from the text's tokens (ce), the target's
+    distribution, or both: ce-l1 is the paper's, for billions of tokens. From little data it learns
+    next to nothing, since L1 has hardly any gradient where the distributions hardly overlap."""
+    weighting: Literal["decay", "survival", "d-pace"] = "decay"
+    confidence_weight: float = 1.0
+    """Weight of the cross-entropy between each draft's confidence and the overlap of its
+    distribution with the target's."""
+
+    def __post_init__(self) -> None:
+        if self.confidence_weight < 0:
+            raise UserError("objective.confidence_weight must not be negative")
+        super().__post_init__()
+
+
+@dataclass
+class DSparkRun(DFlashRun):
+    """Train a DSpark drafter for a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("dspark")
+
+    heads: DSparkConfig = field(default_factory=DSparkConfig)
+    objective: DSparkLoss = field(default_factory=DSparkLoss)
+
+
+@dataclass
+class DistillLoss(Memory):
+    """Settings of a draft model's loss."""
+
+    loss: Divergence = "kl"
+    """Divergence of the draft model's distribution from the target's; ce learns the text's tokens:
+    sequence-level distillation if the target wrote them, plain language modelling if not."""
+    temperatures: list[float] = field(default_factory=lambda: [1.0])
+    """Temperatures, one of which is drawn for a text each time that it is seen: both distributions
+    are taken at it; 0 teaches the target's best token."""
+    hidden_weight: float = 0.0
+    """Weight of SmoothL1 between the target's last state and a linear projection of the draft
+    model's; the projection is not kept."""
+    rows_per_chunk: int = 1024
+    """Positions whose logits exist at one time."""
+
+    def __post_init__(self) -> None:
+        if self.rows_per_chunk < 1 or self.hidden_weight < 0:
+            raise UserError(
+                "objective.rows_per_chunk must be at least 1, objective.hidden_weight at least 0"
+            )
+        super().__post_init__()
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise UserError(
+                "objective.temperatures must name at least one temperature of 0 or more"
+            )
+        if self.loss in NEEDS_LABELS and self.temperatures != [1.0]:
+            raise UserError(
+                f"objective.loss {self.loss} learns the text's tokens, to which "
+                "objective.temperatures means nothing"
+            )
+
+
+@dataclass
+class DistillRun(RunConfig):
+    """Distil a draft model from a frozen target."""
+
+    examples: ClassVar[tuple[str, ...]] = examples_of("distill")
+
+    draft_model: DraftModelConfig = field(default_factory=DraftModelConfig)
+    objective: DistillLoss = field(default_factory=DistillLoss)
+    rollouts: Rollouts = field(default_factory=Rollouts)
+    errors: Errors = field(default_factory=Errors)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Labels of rollouts are tokens that the draft model wrote, not the target.
+        if self.objective.loss in NEEDS_LABELS and self.rollouts.share:
+            raise UserError(
+                f"objective.loss {self.objective.loss} would teach the draft model its own words; "
+                "use kl with rollouts.share"
+            )
+
+
+RUNS: dict[str, type[RunConfig]] = {
+    "medusa": MedusaRun,
+    "eagle": EagleRun,
+    "dflash": DFlashRun,
+    "dspark": DSparkRun,
+    "distill": DistillRun,
+}
+"""The config of each method's runs."""

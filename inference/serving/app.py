@@ -49,7 +49,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass
 class Service:
-    """What the server offers, and its limits."""
+    """Models, defaults and limits of the server."""
 
     engine: Engine
     name: str

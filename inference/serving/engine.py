@@ -35,7 +35,7 @@ STOPPING = "the server is stopping"
 
 
 class QueueFull(Exception):
-    """As many requests wait as the queue holds."""
+    """The queue is full, so that no further request can wait."""
 
 
 class EngineClosed(Exception):

@@ -31,11 +31,11 @@ class Part:
 
     reports: list[Named]
     comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
-    """Of each drafter that all reports have; empty for a single report."""
+    """Comparisons of each drafter that all reports have; empty for a single report."""
 
     @property
     def labels(self) -> list[str]:
-        """What each report is in the lineage: `before`, `after`, or several with numbers."""
+        """Names of the reports in the lineage: `before`, `after`, or several with numbers."""
         later = len(self.reports) - 1
         return ["before", *("after" if later == 1 else f"after {i + 1}" for i in range(later))]
 

@@ -34,7 +34,7 @@ class Growth:
     measured: list[float | None]
     intervals: list[Interval]
     modelled: list[float | None]
-    """What the cost model says, see `modelled_speedup` in docs/metrics.md#speed."""
+    """Predictions of the cost model: `modelled_speedup` in docs/metrics.md#speed."""
 
     @property
     def scale(self) -> float:

@@ -2,7 +2,7 @@
 
 Distributions are given as log-probabilities over the drafter's vocabulary, so that one softmax
 serves a loss and its metrics. With a draft vocabulary `log_p` is a slice of the target's and sums
-to less than one: overlaps take it is, since that is what decoding accepts; losses of the KL
+to less than one: overlaps take it as it is, since that is what decoding accepts; losses of the KL
 family renormalise it, since a drafter cannot put mass elsewhere. Gradients are those of
 docs/objectives.md#divergences, with respect to the logits z of q; p is a constant.
 

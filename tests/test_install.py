@@ -1,4 +1,4 @@
-"""What is installed: the wheel holds what the tree holds, and works without the checkout and
+"""The installed package: the wheel holds what the tree holds, and works without the checkout and
 without the packages that only training needs."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     """Send the numbers of tokens in a last event."""
     include_obfuscation: bool = False
-    """Of OpenAI: padding of events against eavesdroppers, which says nothing; none is sent."""
+    """Padding of events against eavesdroppers, an option of OpenAI; none is sent."""
 
 
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
     return_token_ids: bool | None = False
     return_pieces: bool = False
-    """Of draftsmith: send the text token by token, with the origin of each."""
+    """Send the text token by token, with the origin of each; an option of draftsmith alone."""
     # Fields that would change the reply.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None

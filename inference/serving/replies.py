@@ -47,7 +47,7 @@ class Choice:
 
     @property
     def figures(self) -> JsonObject:
-        """What the reply gained from its drafts, and its speed."""
+        """Rounds, tau, acceptance and speed of the reply."""
         reply = self.reply
         return {
             "rounds": len(reply.rounds),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,8 +94,6 @@ def generate_with(
     config = merged(generation_config, model.generation_config)
     rest = config.update(**options)
     refuse(config, {name: value for name, value in rest.items() if name not in IGNORED})
-    training = model.training  # loading a decoder ends it, as decoding does
-    decoder = decoder_of(model, drafter, tokenizer)
     mask = mask_of(ids, config) if attention_mask is None else attention_mask
     if mask.shape != ids.shape:
         raise UserError(
@@ -106,24 +105,26 @@ def generate_with(
     for number, (row, real) in enumerate(zip(ids.tolist(), mask.bool().tolist(), strict=True)):
         prompt = [token for token, there in zip(row, real, strict=True) if there]
         requests += [Request(prompt, number, sample) for sample in range(copies)]
+    if streamer is not None and len(requests) > 1:
+        raise UserError("a streamer takes one reply; give one prompt, or leave it out")
     stops = config.stop_strings or []
-    steps = decode(
-        decoder.target,
-        decoder.proposer,
-        requests,
-        limit,
-        sampling_of(config),
-        frozenset(ends_of(config)),
-        [stops] if isinstance(stops, str) else stops,
-    )
-    if streamer is not None:
-        if len(requests) > 1:
-            raise UserError("a streamer takes one reply; give one prompt, or leave it out")
-        streamer.put(ids.cpu())
-        steps = streamed(steps, streamer)
     replies: list[list[int]] = [[] for _ in requests]
+    training = model.training
     try:
+        decoder = decoder_of(model, drafter, tokenizer)
         model.eval()
+        steps: Iterable[list[Step]] = decode(
+            decoder.target,
+            decoder.proposer,
+            requests,
+            limit,
+            sampling_of(config),
+            frozenset(ends_of(config)),
+            [stops] if isinstance(stops, str) else stops,
+        )
+        if streamer is not None:
+            streamer.put(ids.cpu())
+            steps = streamed(steps, streamer)
         for round_steps in steps:
             for index, step, _ in round_steps:
                 replies[index] += step.tokens
@@ -166,13 +167,16 @@ def streamed(steps: Iterable[list[Step]], streamer: Any) -> Iterator[list[Step]]
 
 
 def decoder_of(model: PreTrainedModel, drafter: str, tokenizer: Any) -> Decoder:
-    """Return the decoder of a model and a drafter, loaded once. Raises `UserError`."""
+    """Return the decoder of a model and a drafter, loaded once. Raises `UserError`.
+
+    A folder that was written anew is loaded anew.
+    """
     decoders = vars(model).setdefault(DECODERS, {})
-    folder = Drafter.from_pretrained(drafter).folder
-    written = (folder / OWN_FILE).stat().st_mtime_ns
-    key = str(folder), written, None if tokenizer is None else id(tokenizer)
-    if key not in decoders:
-        decoders[key] = load(model, folder, tokenizer=tokenizer)
+    own_file = Path(drafter, OWN_FILE)
+    written = own_file.stat().st_mtime_ns if own_file.is_file() else None
+    key = drafter, written, None if tokenizer is None else id(tokenizer)
+    if key not in decoders:  # only then are the files hashed, or looked for on the hub
+        decoders[key] = load(model, Drafter.from_pretrained(drafter), tokenizer=tokenizer)
     return decoders[key]
 
 

@@ -121,7 +121,7 @@ def visit(page: Path, width: int = 1280) -> tuple[str, list[str], list[str]]:
 
 
 def probed(page: Path, width: int, layout: str = "", script: str = PROBE) -> dict[str, Any]:
-    """What the script finds in the page; its policy is taken away, which would refuse it."""
+    """Findings of the script in the page, whose policy is taken away since it would refuse it."""
     text = re.sub('<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text()).replace(
         "</body>", script + "</body>"
     )

@@ -8,6 +8,7 @@ Shapes: R roots, D draft depths.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,9 @@ class TrainingModule(nn.Module):
         self.drafter = drafter
         self.objective = objective
         self._bf16 = bf16
+        if bf16:
+            # torch says once that a norm over bf16 with an fp32 weight has no fused kernel.
+            warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
 
     def forward(
         self, features: Features, denominators: dict[str, float], measured: bool = True

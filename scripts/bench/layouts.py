@@ -1,10 +1,12 @@
-"""Time of a forward pass over 1 to 26 nodes: transformers' own, fused, with packed matrices, both.
+"""Time of a forward pass over 1 to 40 nodes: transformers' own, fused, with packed matrices, both.
 
     OMP_NUM_THREADS=1 python scripts/bench/layouts.py --target models/smollm2-135m-instruct \
         --dtype bfloat16
 
 The four take turns; times are medians in milliseconds of CPU, the output head included. The last
 column is the largest difference of a logit from transformers' pass, beside its own largest logit.
+Above them stands the bound of plain decoding: the time in which one thread reads as many bytes as a
+step's weights have.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from draftsmith.inference.tree import TreeShape
 from torch import Tensor
 
 COMMITTED = 64  # positions before the nodes
-NODES = (1, 4, 8, 16, 26)
+NODES = (1, 2, 4, 8, 16, 26, 40)
 
 
 def main() -> None:
@@ -44,14 +46,34 @@ def main() -> None:
         if packed:
             targets[name].pack()
             print(f"{name}: {targets[name].packed_bytes / 1e6:.0f} MB of matrices are packed")
+    print(bound(targets["transformers"], arguments.repeats))
     times: dict[int, dict[str, float]] = {}
     with torch.inference_mode():
         for count in NODES:
             passes = {name: over_chain(target, count) for name, target in targets.items()}
             times[count] = report(count, passes, arguments.repeats)
     for name in targets:
-        ratios = [f"{times[count][name] / times[1][name]:.2f}" for count in (4, 8)]
-        print(f"{name}: verification of 4 and 8 nodes / decoding one token = {', '.join(ratios)}")
+        ratios = [f"{times[count][name] / times[1][name]:.2f}" for count in NODES]
+        print(f"{name}: a pass over {NODES} nodes over one of one node = {', '.join(ratios)}")
+
+
+def bound(target: Target, repeats: int) -> str:
+    """Return a line with the bytes of the weights of a step, and how long their reading takes."""
+    read = {p.data_ptr(): p.nbytes for p in target.model.parameters()}
+    size = sum(read.values())
+    if not target.model.config.tie_word_embeddings:
+        size -= target.model.get_input_embeddings().weight.nbytes  # a step reads one row of it
+    words = torch.ones(size // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        words.sum()
+        seconds.append(time.thread_time() - start)
+    taken = statistics.median(seconds)
+    return (
+        f"weights of a step: {size / 1e6:.0f} MB, read at {size / taken / 1e9:.1f} GB/s in "
+        f"{1000 * taken:.1f} ms"
+    )
 
 
 def over_chain(target: Target, count: int) -> Callable[[], Tensor]:

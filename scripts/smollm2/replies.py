@@ -46,7 +46,8 @@ def main() -> None:
 def pack(source: Path, packed: Path) -> None:
     """Write the rows of a file, or of the files of a folder, as one compressed file."""
     lines = [json.dumps(slim(row), separators=(",", ":")) for row in rows_of(source)]
-    data = lzma.compress("".join(f"{line}\n" for line in lines).encode(), preset=9 | lzma.PRESET_EXTREME)
+    text = "".join(f"{line}\n" for line in lines)
+    data = lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)
     write(packed, data)
     print(f"{packed}: {len(lines)} rows, {len(data) / 1e6:.2f} MB")
 
@@ -58,7 +59,7 @@ def unpack(packed: Path, path: Path) -> None:
     except lzma.LZMAError:
         raise UserError(f"{packed} is damaged; check it out again (git checkout)") from None
     write(path, data)
-    print(f"{path}: {data.count(b'\n')} rows")
+    print(f"{path}: {len(data.splitlines())} rows")
 
 
 def write(path: Path, data: bytes) -> None:

@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import textwrap
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -61,8 +61,8 @@ class EvaluateOptions:
     follow a colon: ngram:length=8. May be given several times. Plain decoding is always measured
     too."""
     server: str | None = None
-    """Address of a running vLLM or SGLang: its acceptance and speed are measured on the same
-    prompts. Drafters are then measured here only if they are named."""
+    """Address of a running vLLM, SGLang or llama.cpp: its acceptance and speed are measured on the
+    same prompts. Drafters are then measured here only if they are named."""
     server_model: str | None = None
     """Name of the model on the server, if it serves several."""
     concurrency: str | None = None

@@ -1,1 +1,1 @@
-"""Acceptance and speed of a running vLLM or SGLang server."""
+"""Acceptance and speed of a running vLLM, SGLang or llama.cpp server."""

@@ -1,6 +1,7 @@
-"""Answers of vLLM and SGLang, each as a type with the fields that are read; others are ignored.
+"""Answers of vLLM, SGLang and llama.cpp, each as a type with the fields that are read.
 
-An answer that does not fit its type is refused by `heads.documents.convert`.
+Other fields are ignored. An answer that does not fit its type is refused by
+`heads.documents.convert`.
 """
 
 from __future__ import annotations
@@ -78,3 +79,28 @@ class SglangChunk(Struct):
 
     output_ids: list[Token] | None = None
     meta_info: SglangMeta | None = None
+
+
+class LlamacppDefaults(Struct, frozen=True):
+    """What llama.cpp's server does with a request that says nothing else."""
+
+    n_ctx: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens that a prompt and its reply may have together."""
+
+
+class LlamacppProps(Struct):
+    """Answer of llama.cpp's `/props`."""
+
+    total_slots: Count
+    build_info: str = ""
+    default_generation_settings: LlamacppDefaults = LlamacppDefaults()
+
+
+class LlamacppChunk(Struct):
+    """Event of llama.cpp's `/completion`; the last one of a stream has `stop`."""
+
+    content: str = ""
+    tokens: list[Token] | None = None
+    stop: bool = False
+    stop_type: str = ""
+    tokens_predicted: Count = 0

@@ -1,4 +1,4 @@
-"""Client of a running vLLM or SGLang, which times the chunks of each reply as they arrive.
+"""Client of a running engine, which times the chunks of each reply as they arrive.
 
 Requests are lists of token ids, a given number of them in flight at once. No request is tried
 again: a second try would hide what the first one cost. Requests carry no seed, since engines draw
@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -21,8 +21,9 @@ from ....heads.errors import UserError
 from ....heads.files import JsonObject, no_constant
 from ...conversations.prompts import Prompt
 from ...settings import Sampling, check_url
-from .answers import ModelEntry, ModelList, SglangChunk, SglangFinish, SglangMeta, VllmChunk
+from .answers import LlamacppProps, ModelEntry, ModelList
 from .counters import Counters, read_counters
+from .protocols import PROTOCOLS, EngineServer, ServerReply
 
 WHOLE_REPLY_S = 600.0  # limit for a reply, however slowly it arrives
 ANSWER_S = 30.0  # limit for any other answer: models, version, counters
@@ -30,55 +31,6 @@ SILENCE_S = 600.0  # limit between two chunks
 SETTLE_S = 3.0  # limit for counters: engines add them up a moment after the last chunk has left
 # A text in which tokenizers differ: code, digits, letters outside ASCII.
 PROBE = "def add(a, b):\n    return a + b  # 1234 and ünïcode"
-
-
-@dataclass
-class EngineServer:
-    """Address and properties of a server, known before it is measured."""
-
-    url: str
-    engine: str
-    """vllm or sglang."""
-    version: str
-    """Empty where the server does not give it."""
-    model: str
-    """Name that requests give for the model."""
-    context: int | None
-    """Tokens that a prompt and its reply may have together; `None` where it is not known."""
-    speculates: bool | None
-    """SGLang's own answer; `None` where it gives none, and for vLLM, whose counters show it."""
-
-
-@dataclass
-class ServerReply:
-    """The server's reply to one prompt, and its times: `time.perf_counter` in seconds."""
-
-    prompt: Prompt
-    turn: int
-    """Number of the turn in its conversation, from 0."""
-    sent: float
-    """The time at which the request was sent."""
-    ids: list[int] | None = None
-    """Token ids, the end token included; `None` where the server does not give them."""
-    tokens: int = 0
-    arrivals: list[float] = field(default_factory=list)
-    """The time at which each chunk with tokens arrived."""
-    finish: str = ""
-    """The engine's reason for the end of the reply; empty until it has ended."""
-    meta: JsonObject = field(default_factory=dict)
-    """SGLang's `meta_info`; of several chunks the last value of each key."""
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from sending the request to its first chunk, the server's queue included."""
-        return self.arrivals[0] - self.sent
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Seconds per token after the first; `None` for a reply of one token."""
-        if self.tokens <= 1:
-            return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
 
 
 @dataclass
@@ -121,8 +73,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     """Ask a server for its engine, version and model, and return them.
 
     `target` is the target's name; `model` is the server's name of it, needed if it serves several.
-    Raises `UserError` for a server that does not answer or is neither a vLLM nor an SGLang, and for
-    a model that it does not serve.
+    Raises `UserError` for a server that does not answer or is none of vLLM, SGLang and
+    llama.cpp, and for a model that it does not serve.
     """
     url = str(client.base_url).rstrip("/")
     listed = await _get(client, "/v1/models")
@@ -131,7 +83,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
     except DocumentError as error:
         problem = "" if listed is None else f" that can be read ({error})"
         raise UserError(
-            f"{url} has no /v1/models{problem}; give --server the root of a vLLM or SGLang"
+            f"{url} has no /v1/models{problem}; give --server the root of a vLLM, "
+            "SGLang or llama.cpp"
         ) from error
     name = _model(models, target, model, url)
     common = {"model": name, "context": models[name].max_model_len, "url": url}
@@ -144,15 +97,41 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
             speculates = bool(info["speculative_algorithm"])
         version = str(info.get("version", ""))
         return EngineServer(engine="sglang", version=version, speculates=speculates, **common)
+    llamacpp = _llamacpp_of(await _get(client, "/props"), await _get(client, "/slots"))
+    if llamacpp is not None:
+        await counters_of(client, "start llama-server with --metrics")
+        return EngineServer(**common | llamacpp)
     # vLLM is recognised by its counter of tokens, without which it could not be measured.
     if (await counters_of(client)).generated is None:
         raise UserError(
-            f"{url} is no SGLang, and counts no tokens in /metrics as a vLLM does; start the vLLM "
-            "without --disable-log-stats, and name the engine itself, not a gateway before it"
+            f"{url} is no SGLang and no llama.cpp, and counts no tokens in /metrics as a vLLM "
+            "does; start the vLLM without --disable-log-stats, and name the engine itself, not a "
+            "gateway before it"
         )
     answer = await _get(client, "/version")
     version = str(answer.get("version", "")) if isinstance(answer, dict) else ""
     return EngineServer(engine="vllm", version=version, speculates=None, **common)
+
+
+def _llamacpp_of(props: Any, slots: Any) -> dict[str, Any] | None:
+    """Return facts of a llama.cpp by the names of `EngineServer`; `None` for another engine.
+
+    `props` and `slots` are the answers to these two paths; `None` where there are none.
+    """
+    try:
+        found = convert(props, LlamacppProps)
+    except DocumentError:
+        return None
+    # A server may be started without /slots.
+    speculates = None
+    if isinstance(slots, list):
+        speculates = any(isinstance(slot, dict) and slot.get("speculative") for slot in slots)
+    return {
+        "engine": "llamacpp",
+        "version": found.build_info,
+        "context": found.default_generation_settings.n_ctx,
+        "speculates": speculates,
+    }
 
 
 def _model(models: dict[str, ModelEntry], target: str, wanted: str | None, url: str) -> str:
@@ -183,7 +162,14 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
         async with asyncio.timeout(ANSWER_S):
             answer = await client.post(
                 "/tokenize",
-                json={"model": server.model, "prompt": PROBE, "add_special_tokens": False},
+                json={
+                    # llama.cpp has its own names.
+                    "model": server.model,
+                    "prompt": PROBE,
+                    "content": PROBE,
+                    "add_special_tokens": False,
+                    "add_special": False,
+                },
             )
         server_ids = answer.json()["tokens"] if answer.status_code == 200 else None
     except (httpx.HTTPError, TimeoutError, ValueError, RecursionError, KeyError, TypeError):
@@ -197,19 +183,24 @@ async def check_tokenizer(client: httpx.AsyncClient, server: EngineServer, token
         )
 
 
-async def counters_of(client: httpx.AsyncClient) -> Counters:
-    """Return vLLM's counters as they are now. Raises `UserError` if there are none."""
+GATEWAY = "give --server the engine itself, not a gateway before it"
+
+
+async def counters_of(client: httpx.AsyncClient, remedy: str = GATEWAY) -> Counters:
+    """Return the counters of vLLM or llama.cpp as they are now.
+
+    Raises `UserError`, which ends with `remedy`, if there are none.
+    """
     response = await _request(client, "/metrics")
     if response.status_code != 200:
         raise UserError(
-            f"{client.base_url} has no /metrics (status {response.status_code}); give --server a "
-            "vLLM or an SGLang itself, not a gateway before it"
+            f"{client.base_url} has no /metrics (status {response.status_code}); {remedy}"
         )
     return read_counters(response.text)
 
 
 async def settled(client: httpx.AsyncClient, before: Counters, tokens: int) -> Counters:
-    """Return vLLM's counters once they hold `tokens` more than `before` and nothing runs.
+    """Return the counters once they hold `tokens` more than `before` and nothing runs.
 
     After `SETTLE_S` seconds they are returned as they are: requests of other clients may never end.
     Raises `UserError` if there are none.
@@ -334,8 +325,8 @@ async def ask(
     if server.context is not None:
         # An engine may refuse a limit that leads past the end of its context.
         room = min(room, server.context - len(prompt.token_ids))
-    make, read = (_vllm, _read_vllm) if server.engine == "vllm" else (_sglang, _read_sglang)
-    path, body = make(server, prompt, sampling, room)
+    protocol = PROTOCOLS[server.engine]
+    path, body = protocol.request(server, prompt, sampling, room)
     reply = ServerReply(prompt, turn, time.perf_counter())
     try:
         async with (
@@ -346,7 +337,7 @@ async def ask(
                 text = (await response.aread()).decode(errors="replace")
                 raise _refusal(server, prompt, response.status_code, text)
             async for event in _events(response, server):
-                read(reply, event, time.perf_counter())
+                protocol.read(reply, event, time.perf_counter())
     except TimeoutError as error:
         raise UserError(
             f"server {server.url} has not finished its reply to prompt {prompt.id} after "
@@ -415,86 +406,3 @@ async def _events(response: httpx.Response, server: EngineServer) -> AsyncIterat
                 "measure again"
             )
         yield event
-
-
-def _vllm(
-    server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
-) -> tuple[str, JsonObject]:
-    """Return path and body of a request to vLLM for at most `room` tokens."""
-    # vLLM takes what a request leaves out from the model's generation_config.json, so every
-    # sampling parameter is given.
-    return "/v1/completions", {
-        "model": server.model,
-        "prompt": prompt.token_ids,
-        "max_tokens": room,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty or 1.0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "return_token_ids": True,
-        "skip_special_tokens": False,
-    }
-
-
-def _read_vllm(reply: ServerReply, event: JsonObject, now: float) -> None:
-    """Add to `reply` what an event of vLLM brought at the time `now`. Raises `DocumentError`."""
-    chunk = convert(event, VllmChunk)
-    # A vLLM that sends no ids counts its tokens in the event behind the last chunk.
-    if chunk.usage is not None and reply.ids is None:
-        reply.tokens = chunk.usage.completion_tokens
-    for choice in chunk.choices or []:
-        if choice.token_ids:
-            reply.ids = [*(reply.ids or []), *choice.token_ids]
-            reply.tokens = len(reply.ids)
-        reply.finish = choice.finish_reason or reply.finish
-        # The last chunk may be empty: an end token has no text. It counts if it is the only one.
-        if choice.token_ids or choice.text or (reply.finish and not reply.arrivals):
-            reply.arrivals.append(now)
-
-
-def _sglang(
-    server: EngineServer, prompt: Prompt, sampling: Sampling, room: int
-) -> tuple[str, JsonObject]:
-    """Return path and body of a request to SGLang for at most `room` tokens."""
-    parameters = {
-        "max_new_tokens": room,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # SGLang's sign for no limit
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty or 1.0,
-        "skip_special_tokens": False,
-    }
-    return "/generate", {
-        "input_ids": prompt.token_ids,
-        "sampling_params": parameters,
-        "stream": True,
-    }
-
-
-def _read_sglang(reply: ServerReply, event: JsonObject, now: float) -> None:
-    """Add to `reply` what an event of SGLang brought at the time `now`. Raises `DocumentError`."""
-    chunk = convert(event, SglangChunk)
-    meta = chunk.meta_info or SglangMeta()
-    reply.meta |= event.get("meta_info") or {}
-    total = meta.completion_tokens or 0
-    if total > reply.tokens:
-        reply.arrivals.append(now)
-        reply.tokens = total
-    if (ids := chunk.output_ids) is not None:
-        # By a server option, a chunk has the ids of the whole reply so far, or its own ids only.
-        # The number of tokens decides which; if it fits neither, the ids are not known.
-        appended = [*(reply.ids or []), *ids]
-        if len(ids) == total:
-            reply.ids = ids
-        elif len(appended) == total:
-            reply.ids = appended
-        else:
-            reply.ids = None
-    reason = meta.finish_reason
-    if isinstance(reason, SglangFinish):
-        reason = reason.type
-    reply.finish = reason or reply.finish

@@ -3,7 +3,7 @@
 vLLM has Prometheus counters that all requests share. Its `drafts` are the steps in which a request
 had a draft. A step without one (n-grams that find nothing) is in no counter, so 1 + accepted /
 drafts can be above the tokens emitted per step. Drafts accepted behind an end token count as
-accepted.
+accepted. llama.cpp has the same counters under its own prefix, also where it does not speculate.
 
 SGLang sends its counts with every reply. `spec_verify_ct` are all verifications of a request. Its
 own `spec_accept_length` is completion_tokens / spec_verify_ct, with the prefill's token in the
@@ -27,10 +27,11 @@ from ....heads.files import JsonObject
 SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?[ \t]+(?P<value>\S+)")
 # A server may say anything: a position of at most three digits bounds the list of positions.
 POSITION = re.compile(r'(?:^|,)position="(\d{1,3})"')
-SPECULATION = "vllm:spec_decode_num_"
+SPECULATION = re.compile(r"^(vllm|llamacpp):spec_decode_num_")
 DEFINITIONS = {
     "vllm": "1 + accepted / drafts of its counters: without steps that had no draft, with drafts "
     "accepted behind a reply's end",
+    "llamacpp": "1 + accepted / drafts of its counters: without steps that had no draft",
     "sglang": "1 + accepted / spec_verify_ct of the measured replies; its own spec_accept_length "
     "has the prefill's token in the numerator",
     "sglang, tokens": "(completion_tokens - 1 for the prefill's) / spec_verify_ct of the measured "
@@ -42,7 +43,7 @@ DEFINITIONS = {
 
 @dataclass
 class Counters:
-    """A reading of vLLM's `/metrics`, summed over its engines, or a difference of two readings."""
+    """A reading of `/metrics`, summed over a server's engines, or a difference of two readings."""
 
     drafts: int | None = None
     """Steps in which a request had a draft; `None` where the server does not speculate."""
@@ -82,7 +83,7 @@ class Counters:
 
 
 def read_counters(text: str) -> Counters:
-    """Return vLLM's counters from Prometheus text; lines that are no samples are passed over."""
+    """Return the counters of vLLM or llama.cpp from Prometheus text; the rest is passed over."""
     sums: dict[str, int] = {}
     positions: dict[int, int] = {}
     for line in text.splitlines():
@@ -95,22 +96,32 @@ def read_counters(text: str) -> Counters:
         if not math.isfinite(value):
             continue
         # Libraries for Prometheus add `_total` to a counter's name, depending on their version.
-        name = sample["name"].removesuffix("_total")
+        name = SPECULATION.sub("", sample["name"].removesuffix("_total"))
         # The engines of one server differ in a label only; their counts are added up.
         sums[name] = sums.get(name, 0) + int(value)
-        if name == f"{SPECULATION}accepted_tokens_per_pos" and (
+        if name == "accepted_tokens_per_pos" and (
             position := POSITION.search(sample["labels"] or "")
         ):
             positions[int(position[1])] = positions.get(int(position[1]), 0) + int(value)
+    if "llamacpp:tokens_predicted" in sums:
+        generated = sums["llamacpp:tokens_predicted"]
+        running = [sums.get(f"llamacpp:requests_{kind}", 0) for kind in ("processing", "deferred")]
+        cached = sums.get("llamacpp:prompt_tokens_cached", 0)
+        queries = cached + sums.get("llamacpp:prompt_tokens", 0)
+    else:
+        generated = sums.get("vllm:generation_tokens")
+        running = [sums.get(f"vllm:num_requests_{kind}", 0) for kind in ("running", "waiting")]
+        cached = sums.get("vllm:prefix_cache_hits", 0)
+        queries = sums.get("vllm:prefix_cache_queries", 0)
     return Counters(
-        sums.get(f"{SPECULATION}drafts"),
-        sums.get(f"{SPECULATION}draft_tokens", 0),
-        sums.get(f"{SPECULATION}accepted_tokens", 0),
+        sums.get("drafts"),
+        sums.get("draft_tokens", 0),
+        sums.get("accepted_tokens", 0),
         [positions.get(i, 0) for i in range(max(positions, default=-1) + 1)],
-        sums.get("vllm:generation_tokens"),
-        sums.get("vllm:num_requests_running", 0) + sums.get("vllm:num_requests_waiting", 0),
-        sums.get("vllm:prefix_cache_hits", 0),
-        sums.get("vllm:prefix_cache_queries", 0),
+        generated,
+        sum(running),
+        cached,
+        queries,
     )
 
 
@@ -129,40 +140,43 @@ class Speculation:
     survival: list[float] = field(default_factory=list)
     """Share of the drafts of which at least d tokens were accepted, d = 1, 2, .."""
     rounds: int | None = None
-    """Decoding steps of the measured requests, those without a draft included; of vLLM a lower
-    bound, see `of_vllm`."""
+    """Decoding steps of the measured requests, those without a draft included; of vLLM and
+    llama.cpp a lower bound, see `of_counters`."""
     tau_emitted: float | None = None
     """Tokens emitted per decoding step, the prefill's excluded: what `draftsmith evaluate` calls
     tau of a local drafter."""
     warnings: list[str] = field(default_factory=list)
 
 
-def of_vllm(
-    delta: Counters, tokens: int, replies: int, chunks: int, ran_before: int
+def of_counters(
+    engine: str, delta: Counters, tokens: int, replies: int, chunks: int, ran_before: int
 ) -> Speculation:
-    """Return the figures that vLLM's counters give for the measured requests.
+    """Return the figures that the counters of vLLM or llama.cpp give for the measured requests.
 
     `delta` is what was counted while `replies` came, which have `tokens` in all and arrived in
     `chunks`; `ran_before` are the requests under way before the first of them.
 
-    vLLM does not count steps. There were at least as many as drafts; as chunks behind the first of
-    each reply (a slow reader gets two steps in one chunk); and as tokens that neither a prefill nor
-    an accepted draft gave. The largest of the three is taken.
+    Neither counts steps. There were at least as many as drafts; of vLLM, as chunks behind the first
+    of each reply (a slow reader gets two steps in one chunk), where llama.cpp sends a chunk for
+    each token; and as tokens that neither a prefill nor an accepted draft gave. The largest of
+    these is taken.
     """
     if delta.drafts is None:
         speculation = Speculation("none", 1.0, rounds=tokens - replies, tau_emitted=1.0)
     else:
         tau = 1 + delta.accepted / delta.drafts if delta.drafts else 1.0
         survival = [count / delta.drafts for count in delta.by_position] if delta.drafts else []
-        rounds = max(delta.drafts, chunks - replies, tokens - replies - delta.accepted)
+        rounds = max(delta.drafts, tokens - replies - delta.accepted)
+        if engine == "vllm":
+            rounds = max(rounds, chunks - replies)
         speculation = Speculation(
-            "vllm", tau, delta.drafts, delta.drafted, delta.accepted, survival, rounds
+            engine, tau, delta.drafts, delta.drafted, delta.accepted, survival, rounds
         )
         if rounds:
             speculation.tau_emitted = (tokens - replies) / rounds
     speculation.warnings = _shared(delta, tokens, replies, ran_before)
     # The counters hold steps of other clients, while `tokens` are those of the measured requests.
-    if speculation.warnings and speculation.counted == "vllm":
+    if speculation.warnings and speculation.counted == engine:
         speculation.rounds = speculation.tau_emitted = None
     if delta.prefix_hits > 0.1 * delta.prefix_queries > 0:
         share = delta.prefix_hits / delta.prefix_queries
@@ -176,7 +190,7 @@ def of_vllm(
 def _shared(delta: Counters, tokens: int, replies: int, ran_before: int) -> list[str]:
     """Return a warning if other clients' requests are in the counters, else nothing.
 
-    Parameters are those of `of_vllm`.
+    Parameters are those of `of_counters`.
     """
     if ran_before:
         return [

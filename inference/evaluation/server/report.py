@@ -49,7 +49,7 @@ from .client import (
     load,
     settled,
 )
-from .counters import DEFINITIONS, Speculation, of_sglang, of_vllm
+from .counters import DEFINITIONS, Speculation, of_counters, of_sglang
 
 WARM_UP = 8  # tokens of a first reply that is not counted
 # Share of the time from which the client counts as too slow. Only runs of a second or more are
@@ -203,9 +203,9 @@ async def _one(
     def follow(prompt: Prompt, reply: list[int]) -> Prompt | None:
         return next_turn(prompt, reply, reader.tokenizer, reader.name, reader.eos_ids, room)
 
-    # SGLang sends its counts with each reply. vLLM's are read before and after the run, and the
-    # warm-up has to be in the first reading.
-    before = await counters_of(client) if server.engine == "vllm" else None
+    # SGLang sends its counts with each reply. The others' are read before and after the run, and
+    # the warm-up has to be in the first reading.
+    before = await counters_of(client) if server.engine != "sglang" else None
     # The warm-up ends after its first turn, whatever comes next in that conversation.
     length = min(WARM_UP, options.max_new_tokens)
     warm = await load(client, server, prompts[:1], 1, sampling, length, lambda prompt, reply: None)
@@ -222,8 +222,11 @@ async def _one(
     if before is None:
         return run, of_sglang([reply.meta for reply in run.replies], tokens, server.speculates)
     delta = (await settled(client, before, tokens)).since(before)
+    if server.engine == "llamacpp" and server.speculates is False:
+        delta.drafts = None  # it counts its drafts, none, without speculation too
     chunks = sum(len(reply.arrivals) for reply in run.replies)
-    return run, of_vllm(delta, tokens, len(run.replies), chunks, before.running)
+    replies = len(run.replies)
+    return run, of_counters(server.engine, delta, tokens, replies, chunks, before.running)
 
 
 def figures_of_load(

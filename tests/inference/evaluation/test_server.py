@@ -26,8 +26,8 @@ from draftsmith.inference.evaluation.server.counters import (
     DEFINITIONS,
     Counters,
     Speculation,
+    of_counters,
     of_sglang,
-    of_vllm,
     read_counters,
 )
 from draftsmith.inference.evaluation.server.report import figures_of_load
@@ -280,9 +280,9 @@ def serve() -> Iterator[Serve]:
     """Start a server with a plan; its address and the plan."""
     started: list[ThreadingHTTPServer] = []
 
-    def start(**settings: Any) -> tuple[str, Plan]:
+    def start(handler: type[Handler] = Handler, **settings: Any) -> tuple[str, Plan]:
         plan = Plan(**settings)
-        server = Many(("127.0.0.1", 0), type("Planned", (Handler,), {"plan": plan}))
+        server = Many(("127.0.0.1", 0), type("Planned", (handler,), {"plan": plan}))
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         started.append(server)
         return f"http://127.0.0.1:{server.server_port}", plan
@@ -509,10 +509,12 @@ def test_other_traffic_is_seen_without_a_count_of_tokens() -> None:
     """Two replies of 5 tokens can end within their last drafts of 3: 8 + 2 * 3 tokens may be
     counted, not 15."""
     fits = Counters(drafts=4, accepted=10, by_position=[4, 3, 3])
-    assert of_vllm(fits, 10, 2, 6, 0).warnings == []
+    assert of_counters("vllm", fits, 10, 2, 6, 0).warnings == []
     assert (
         "stand for 15 tokens"
-        in of_vllm(Counters(drafts=5, accepted=10, by_position=[4, 3, 3]), 10, 2, 6, 0).warnings[0]
+        in of_counters(
+            "vllm", Counters(drafts=5, accepted=10, by_position=[4, 3, 3]), 10, 2, 6, 0
+        ).warnings[0]
     )
 
 

@@ -99,6 +99,8 @@ async def connect(client: httpx.AsyncClient, target: str, model: str | None = No
         return EngineServer(engine="sglang", version=version, speculates=speculates, **common)
     llamacpp = _llamacpp_of(await _get(client, "/props"), await _get(client, "/slots"))
     if llamacpp is not None:
+        # It closes a connection behind a stream without saying so; the next request would fail.
+        client.headers["Connection"] = "close"
         await counters_of(client, "start llama-server with --metrics")
         return EngineServer(**common | llamacpp)
     # vLLM is recognised by its counter of tokens, without which it could not be measured.

@@ -22,6 +22,7 @@ from ..heads.errors import UserError
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
 from .targets.causal_model import CausalModel
+from .targets.packed import pack_drafter, packed_bytes
 from .targets.target import Target, TargetSource
 from .tree_settings import TREE_SETTINGS, TreeSettings
 
@@ -195,6 +196,9 @@ def load_proposer(
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
         place(artifact.drafter, target.device, target.dtype)
+        # As the target is, and only there: training compares drafts with those of unpacked weights.
+        if isinstance(target, Target) and target.laid_out:
+            pack_drafter(artifact.drafter)
         kind, given = TRAINED[artifact.method], (artifact,)
         if choose and not settings:
             assert isinstance(target, Target)
@@ -246,6 +250,8 @@ def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
     for attribute in vars(proposer).values():
         if isinstance(attribute, CausalModel) and not isinstance(attribute, Target):
             own_bytes += attribute.packed_bytes
+        elif isinstance(attribute, nn.Module):
+            own_bytes += packed_bytes(attribute)
     for key, weight in held.items():
         if key not in of_target:
             own_bytes += weight.numel() * weight.element_size()

@@ -55,6 +55,8 @@ class ModelHead:
         if output is None:
             raise UserError(f"target {name} has no output head; name a causal language model")
         self._output = output
+        self._multiply: nn.Module = output
+        """Computes what the output layer does; a packed copy of it in decoding on a CPU."""
         # A recurrent state cannot give refused drafts up again; other kinds need other masks.
         if unknown := self.kinds_of_layers - KINDS_OF_LAYERS:
             names = ", ".join(sorted(unknown))
@@ -169,7 +171,7 @@ class ModelHead:
     def head(self, last: Tensor) -> Tensor:
         """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
         # A drafter's states may have another dtype than the target's head.
-        logits = self._output(last.to(self._output.weight.dtype))
+        logits = self._multiply(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale
         if self._softcap is not None:

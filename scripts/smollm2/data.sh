@@ -17,6 +17,10 @@ if [ ! -e "$target/config.json" ]; then
     echo "error: $target is not there; make it by ./scripts/smollm2/get.sh" >&2
     exit 2
 fi
+if [ -e "$out/train.jsonl" ] && [ ! -e "$out/questions.jsonl" ]; then
+    echo "error: $out has replies that were unpacked, and those to other prompts would mix with them; set SMOLLM2_RUNS to another folder" >&2
+    exit 2
+fi
 
 # bfloat16 is four times as fast as float32 here, and what is learned are the tokens.
 write=(draftsmith data regenerate --target "$target" --target.dtype bfloat16 --batch-size 64)

@@ -82,7 +82,7 @@ class SglangChunk(Struct):
 
 
 class LlamacppDefaults(Struct, frozen=True):
-    """What llama.cpp's server does with a request that says nothing else."""
+    """Settings that llama.cpp's server gives to a request that names none."""
 
     n_ctx: Annotated[int, Meta(ge=1)] | None = None
     """Tokens that a prompt and its reply may have together."""

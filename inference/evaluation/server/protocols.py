@@ -64,7 +64,7 @@ class ServerReply:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How an engine is asked for a reply, and how its stream is read."""
+    """Form of an engine's requests, and of its streams."""
 
     request: Callable[[EngineServer, Prompt, Sampling, int], tuple[str, JsonObject]]
     """Function of server, prompt, sampling and the largest number of tokens: path and body."""

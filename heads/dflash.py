@@ -3,11 +3,12 @@
 A block stands at an anchor, the root at position a: slot 0 holds the root's own token, the slots
 after it hold mask tokens. The rows of a block attend to each other and, as further keys and values,
 to the target's fused features of all positions before a. Slot j predicts the token at position
-a + j (docs/objectives.md#dflash). Embedding and head are the target's.
+a + j (docs/objectives.md#dflash). Embedding and head are the target's, of the head only the rows of
+the draft vocabulary if there is one.
 
 Shapes: B rows of the batch, S positions of the context, N rows of one pass (of one block or
 several), Sa anchors, b slots of a block, F taps, H hidden size (the target's too), E size of an
-attention head, G attention heads, Gkv key-value heads, V vocabulary.
+attention head, G attention heads, Gkv key-value heads, V vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from torch.nn import functional
 
 from .documents import BlockFile
 from .drafter_configs import DFlashConfig
-from .embedding_and_head import EmbeddingAndHead
+from .embedding_and_head import EmbeddingAndHead, Head
 from .errors import UserError
 from .files import JsonObject
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
 from .rotary import Rotary
+from .vocabulary import VocabularyMaps
 
 WEIGHTS_FILE = "model.safetensors"
 # Length of the direction that queries and keys share at first (`attend_nearby`); random weights
@@ -60,6 +62,8 @@ class BlockShape:
     """Rotary parameters, as transformers' `rope_parameters`."""
     attention_bias: bool = False
     """True only for some imported drafters; training makes none with biases."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted; None: all."""
 
     @property
     def qk_norm(self) -> bool:
@@ -90,7 +94,7 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     return taps
 
 
-class DFlashDrafter(EngineLayout, nn.Module):
+class DFlashDrafter(VocabularyMaps, EngineLayout):
     """DFlash drafter: fusion of the taps, decoder layers, and the final norm before the head.
 
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
@@ -119,13 +123,19 @@ class DFlashDrafter(EngineLayout, nn.Module):
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
         # A buffer and no parameter: a checkpoint keeps it, the optimiser does not change it.
         self.register_buffer("tap_scales", torch.ones(len(shape.taps)))
+        self.add_maps(shape.draft_vocab_size or shape.vocab_size, shape.vocab_size)
+        # The target's rows of the draft vocabulary, and what they were taken of.
+        self._part: tuple[EmbeddingAndHead, Head] | None = None
 
     @torch.no_grad()
-    def start_from(self, norm_weight: Tensor | None) -> None:
+    def start_from(self, norm_weight: Tensor | None, ids: Tensor | None = None) -> None:
         """Set the final norm to the target's `[H]`, and `fc` to weigh all taps the same.
 
-        They do so once `rescale` has been called, which brings them to similar sizes.
+        They do so once `rescale` has been called, which brings them to similar sizes. `ids` `[Vd]`
+        are the target ids of the draft vocabulary, None for all tokens.
         """
+        if ids is not None:
+            self.set_maps(ids)
         if norm_weight is not None:
             self.norm.weight.copy_(norm_weight)
         nn.init.normal_(self.fc.weight, std=self.fc.weight.shape[1] ** -0.5)
@@ -259,12 +269,23 @@ class DFlashDrafter(EngineLayout, nn.Module):
         return output
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits `[..., V]` of drafts, by the target's head, for states `[..., H]`."""
+        """Return the logits `[..., Vd]` of drafts, by the target's head, for states `[..., H]`."""
         return self.base_logits(state)
 
     def base_logits(self, output: Tensor) -> Tensor:
-        """Return the logits `[..., V]` for the layers' output `[..., H]` in the drafts' slots."""
-        return self.embedding_and_head.head(self.norm(output))
+        """Return the logits `[..., Vd]` for the layers' output `[..., H]` in the drafts' slots."""
+        return self._head(self.norm(output))
+
+    @property
+    def _head(self) -> Head:
+        """The target's head, of which a draft vocabulary has the rows of its own tokens."""
+        target = self.embedding_and_head
+        if (ids := self.draft_vocab_ids) is None:
+            return target.head
+        # Not before the first use: the maps are filled, and moved to a device, after `__init__`.
+        if self._part is None or self._part[0] is not target:
+            self._part = target, target.head_of(ids)
+        return self._part[1]
 
     @property
     def _layers(self) -> list[DecoderLayer]:
@@ -296,7 +317,7 @@ class DFlashDrafter(EngineLayout, nn.Module):
             assert isinstance(norm, RMSNorm)
             state |= {f"layers.{i}.{name}": weight for name, weight in layer.matrices().items()}
             state[f"layers.{i}.input_layernorm.weight"] = norm.weight
-        return state | {"norm.weight": self.norm.weight}
+        return state | {"norm.weight": self.norm.weight} | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors.
@@ -333,6 +354,8 @@ class DFlashDrafter(EngineLayout, nn.Module):
             },
             "base_model_name_or_path": target_name,
         }
+        if shape.draft_vocab_size is not None:
+            config["draft_vocab_size"] = shape.draft_vocab_size
         if (share := shape.rope.get("partial_rotary_factor")) is not None:
             config["partial_rotary_factor"] = share
         if shape.rope["rope_type"] != "default":
@@ -391,6 +414,7 @@ def sizes_from(config: JsonObject) -> JsonObject:
         "target_layers": config["num_target_layers"],
         "rope": config["rope_parameters"],
         "attention_bias": config["attention_bias"],
+        "draft_vocab_size": config.get("draft_vocab_size"),
     }
 
 
@@ -411,6 +435,7 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
         raise UserError(
             f"heads.mask_token {mask_token} is no token: the target has {target.vocab_size}, from 0"
         )
+    size = config.draft_vocab_size
     return {
         "taps": taps,
         "block_size": config.block_size,
@@ -420,6 +445,8 @@ def sizes_for(config: DFlashConfig, target: Any, mask_token: int) -> JsonObject:
         "num_layers": config.num_layers,
         "activation": config.activation,
         "target_layers": layers,
+        # A draft vocabulary of all tokens is none: the maps are left out then.
+        "draft_vocab_size": size if size and size < target.vocab_size else None,
         **layout_of(target),
     }
 

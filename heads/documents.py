@@ -238,6 +238,14 @@ class LlamaFile(Struct):
             )
 
 
+def demand_part(drafted: int | None, vocab_size: int) -> None:
+    """Raise `ValueError` for a draft vocabulary that is larger than the target's."""
+    drafted = drafted or vocab_size
+    demand(
+        drafted <= vocab_size, f"draft_vocab_size {drafted} is more than vocab_size {vocab_size}"
+    )
+
+
 class EagleFile(LlamaFile):
     """`config.json` of an EAGLE drafter; one of EAGLE-1 lacks the keys that have defaults here."""
 
@@ -252,11 +260,7 @@ class EagleFile(LlamaFile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        draft_vocab_size = self.draft_vocab_size or self.vocab_size
-        demand(
-            draft_vocab_size <= self.vocab_size,
-            f"draft_vocab_size {draft_vocab_size} is more than vocab_size {self.vocab_size}",
-        )
+        demand_part(self.draft_vocab_size, self.vocab_size)
 
 
 class BlockInner(Struct):
@@ -273,9 +277,11 @@ class BlockFile(LlamaFile):
     block_size: Annotated[int, Meta(ge=2, le=1 << 12)]
     num_target_layers: Layers
     dflash_config: BlockInner
+    draft_vocab_size: Tokens | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        demand_part(self.draft_vocab_size, self.vocab_size)
         inner, layers = self.dflash_config, self.num_target_layers
         demand(
             self.block_size <= self.max_position_embeddings,
@@ -291,7 +297,7 @@ class BlockFile(LlamaFile):
         )
 
 
-class DSparkFile(BlockFile):
+class DSparkFile(BlockFile, kw_only=True):
     """`config.json` of a DSpark drafter."""
 
     markov_rank: Size

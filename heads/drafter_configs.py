@@ -99,6 +99,10 @@ class DFlashConfig:
     mask_token: int | None = None
     """Id of the token in the slots to be filled, one that no text holds; if not given, an unused
     token of the target."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that can be drafted, the most frequent of the training replies; all tokens
+    if not given. Fewer make training and drafting cheaper, most of all for small targets. Not for
+    engines, which run the target's whole head for block drafters."""
     intermediate_size: int | None = None
     """Width of the MLP; the target's if not given."""
     activation: str = "silu"
@@ -112,7 +116,7 @@ class DFlashConfig:
                 f"heads.block_size must be at least 2, not {self.block_size}: the first slot is "
                 "the anchor's own"
             )
-        for name in ("num_layers", "intermediate_size"):
+        for name in ("num_layers", "intermediate_size", "draft_vocab_size"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"heads.{name} must be at least 1, not {value}")
 

@@ -6,7 +6,7 @@ anchor's own, or the draft before. So drafts are chosen one after another, thoug
 only once. A confidence head estimates from the slot's state and W1[x], before the draft is chosen,
 how much of its distribution the target will accept (docs/objectives.md#dspark).
 
-Shapes: H hidden size, V vocabulary, r rank of the transition.
+Shapes: H hidden size, Vd draft vocabulary, r rank of the transition.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ class DSparkDrafter(DFlashDrafter):
     def __init__(self, shape: DSparkShape, embedding_and_head: EmbeddingAndHead) -> None:
         super().__init__(shape, embedding_and_head)
         self.transition_in = nn.Embedding(shape.vocab_size, shape.markov_rank)
-        self.transition_out = nn.Linear(shape.markov_rank, shape.vocab_size, bias=False)
+        drafted = shape.draft_vocab_size or shape.vocab_size
+        self.transition_out = nn.Linear(shape.markov_rank, drafted, bias=False)
         self.confidence_head = nn.Linear(shape.hidden_size + shape.markov_rank, 1)
 
     @torch.no_grad()
-    def start_from(self, norm_weight: Tensor | None) -> None:
-        """Set the first weights of an untrained drafter; the target's final norm is one of them."""
-        super().start_from(norm_weight)
+    def start_from(self, norm_weight: Tensor | None, ids: Tensor | None = None) -> None:
+        """Set the first weights of an untrained drafter; the target's final norm is one of them.
+
+        `ids` are as for DFlash.
+        """
+        super().start_from(norm_weight, ids)
         for module in (self.transition_in, self.transition_out, self.confidence_head):
             nn.init.normal_(module.weight, std=INIT_STD)
         # A logit near 0: every draft begins with a confidence of about one half.
@@ -65,12 +69,12 @@ class DSparkDrafter(DFlashDrafter):
         return torch.cat([output, self.transition_in(before)], dim=-1)
 
     def logits(self, state: Tensor) -> Tensor:
-        """Return the logits `[..., V]` of drafts with the transition, for states `[..., H + r]`."""
+        """Return drafts' logits `[..., Vd]`, transition included, of states `[..., H + r]`."""
         hidden = self.shape.hidden_size
         return self.base_logits(state[..., :hidden]) + self.transition_out(state[..., hidden:])
 
     def transition(self, before: Tensor) -> Tensor:
-        """Return the bias `[..., V]` that tokens `[...]` give to the logits of the next draft."""
+        """Return the bias `[..., Vd]` on the next draft's logits that target ids `[...]` give."""
         return self.transition_out(self.transition_in(before))
 
     def confidence(self, state: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from .files import JsonObject
 from .layers import Attend, DecoderLayer, RMSNorm, inner_size, layout_of
 from .layout import EngineLayout
 from .rotary import Rotary
-from .vocabulary import ids_of_offsets, offsets
+from .vocabulary import VocabularyMaps
 
 WEIGHTS_FILE = "model.safetensors"
 
@@ -73,7 +73,7 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-class EagleDrafter(EngineLayout, nn.Module):
+class EagleDrafter(VocabularyMaps, EngineLayout):
     """EAGLE drafter: fusion of the taps, decoder layers, and (version 3) a norm and a head.
 
     `embedding_and_head` are the target's embedding and head, borrowed, not owned.
@@ -115,14 +115,8 @@ class EagleDrafter(EngineLayout, nn.Module):
         # The target's rows have the target's width, so a drafter of another width cannot borrow
         # them.
         self.embedding = nn.Embedding(shape.vocab_size, hidden) if hidden != wide else None
-        self.d2t: Tensor | None
-        self.t2d: Tensor | None
-        reduced = shape.draft_vocab_size < shape.vocab_size
-        # Both are filled by `start_from` or by loading. A drafter of all tokens has neither.
-        d2t = torch.zeros(shape.draft_vocab_size, dtype=torch.int64)
-        t2d = torch.zeros(shape.vocab_size, dtype=torch.bool)
-        self.register_buffer("d2t", d2t if reduced else None)
-        self.register_buffer("t2d", t2d if reduced else None)
+        # Filled by `start_from` or by loading.
+        self.add_maps(shape.draft_vocab_size, shape.vocab_size)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope)
 
     @torch.no_grad()
@@ -142,11 +136,7 @@ class EagleDrafter(EngineLayout, nn.Module):
         and would drown what the layer adds to it.
         """
         if ids is not None:
-            assert self.d2t is not None and self.t2d is not None, (
-                "a full vocabulary keeps every token"
-            )
-            self.d2t.copy_(offsets(ids))
-            self.t2d.zero_()[ids] = True
+            self.set_maps(ids)
         if self.shape.version == 1:
             return
         if head_weight.shape[1] == self.shape.hidden_size:
@@ -161,22 +151,6 @@ class EagleDrafter(EngineLayout, nn.Module):
             # (F * Ht), and the sum has variance 1.
             input_size = 1.0 if self.shape.norm_taps else size
             nn.init.normal_(columns, std=self.fc.weight.shape[1] ** -0.5 / input_size)
-
-    @property
-    def draft_vocab_ids(self) -> Tensor | None:
-        """Target ids `[Vd]` of the draft vocabulary; None if it has all tokens."""
-        if self.d2t is None:
-            return None
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-
-    def check(self) -> None:
-        """Raise `UserError` if `d2t` and `t2d` are broken or name different tokens."""
-        if self.d2t is not None and self.t2d is not None:
-            ids = ids_of_offsets(self.d2t, self.shape.vocab_size)
-            if not torch.equal(self.t2d.nonzero()[:, 0], ids):
-                raise UserError(
-                    "the drafter's two vocabulary maps (d2t and t2d) name different tokens"
-                )
 
     def fuse(self, taps: tuple[Tensor, ...], last: Tensor) -> Tensor:
         """Return the state `[B, N, H]` with which rows begin, from the target's features.
@@ -299,9 +273,7 @@ class EagleDrafter(EngineLayout, nn.Module):
             state |= {"norm.weight": self.norm.weight, "lm_head.weight": self.lm_head.weight}
         if self.embedding is not None:
             state["embed_tokens.weight"] = self.embedding.weight
-        if self.d2t is not None and self.t2d is not None:
-            state |= {"d2t": self.d2t, "t2d": self.t2d}
-        return state
+        return state | self.maps()
 
     def serving_config(self, target_name: str, dtype: str) -> JsonObject:
         """Return the content of `config.json`; `dtype` is the floating type of the tensors.

@@ -8,6 +8,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
+Head = Callable[[Tensor], Tensor]
+"""Function from states `[..., Ht]` after the final norm to logits."""
+
 
 @dataclass(frozen=True)
 class EmbeddingAndHead:
@@ -18,14 +21,23 @@ class EmbeddingAndHead:
 
     embed: Callable[[Tensor], Tensor]
     """Function from token ids `[...]` to the target's embeddings `[..., Ht]`."""
-    head: Callable[[Tensor], Tensor]
-    """Function from states `[..., Ht]` after the final norm to the target's logits `[..., V]`."""
+    head: Head
+    """The target's head, whose logits are `[..., V]`."""
     vocab_size: int = 0
     """Number of tokens in the target's vocabulary, V."""
     tokenizer: Any = None
     """The target's tokenizer; None for a target without one."""
     scale: float = 1.0
     """Factor by which `embed` multiplies the rows of the embedding matrix."""
+    part: Callable[[Tensor], Head] | None = None
+    """Function from token ids `[Vd]` to a head that computes their logits alone; None: the whole
+    head is computed, and the rest left out."""
+
+    def head_of(self, ids: Tensor) -> Head:
+        """Return a function from states `[..., Ht]` to the logits `[..., Vd]` of `ids` `[Vd]`."""
+        if self.part is not None:
+            return self.part(ids)
+        return lambda last: self.head(last)[..., ids]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the unscaled rows `[..., Ht]` of the embedding matrix for token ids `[...]`.

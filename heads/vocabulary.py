@@ -10,9 +10,56 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import UserError
+
+
+class VocabularyMaps(nn.Module):
+    """Base of drafters that may have a draft vocabulary: its maps, as buffers."""
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def add_maps(self, drafted: int, vocab_size: int) -> None:
+        """Make room for the maps of `drafted` tokens; a drafter of all `vocab_size` has none.
+
+        They are filled by `set_maps` or by loading.
+        """
+        reduced = drafted < vocab_size
+        d2t = torch.zeros(drafted, dtype=torch.int64)
+        t2d = torch.zeros(vocab_size, dtype=torch.bool)
+        self.register_buffer("d2t", d2t if reduced else None)
+        self.register_buffer("t2d", t2d if reduced else None)
+
+    @torch.no_grad()
+    def set_maps(self, ids: Tensor) -> None:
+        """Make the ascending target ids `ids` `[Vd]` the draft vocabulary."""
+        assert self.d2t is not None and self.t2d is not None, "a full vocabulary keeps every token"
+        self.d2t.copy_(offsets(ids))
+        self.t2d.zero_()[ids] = True
+
+    def maps(self) -> dict[str, Tensor]:
+        """Return the maps under their names on disk; nothing for a drafter of all tokens."""
+        if self.d2t is None or self.t2d is None:
+            return {}
+        return {"d2t": self.d2t, "t2d": self.t2d}
+
+    @property
+    def draft_vocab_ids(self) -> Tensor | None:
+        """Target ids `[Vd]` of the draft vocabulary; None if it has all tokens."""
+        if self.d2t is None:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def check(self) -> None:
+        """Raise `UserError` if `d2t` and `t2d` are broken or name different tokens."""
+        if self.d2t is not None and self.t2d is not None:
+            ids = ids_of_offsets(self.d2t, len(self.t2d))
+            if not torch.equal(self.t2d.nonzero()[:, 0], ids):
+                raise UserError(
+                    "the drafter's two vocabulary maps (d2t and t2d) name different tokens"
+                )
 
 
 def most_frequent(counts: Tensor, size: int, always: Iterable[int]) -> Tensor:

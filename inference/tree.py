@@ -224,3 +224,16 @@ class DraftTree:
         # NO_NODE cannot be an index; what it reads as node 0 is replaced below.
         tokens = self.tokens.gather(1, paths.clamp(min=0).flatten(1)).view(paths.shape)
         return torch.where(paths < 0, NO_NODE, tokens)
+
+
+def named(tree: DraftTree, root: Tensor, ids: Tensor | None) -> DraftTree:
+    """Return a tree whose drafts are columns of a draft vocabulary with target ids in their place.
+
+    `ids` `[Vd]` are the columns' target ids; with None the tree stays as it is. `root` `[B]` are
+    the roots' tokens, which are target ids.
+    """
+    if ids is not None:
+        drafts = tree.tokens[:, 1:]
+        drafts = torch.where(drafts < 0, NO_NODE, ids[drafts.clamp(min=0)])
+        tree.tokens = torch.cat([root[:, None], drafts], dim=1)
+    return tree

@@ -11,6 +11,7 @@ from draftsmith.heads import dflash, dspark
 from draftsmith.heads.artifact import Artifact
 from draftsmith.heads.dflash import DFlashConfig, DFlashDrafter
 from draftsmith.heads.dspark import DSparkConfig, DSparkDrafter
+from draftsmith.heads.vocabulary import most_frequent
 from draftsmith.inference.proposers.dflash import DFlashProposer
 from draftsmith.inference.proposers.dspark import DSparkProposer
 from draftsmith.inference.targets.target import Target
@@ -22,6 +23,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 2, "block_size": 5},
     "dflash one layer": {"num_layers": 1, "block_size": 4, "intermediate_size": 48},
     "dspark": {"num_layers": 2, "block_size": 4, "markov_rank": 6},
+    "dflash draft vocabulary": {"num_layers": 1, "block_size": 4, "draft_vocab_size": 60},
+    "dspark draft vocabulary": {
+        "num_layers": 1,
+        "block_size": 3,
+        "markov_rank": 6,
+        "draft_vocab_size": 60,
+    },
 }
 
 
@@ -44,7 +52,11 @@ def random_block(target: Target, kind: str = "dflash", seed: int = 0, **more: An
             dflash.shape_for(DFlashConfig(**settings), target.config, mask),
             target.embedding_and_head,
         )
-    drafter.start_from(target.final_norm_weight())
+    ids = None
+    if (size := drafter.shape.draft_vocab_size) is not None:
+        counts = torch.randint(0, 50, (target.vocab_size,))
+        ids = most_frequent(counts, size, target.eos_ids)
+    drafter.start_from(target.final_norm_weight(), ids)
     for name, parameter in drafter.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ..artifact import OWN_FILE, Artifact, not_a_drafter
 from ..documents import OwnFile, read_document
-from ..eagle import EagleDrafter
 from ..errors import UserError
 from ..files import checksum, read_json, whole_directory, write_json
 from ..fingerprint import Fingerprint, tokenizer_hash
 from ..layout import place
 from ..pretrained import clear_errors, read_tokenizer
-from ..vocabulary import offsets
 from .card import CardFigures, card
 from .custom_generate import write_custom_generate
-from .exports import Recipe, kind_of, recipe_for
+from .exports import TITLES, Recipe, kind_of, recipe_for
 from .layouts import ExportRequest, files_for
 from .selfcheck import check_export, check_name, side_of
 
@@ -170,17 +168,26 @@ def _own_tokenizer(directory: Path, target: Fingerprint) -> Any:
     return tokenizer
 
 
+HEADS_BY_TOKEN = {
+    "eagle3": "lm_head.weight",
+    "dflash": None,
+    "dspark": "transition_out.weight",
+}
+"""Kinds that can have a draft vocabulary, and which of their tensors has a row for each token."""
+
+
 @torch.no_grad()
 def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact:
-    """Return an EAGLE-3 artifact whose draft vocabulary is `ids` `[Vd]`, ascending.
+    """Return an artifact whose draft vocabulary is `ids` `[Vd]`, ascending.
 
     `counts` `[V]` says how often the target wrote each token; the share that `ids` cover is noted.
-    Raises `UserError` if it is not EAGLE-3, or cannot draft some of these tokens already.
+    Raises `UserError` if its kind has none, or it cannot draft some of these tokens already.
     """
-    drafter: EagleDrafter = artifact.drafter
-    if kind_of(drafter) != "eagle3":
+    drafter, kind = artifact.drafter, kind_of(artifact.drafter)
+    if kind not in HEADS_BY_TOKEN:
+        *first, last = (TITLES[name] for name in HEADS_BY_TOKEN)
         raise UserError(
-            f"only EAGLE-3 has a vocabulary of its own to make smaller, not {kind_of(drafter)}"
+            f"only {', '.join(first)} and {last} have a vocabulary to make smaller, not {kind}"
         )
     current_ids = drafter.draft_vocab_ids
     # A full vocabulary: every token's row is at its own id.
@@ -197,18 +204,16 @@ def with_vocabulary(artifact: Artifact, ids: Tensor, counts: Tensor) -> Artifact
     if len(ids) == len(current_ids):
         return artifact
     smaller_shape = replace(drafter.shape, draft_vocab_size=len(ids))
-    smaller = EagleDrafter(smaller_shape, drafter.embedding_and_head)
-    # The maps depend on the vocabulary and are made anew; a drafter of the whole one has none.
+    smaller = type(drafter)(smaller_shape, drafter.embedding_and_head)
     state = dict(drafter.state_dict())
-    state.pop("d2t", None)
-    state.pop("t2d", None)
-    state["lm_head.weight"] = state["lm_head.weight"][rows]
-    state["d2t"] = offsets(ids)
-    drafted = torch.zeros(drafter.shape.vocab_size, dtype=torch.bool)
-    state["t2d"] = drafted.scatter(0, ids, True)
+    if (by_token := HEADS_BY_TOKEN[kind]) is not None:
+        state[by_token] = state[by_token][rows]
+    # The maps depend on the vocabulary and are made anew; a drafter of the whole one has none.
+    smaller.set_maps(ids)
+    state |= smaller.maps()
     # Cast first, because loading a state dict would cast the tensors to the new module's float32.
-    # The maps are integers and stay as they are.
-    smaller.to(drafter.fc.weight.dtype).load_state_dict(state)
+    place(smaller, drafter.fc.weight.device, drafter.fc.weight.dtype)
+    smaller.load_state_dict(state)
     coverage = float(counts[ids].sum() / counts.sum())
     smaller.check()
     pruned = {"draft_vocab_size": len(ids), "coverage": coverage}

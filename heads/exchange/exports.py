@@ -216,6 +216,12 @@ def block_obstacle(engine: str, drafter: DFlashDrafter, family: str) -> str | No
             f"its layers have activation {shape.activation}, engines have silu; train with "
             "heads.activation silu"
         )
+    if shape.draft_vocab_size is not None:
+        return (
+            f"it drafts {shape.draft_vocab_size:,} of the target's {shape.vocab_size:,} tokens, "
+            "and engines run the target's whole head for block drafters; train without "
+            "heads.draft_vocab_size"
+        )
     if shape.attention_bias and engine not in O_BIAS:
         return "it has a bias on queries and keys, which the engine leaves out or does not load"
     if "partial_rotary_factor" in shape.rope and engine not in ("vllm", "speculators"):

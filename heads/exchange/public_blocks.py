@@ -116,7 +116,7 @@ def _read(
         raise UserError(f"{found.path} lacks {missing[0]}; it is needed to build the drafter")
     target, tensors = found.target, found.tensors
     _check_sizes(found)
-    _whole_vocabulary(found)
+    _draft_vocabulary(found)
     drop_embedding(found)
     if (matrix := tensors.pop("lm_head.weight", None)) is not None:
         same_matrix(found, "lm_head.weight", matrix, target.head)
@@ -200,6 +200,8 @@ def _native(found: Checkpoint, taps: list[int]) -> JsonObject:
         "attention_bias": any("q_proj.bias" in name for name in found.tensors),
         # None for DFlash, which does not read it.
         "markov_rank": keys.get("markov_rank"),
+        # None for all tokens.
+        "draft_vocab_size": keys.get("draft_vocab_size"),
         INNER: {"mask_token_id": mask, "target_layer_ids": [tap - 1 for tap in taps]},
     }
 
@@ -260,21 +262,27 @@ def _unsupported_dspark(found: Checkpoint) -> str | None:
     return None
 
 
-def _whole_vocabulary(found: Checkpoint) -> None:
-    """Drop vocabulary maps that name every token. Raises `UserError` for a draft vocabulary."""
+def _draft_vocabulary(found: Checkpoint) -> None:
+    """Drop vocabulary maps that name every token, and with them the size of the vocabulary.
+
+    Raises `UserError` for a draft vocabulary of others, whose heads have rows of their own.
+    """
     tensors, drafted = found.tensors, found.config.get("draft_vocab_size")
-    # Taken out before they are judged: a drafter here has no such tensors to fill.
-    offsets, can_be_drafted = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
     reduced = drafted not in (None, found.config["vocab_size"])
-    if offsets is not None:
+    if (offsets := maps.get("d2t")) is not None:
         reduced = reduced or bool(offsets.any())
-    if can_be_drafted is not None:
+    if (can_be_drafted := maps.get("t2d")) is not None:
         reduced = reduced or not can_be_drafted.bool().all()
-    if reduced:
+    if not reduced:
+        found.config.pop("draft_vocab_size", None)
+        return
+    if not found.answers.ours:
         raise UserError(
             f"{found.folder} drafts a part of the target's vocabulary (d2t), which block drafters "
-            "do not here; not supported"
+            "of others do not here; not supported"
         )
+    tensors |= maps
 
 
 def _plain_taps(found: Checkpoint, keys: JsonObject) -> list[int]:

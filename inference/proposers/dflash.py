@@ -23,13 +23,14 @@ from torch.nn import functional
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
 from ...heads.errors import UserError
+from ...heads.vocabulary import to_target
 from ..attention import attention_over
 from ..cache import KeptCache, TreeCache, visible_slots
 from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import NO_NODE, DraftTree, TreeShape
+from ..tree import NO_NODE, DraftTree, TreeShape, named
 from ..tree_settings import TreeSettings, positive
 from .growth import Continue, Slots, grow_chain
 from .tree_plan import Planned, TreePlan
@@ -70,6 +71,7 @@ class DFlashProposer(Planned):
             )
         self._drafter = drafter
         self._device = drafter.fc.weight.device
+        self._draft_vocab_ids = drafter.draft_vocab_ids
         self._cache, self._kept = TreeCache(0, 0), KeptCache()
         # Positions that the target has decided and the cache lacks: fused features [B, A, H], and
         # how many of them each row has, on the host and on the device.
@@ -101,12 +103,18 @@ class DFlashProposer(Planned):
 
     def _draft(self, outputs: Tensor, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafts of the outputs `[B, D, H]` of the drafting slots."""
-        first, go_on = self._logits(outputs, root)
+        # A greedy choice needs no logits of tokens that are never drafted. Whatever else is done
+        # with them knows tokens by their ids: penalties, noise, a plan that measures.
+        ids = None
+        if draws.sampling.plain_greedy and isinstance(self.plan, TreePlan):
+            ids = self._draft_vocab_ids
+        first, go_on = self._logits(outputs, root, ids)
         # A chain without a threshold, or a tree. Only chains have thresholds (`TreePlan`), so below
         # the whole chain is drafted and then cut, which costs no further pass over the layers.
         if not self.plan.threshold:
-            return self.plan.draft(first, root, draws, go_on)[0]
-        tree = grow_chain(first, root, draws, go_on, TreeShape.chain(self.plan.length))
+            return named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
+        chain = TreeShape.chain(self.plan.length)
+        tree = named(grow_chain(first, root, draws, go_on, chain), root, ids)
         return cut(tree, self._confidence(outputs, tree.tokens).cumprod(-1) >= self.plan.threshold)
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
@@ -118,18 +126,31 @@ class DFlashProposer(Planned):
         """
         # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
         # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
-        probs = self._drafter.base_logits(outputs[:, :-1]).float().softmax(-1)
+        probs = self._base_logits(outputs[:, :-1], None).float().softmax(-1)
         # A missing node has token -1, which cannot be an index.
         draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
         return functional.pad(draft_probs, (1, 0), value=1.0)
 
-    def _logits(self, outputs: Tensor, root: Tensor) -> tuple[Tensor, Continue]:
+    def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         """Return the logits `[B, V]` after the root, and a function of those after any node.
 
-        `outputs` `[B, D, H]` are those of the drafting slots, `root` `[B]` the roots' tokens.
+        `outputs` `[B, D, H]` are those of the drafting slots, `root` `[B]` the roots' tokens. With
+        `ids` `[Vd]` the logits are those of the draft vocabulary alone, `[B, Vd]`, and nodes hold
+        columns of them.
         """
-        slots = Slots(self._drafter.base_logits(outputs))
+        slots = Slots(self._base_logits(outputs, ids))
         return slots.logits[:, 0], slots
+
+    def _base_logits(self, outputs: Tensor, ids: Tensor | None) -> Tensor:
+        """Return the slots' logits for `outputs` `[..., H]`, `[..., Vd]` with `ids`, else
+        `[..., V]`."""
+        return self._named(self._drafter.base_logits(outputs), ids)
+
+    def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
+        """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""
+        if ids is not None:
+            return logits
+        return to_target(logits, self._draft_vocab_ids, self._drafter.shape.vocab_size)
 
     def _catch_up(self) -> None:
         """Write keys and values of the positions that the last round decided into the cache.

@@ -29,7 +29,7 @@ from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import NO_NODE, DraftTree
+from ..tree import DraftTree, named
 from ..tree_settings import TreeSettings, positive
 from .growth import Level
 from .tree_plan import Planned, TreePlan
@@ -128,11 +128,7 @@ class EagleProposer(Planned):
             self._cache.stage(level.tokens.shape[1])
             return self._logits(before, ids is None)
 
-        tree, _ = self.plan.draft(first, root, draws, go_on)
-        if ids is not None:
-            drafts = tree.tokens[:, 1:]
-            drafts = torch.where(drafts < 0, NO_NODE, ids[drafts.clamp(min=0)])
-            tree.tokens = torch.cat([root[:, None], drafts], dim=1)
+        tree = named(self.plan.draft(first, root, draws, go_on)[0], root, ids)
         self._cache.staged = 0  # accepted drafts come again, with the target's features
         return tree
 

@@ -5,12 +5,14 @@ Shapes: H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError
+from .packed import PackedLinear
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
@@ -170,8 +172,27 @@ class ModelHead:
 
     def head(self, last: Tensor) -> Tensor:
         """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
+        return self._logits(self._multiply, last)
+
+    def head_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
+
+        It holds a copy of their rows of the output matrix, packed if the target's own is. Where
+        that is spread over devices or no plain matrix, the whole head is computed instead.
+        """
+        whole, packed = self._output, isinstance(self._multiply, PackedLinear)
+        if self.spread != "whole" or not (packed or type(whole) is nn.Linear):
+            return lambda last: self.head(last)[..., ids]
+        rows = nn.Linear(self.hidden_size, len(ids), whole.bias is not None, device="meta")
+        rows.weight = nn.Parameter(whole.weight.detach()[ids], requires_grad=False)
+        if whole.bias is not None:
+            rows.bias = nn.Parameter(whole.bias.detach()[ids], requires_grad=False)
+        multiply = PackedLinear(rows) if packed else rows
+        return lambda last: self._logits(multiply, last)
+
+    def _logits(self, multiply: nn.Module, last: Tensor) -> Tensor:
         # A drafter's states may have another dtype than the target's head.
-        logits = self._multiply(last.to(self._output.weight.dtype))
+        logits = multiply(last.to(self._output.weight.dtype))
         if self._scale is not None:
             logits = logits * self._scale
         if self._softcap is not None:

@@ -44,7 +44,9 @@ class TargetSource(ModelHead, ABC):
         # Gemma's embedding rounds its factor to the dtype of its weights before it multiplies.
         scale = torch.as_tensor(getattr(embedding, "embed_scale", 1.0), device="cpu")
         factor = float(scale.to(embedding.weight.dtype))
-        return EmbeddingAndHead(self.embed, self.head, self.vocab_size, self.tokenizer, factor)
+        return EmbeddingAndHead(
+            self.embed, self.head, self.vocab_size, self.tokenizer, factor, self.head_of
+        )
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:

@@ -42,7 +42,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "optim": {"optimizer": "muon", "clip_norm": 0.5},
     },
     "dspark": {
-        "heads": {"taps": [1], "num_layers": 1, "block_size": 3, "markov_rank": 4, "mask_token": 2},
+        "heads": {
+            "taps": [1],
+            "num_layers": 1,
+            "block_size": 3,
+            "markov_rank": 4,
+            "mask_token": 2,
+            "draft_vocab_size": 80,
+        },
         "objective": {"anchors": 20},
         "optim": {"clip_norm": 0.1},
     },

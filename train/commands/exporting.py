@@ -30,7 +30,7 @@ from ...inference.settings import BadRows
 from ...inference.targets.target import TargetSource
 from ..data.templates import encode
 from ..inputs import embedding_and_head_in
-from ..methods.eagle import special_ids
+from ..methods.vocabulary import special_ids
 from ..options import ExportOptions as Options
 
 

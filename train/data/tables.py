@@ -282,6 +282,7 @@ def _read(
     """
     name = source.name or source.path
     left_out = LeftOut(f"data source {name}", data.bad_rows, "--data.bad-rows")
+    tokenizer = tokenizer_hash(target.tokenizer)  # as long as reading a hundred rows
     for row_name, raw in Progress(
         rows_of(source.path, source.split), desc=f"reading {name}", unit=" rows"
     ):
@@ -298,7 +299,7 @@ def _read(
             if isinstance(raw, RowError):
                 raise raw
             conversation = conversation_of(raw)
-            _check_tokens(conversation, target)
+            _check_tokens(conversation, tokenizer, target.vocab_size)
             encoded = encode(
                 conversation,
                 target.tokenizer,
@@ -330,19 +331,20 @@ def _read(
         yield _Row(name, useful, conversation.words(), held_out, 1 if held_out else copies)
 
 
-def _check_tokens(conversation: Conversation, target: TargetSource) -> None:
-    """Raise `RowError` for exact token ids that are not this target's.
+def _check_tokens(conversation: Conversation, tokenizer: str, vocab_size: int) -> None:
+    """Raise `RowError` for exact token ids that are not the target's.
 
-    Ids of another tokenizer would otherwise be learned without any sign that they are wrong.
+    `tokenizer` is its tokenizer's hash, `vocab_size` the number of its tokens. Ids of another
+    tokenizer would otherwise be learned without any sign that they are wrong.
     """
     if conversation.token_ids is None:
         return
-    if conversation.tokenizer_hash not in (None, tokenizer_hash(target.tokenizer)):
+    if conversation.tokenizer_hash not in (None, tokenizer):
         raise RowError(
             "its token ids were written with another tokenizer; regenerate it with this target"
         )
-    if not all(0 <= token < target.vocab_size for token in conversation.token_ids):
-        raise RowError(f"a token id lies outside the target's vocabulary of {target.vocab_size}")
+    if not all(0 <= token < vocab_size for token in conversation.token_ids):
+        raise RowError(f"a token id lies outside the target's vocabulary of {vocab_size}")
 
 
 def _has_label(encoded: Encoded) -> bool:

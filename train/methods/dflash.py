@@ -14,7 +14,7 @@ Example: prompt 0 .. 3, reply 4 .. 8, three drafts a block. Roots are 4 .. 7, si
     7        x8   -    -      p7   -    -      1  0  0
 
 Shapes: B packed rows, S positions, Sa anchors of a packed row, D drafts of a block, R blocks with
-weight, H hidden size, V vocabulary, n roots that are run together.
+weight, H hidden size, V vocabulary, Vd draft vocabulary, n roots that are run together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ...distill.divergences import (
     overlap,
     sum_in_chunks,
 )
-from ...distill.settings import LABELS_ONLY
+from ...distill.settings import LABELS_ONLY, NEEDS_LABELS
 from ...heads import dflash
 from ...heads.artifact import Artifact
 from ...heads.dflash import DFlashDrafter
@@ -62,6 +62,7 @@ from .ranks import (
     ranks_in,
 )
 from .runs import BlockLoss, DFlashRun
+from .vocabulary import VocabularyMap, draft_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class BlockObjective:
         # In a batch without any draft there is nothing to divide, but the denominator may be 0.
         factors = weights * send(self._decay, device) / max(denominators["drafts"], 1e-9)
         loss, *tables = sum_in_chunks(
-            partial(self._table, drafter, last, measured),
+            partial(self._table, drafter, last, VocabularyMap(drafter, device), measured),
             drafter.state(outputs.flatten(0, 1)[device_blocks], before),
             (teachers, labels, weights, factors),
             drafter.head_parameters,
@@ -158,6 +159,7 @@ class BlockObjective:
         self,
         drafter: DFlashDrafter,
         last: Tensor,
+        vocabulary: VocabularyMap,
         measured: bool,
         state: Tensor,
         teachers: Tensor,
@@ -177,14 +179,26 @@ class BlockObjective:
         positions, position_of = (
             send(t, last.device) for t in teachers.unique(return_inverse=True)
         )
-        config, log_p, alpha = self.config, None, None
+        config, log_p, best, alpha = self.config, None, None, None
         overlaps = measured or self.reads_overlaps or config.weighting == "survival"
+        # As columns of the drafter's head, from here on; -1 for tokens that it does not have.
+        labels = vocabulary.columns(labels)
         if overlaps or config.loss not in LABELS_ONLY:
             with torch.no_grad():
-                log_p = log_probs(self._target_head(last[positions]))[position_of]
+                target_logits = self._target_head(last[positions])
+                best = vocabulary.columns(target_logits.argmax(-1))[position_of]
+                log_p = vocabulary.restrict(log_probs(target_logits))[position_of]
         logits = drafter.logits(state)
-        losses, log_sums = loss_of_logits(config.loss, logits, log_p, labels)
+        # A label without a column is clamped to have one; its loss counts as 0 below.
+        losses, log_sums = loss_of_logits(config.loss, logits, log_p, labels.clamp(min=0))
         losses = config.token_weight * losses
+        if vocabulary.reduced:
+            # What cannot be drafted teaches nothing: a label, or with a distribution its best.
+            if config.loss not in LABELS_ONLY:
+                assert best is not None
+                losses = losses.masked_fill(best < 0, 0.0)
+            if config.loss in NEEDS_LABELS:
+                losses = losses.masked_fill(labels < 0, 0.0)
         if config.feature_weight:
             target_state = last[positions][position_of].to(state.dtype)
             # DSpark's states have columns for the token before the draft behind the hidden ones.
@@ -198,16 +212,17 @@ class BlockObjective:
             if config.weighting != "decay":
                 chances = alpha
                 if config.weighting == "d-pace":
-                    label_logits = logits.gather(-1, labels[..., None])[..., 0]
-                    label_probs = (label_logits - log_sums).exp()
+                    label_logits = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+                    label_probs = (label_logits - log_sums).exp() * (labels >= 0)
                     chances = smoothed(label_probs, config.smoothing)
                 assert chances is not None
                 scale = factors * survival_weights(chances, weights > 0)
         more, tables = self.further_loss(drafter, state, alpha)
         loss = ((losses + more) * scale).sum()
-        if log_p is None or alpha is None or not measured:
+        if best is None or alpha is None or not measured:
             return (loss,)
-        right = (logits.argmax(-1) == log_p.argmax(-1)).float()
+        # A best token of -1 equals no column, so a draft that cannot be made is a miss.
+        right = (logits.argmax(-1) == best).float()
         return loss, losses, right, alpha, *tables
 
     def further_loss(
@@ -260,7 +275,9 @@ def start(drafter: DFlashDrafter, target: TargetSource, batches: Batches) -> Non
     the size of the first logits follows from all of it.
     """
     norm = target.final_norm_weight()
-    drafter.start_from(norm.float().cpu() if norm is not None else None)
+    shape = drafter.shape
+    ids = draft_vocabulary(shape.draft_vocab_size or shape.vocab_size, target, batches)
+    drafter.start_from(norm.float().cpu() if norm is not None else None, ids)
     # `keep=False`: nothing is trained yet, so what the drafter computes may change.
     drafter.rescale(target.tap_sizes(drafter.taps), keep=False)
     # One position is left over, because a server writes a token with every request.
@@ -324,7 +341,7 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
             drafter,
             logit_rows=run.objective.rows_per_chunk * drafter.drafts,
             passes=passes_of(run, drafter),
-            borrowed_params=shape.hidden_size * shape.vocab_size,
+            borrowed_params=shape.hidden_size * (shape.draft_vocab_size or shape.vocab_size),
             layers=shape.num_layers,
         )
 
@@ -361,9 +378,11 @@ class DFlashMethod(Method[DFlashRun, DFlashDrafter]):
         Row n, column d - 1 is the place of the text's own token x[n+d] among the best of draft d
         from root n. It is -1 where the token is not among the best, or lies outside the text.
         """
+        vocabulary = VocabularyMap(drafter, ids.device)
         ranks = torch.full((len(ids), drafter.drafts), -1, dtype=torch.long, device=ids.device)
         for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
-            ranks[roots] = ranks_in(drafter.logits(drafter.state(outputs, before)), labels)
+            columns = vocabulary.columns(labels)
+            ranks[roots] = ranks_in(drafter.logits(drafter.state(outputs, before)), columns)
         return ranks
 
     def calibrate(self, outcomes: Sequence[tuple[Tensor, int]], tree_nodes: int) -> JsonObject:

@@ -24,6 +24,7 @@ from ..objectives import Sums
 from .dflash import BlockObjective, DFlashMethod, forced_blocks
 from .ranks import accepted_in_chains, comparable_roots, ranks_in
 from .runs import DSparkLoss, DSparkRun
+from .vocabulary import VocabularyMap
 
 BINS = 15  # of equal mass, in which calibration errors are measured
 TEMPERATURES = tuple(2.0 ** (step / 8) for step in range(-24, 25))  # an eighth to eight
@@ -103,10 +104,12 @@ class DSparkMethod(DFlashMethod):
     @torch.no_grad()
     def teacher_forced(self, drafter: DSparkDrafter, hidden: Hidden, ids: Tensor) -> Tensor:
         """Return `[S, D, 2]`, float: ranks as DFlash's, then the confidences' logits."""
+        vocabulary = VocabularyMap(drafter, ids.device)
         outcomes = torch.zeros(len(ids), drafter.drafts, 2, device=ids.device)
         for roots, outputs, before, labels in forced_blocks(drafter, hidden, ids):
             state = drafter.state(outputs, before)
-            outcomes[roots, :, 0] = ranks_in(drafter.logits(state), labels).float()
+            ranks = ranks_in(drafter.logits(state), vocabulary.columns(labels))
+            outcomes[roots, :, 0] = ranks.float()
             outcomes[roots, :, 1] = drafter.confidence(state).float()
         return outcomes
 

@@ -21,7 +21,6 @@ from ...heads.eagle import EagleDrafter, shape_for
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...heads.layers import begin_unsure
-from ...heads.vocabulary import most_frequent
 from ...inference.proposers.eagle import DEFAULT_LENGTH, DEFAULT_WIDTH
 from ...inference.targets.causal_model import Hidden
 from ...inference.targets.target import Target, TargetSource
@@ -40,25 +39,12 @@ from .ranks import (
     ranks_in,
 )
 from .runs import EagleRun
-from .teachers import VocabularyMap
 from .unroll import unroll
+from .vocabulary import VocabularyMap, draft_vocabulary
 
 log = logging.getLogger(__name__)
 
 STATES = 64  # random states, like those of an untrained layer, by which its logits are judged
-
-
-def special_ids(target: TargetSource) -> set[int]:
-    """Return tokens that have to be drafted for a reply ever to end.
-
-    These are the end tokens and all that the tokenizer calls special.
-    """
-    special = set(target.eos_ids)
-    if (tokenizer := target.tokenizer) is not None:
-        tokens = [*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()]
-        # A tokenizer may have more tokens than the target's embedding has rows.
-        special |= {token for token in tokens if token < target.vocab_size}
-    return special
 
 
 class EagleMethod(Method[EagleRun, EagleDrafter]):
@@ -97,11 +83,7 @@ class EagleMethod(Method[EagleRun, EagleDrafter]):
             return EagleDrafter(shape, target.embedding_and_head)
         shape = shape_for(run.heads, target.config)
         drafter = EagleDrafter(shape, target.embedding_and_head)
-        ids = None
-        if shape.draft_vocab_size < shape.vocab_size:
-            ids = most_frequent(
-                batches.token_counts(shape.vocab_size), shape.draft_vocab_size, special_ids(target)
-            )
+        ids = draft_vocabulary(shape.draft_vocab_size, target, batches)
         norm = target.final_norm_weight()
         weight = norm.float().cpu() if norm is not None else None
         drafter.start_from(

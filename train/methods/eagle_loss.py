@@ -27,7 +27,6 @@ from torch.nn import functional
 
 from ...distill.divergences import (
     NEEDS_LABELS,
-    RENORMALISED,
     log_probs,
     loss_of_logits,
     overlap,
@@ -40,8 +39,9 @@ from ..data.batches import Batch
 from ..features import Features
 from ..objectives import Sums, depth_metrics, smoothed, static_decay, survival_weights
 from .runs import EagleLoss
-from .teachers import TeacherPlaces, VocabularyMap
+from .teachers import TeacherPlaces
 from .unroll import unroll
+from .vocabulary import VocabularyMap
 
 NOISE_LENGTH = 512  # length of a document in which the noise has just the size `objective.noise`
 
@@ -260,11 +260,8 @@ class EagleObjective:
         """
         config, teacher = self.config, None
         with torch.no_grad():
-            if config.loss in RENORMALISED:
-                teacher = log_probs(vocabulary.restrict(target_logits))[:, None]
-            elif config.loss not in LABELS_ONLY:
-                # with the mass that they have in the whole vocabulary
-                teacher = vocabulary.restrict(log_probs(target_logits))[:, None]
+            if config.loss not in LABELS_ONLY:
+                teacher = vocabulary.teacher(config.loss, target_logits)[:, None]
         # One teacher for all drafts about it: `[J, 1, Vd]` against `[J, D, Vd]`. A label without a
         # column is clamped to have one; what is computed of it counts as 0 below.
         columns = labels.clamp(min=0)[:, None].expand(hidden.shape[:2])

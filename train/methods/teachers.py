@@ -1,7 +1,6 @@
-"""Teachers of unrolled drafts: whose distribution teaches which draft, and in which vocabulary.
+"""Teachers of unrolled drafts: whose distribution teaches which draft.
 
-Shapes: B packed rows, S positions, D unrolled steps, J teacher positions, R roots, H hidden size,
-V vocabulary, Vd draft vocabulary.
+Shapes: B packed rows, S positions, D unrolled steps, J teacher positions, R roots, H hidden size.
 """
 
 from __future__ import annotations
@@ -10,45 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...heads.eagle import EagleDrafter
 from ...inference.device import send
-
-
-class VocabularyMap:
-    """Map from target ids to columns of the drafter's head.
-
-    Example: with the draft vocabulary 2, 5, 6 of 8 tokens, the ids 0 .. 7 have the columns
-    -1 -1 0 -1 -1 1 2 -1. Without a draft vocabulary, columns are ids.
-    """
-
-    def __init__(self, drafter: EagleDrafter, device: torch.device) -> None:
-        self._draft_vocab_ids = drafter.draft_vocab_ids
-        if self._draft_vocab_ids is not None:
-            self._columns = torch.full(
-                (drafter.shape.vocab_size,), -1, dtype=torch.long, device=device
-            )
-            self._columns[self._draft_vocab_ids] = torch.arange(
-                len(self._draft_vocab_ids), device=device
-            )
-
-    @property
-    def reduced(self) -> bool:
-        """True if there are tokens that cannot be drafted."""
-        return self._draft_vocab_ids is not None
-
-    def columns(self, ids: Tensor) -> Tensor:
-        """Return the columns of target `ids`, -1 for tokens that cannot be drafted."""
-        return ids if self._draft_vocab_ids is None else self._columns[ids]
-
-    def restrict(self, probs: Tensor) -> Tensor:
-        """Return the draft vocabulary's part `[J, Vd]` of `[J, V]`.
-
-        What is left out is put nowhere else, so probabilities may sum to less than one.
-        """
-        if self._draft_vocab_ids is None:
-            return probs
-        # several times as fast on a CPU as indexing by brackets
-        return probs.index_select(1, self._draft_vocab_ids)
 
 
 class TeacherPlaces:

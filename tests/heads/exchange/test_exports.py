@@ -277,6 +277,28 @@ def test_the_draft_vocabulary_by_eye() -> None:
         with_vocabulary(small, torch.tensor([3, 9]), counts)
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_the_draft_vocabulary_of_a_block_drafter(kind: str, tmp_path: Path) -> None:
+    """Cut after training it drafts the same among the tokens that are left; only transformers
+    serves it, and what is exported is the drafter that was cut."""
+    full = block(kind)
+    counts = torch.ones(TARGET.vocab_size)
+    small = with_vocabulary(full, torch.tensor([3, 4, 8]), counts)
+    assert small.drafter.draft_vocab_ids.tolist() == [3, 4, 8]
+    hidden, before = torch.randn(2, 5, TARGET.hidden_size), torch.full((2, 5), 7)
+    states = [drafter.drafter.state(hidden, before) for drafter in (small, full)]
+    torch.testing.assert_close(
+        small.drafter.logits(states[0]), full.drafter.logits(states[1])[..., [3, 4, 8]]
+    )
+    with pytest.raises(UserError, match="whole head for block drafters"):
+        recipe_for("vllm", small)
+    export(small, order("hf", tmp_path / "cut"))
+    again = Artifact.load(tmp_path / "cut", TARGET.fingerprint(), TARGET.embedding_and_head)
+    assert again.drafter.facts() == small.drafter.facts()
+    assert torch.equal(again.drafter.draft_vocab_ids, small.drafter.draft_vocab_ids)
+    torch.testing.assert_close(again.drafter.logits(states[0]), small.drafter.logits(states[0]))
+
+
 @pytest.mark.parametrize("name", sorted(eagle("eagle3 draft vocabulary").drafter.serving_state()))
 def test_a_writer_that_drops_or_changes_a_tensor_is_caught(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
@@ -48,7 +49,7 @@ class Kind:
 
         Raises `UserError` for a setting that this kind of drafter does not have.
         """
-        known = (*self.tree, *self.own)
+        known = (*self.tree, *self.own, *(["dtype"] if self in TRAINED.values() else []))
         if unknown := sorted(settings.keys() - set(known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
@@ -98,6 +99,10 @@ NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = (
     (int, r"-?[0-9]+"),
     (float, r"-?[0-9]*\.[0-9]+"),
 )
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types of weights that a trained drafter's setting `dtype` may name. The text does not depend on
+it: what is drafted may."""
 
 FORMER_SETTINGS = {"heat": "score_temperature"}
 """Settings that have another name now; the old one is accepted."""
@@ -186,6 +191,7 @@ def load_proposer(
     for notice in former_settings(str(spec)):
         warn(notice)
     name, settings = check_spec(spec if tuned is None else without_tree(spec))
+    named = ",".join(f"{key}={value}" for key, value in settings.items())
     # A profile that `tune` wrote before a setting had its present name is read too.
     settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
     chosen: dict[str, Any] = {}
@@ -194,8 +200,9 @@ def load_proposer(
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
-        artifact = Artifact.load(name, target.fingerprint(), target.embedding_and_head, warn)
-        place(artifact.drafter, target.device, target.dtype)
+        dtype = _drafter_dtype(settings.pop("dtype", None), target)
+        artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
+        place(artifact.drafter, target.device, dtype)
         kind, given = TRAINED[artifact.method], (artifact,)
         if choose and not settings:
             assert isinstance(target, Target)
@@ -214,9 +221,23 @@ def load_proposer(
         pack_drafter(given[0].drafter)
     if tuned is not None:
         proposer.name += ":tuned"
-    elif settings:
-        proposer.name += ":" + ",".join(f"{key}={value}" for key, value in settings.items())
+    elif named:
+        proposer.name += f":{named}"
     return proposer
+
+
+def _drafter_dtype(name: str | None, target: TargetSource) -> torch.dtype:
+    """Return the type of a drafter's weights that its setting `dtype` names, else the target's.
+
+    Raises `UserError` for any other name.
+    """
+    if name is None:
+        return target.dtype
+    if name not in DTYPES:
+        raise UserError(
+            f"dtype={name} is no type that a drafter can have; there are: {', '.join(DTYPES)}"
+        )
+    return getattr(torch, name)
 
 
 def proposer_of(artifact: Artifact, **settings: Any) -> Any:

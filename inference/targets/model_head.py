@@ -172,27 +172,29 @@ class ModelHead:
 
     def head(self, last: Tensor) -> Tensor:
         """Return the logits `[..., V]`, scaled or capped, of last hidden states `[..., H]`."""
-        return self._logits(self._multiply, last)
+        # A drafter's states may have another dtype than the target's head.
+        return self._finished(self._multiply(last.to(self._output.weight.dtype)))
 
-    def head_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+    def head_of(self, ids: Tensor, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
         """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
 
-        It holds a copy of their rows of the output matrix, packed if the target's own is. Where
-        that is spread over devices or no plain matrix, the whole head is computed instead.
+        It holds a copy of their rows of the output matrix, in `dtype` if given, packed if the
+        target's own is. Where that is spread over devices or no plain matrix, the whole head is
+        computed instead.
         """
         whole, packed = self._output, isinstance(self._multiply, PackedLinear)
         if self.spread != "whole" or not (packed or type(whole) is nn.Linear):
             return lambda last: self.head(last)[..., ids]
         rows = nn.Linear(self.hidden_size, len(ids), whole.bias is not None, device="meta")
-        rows.weight = nn.Parameter(whole.weight.detach()[ids], requires_grad=False)
+        dtype = dtype or whole.weight.dtype
+        rows.weight = nn.Parameter(whole.weight.detach()[ids].to(dtype), requires_grad=False)
         if whole.bias is not None:
-            rows.bias = nn.Parameter(whole.bias.detach()[ids], requires_grad=False)
+            rows.bias = nn.Parameter(whole.bias.detach()[ids].to(dtype), requires_grad=False)
         multiply = PackedLinear(rows) if packed else rows
-        return lambda last: self._logits(multiply, last)
+        return lambda last: self._finished(multiply(last.to(dtype)))
 
-    def _logits(self, multiply: nn.Module, last: Tensor) -> Tensor:
-        # A drafter's states may have another dtype than the target's head.
-        logits = multiply(last.to(self._output.weight.dtype))
+    def _finished(self, logits: Tensor) -> Tensor:
+        """Return the output matrix's products scaled or capped."""
         if self._scale is not None:
             logits = logits * self._scale
         if self._softcap is not None:

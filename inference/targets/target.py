@@ -48,6 +48,11 @@ class TargetSource(ModelHead, ABC):
             self.embed, self.head, self.vocab_size, self.tokenizer, factor, self.head_of
         )
 
+    def lent(self, dtype: torch.dtype) -> EmbeddingAndHead:
+        """Return `embedding_and_head` for a drafter in `dtype`, as are parts of the head."""
+        lent = self.embedding_and_head
+        return replace(lent, part=lambda ids: self.head_of(ids, dtype))
+
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
         """Return the identity of the target's weights and tokenizer."""

@@ -14,7 +14,7 @@ from draftsmith.heads.dspark import DSparkConfig
 from draftsmith.heads.embedding_and_head import EmbeddingAndHead
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import read_json, write_json
-from draftsmith.inference.decode import generate
+from draftsmith.inference.decode import generate, generate_one
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.targets.target import Target
 from safetensors.torch import load_file, save_file
@@ -221,3 +221,21 @@ def test_embeddings_come_unscaled_as_engines_hand_them_over() -> None:
     assert not torch.allclose(target.embedding_and_head.embed(ids), rows)
     plain = EmbeddingAndHead(lambda ids: rows[ids], lambda last: last)
     assert torch.equal(plain.rows(ids), rows)
+
+
+@pytest.mark.parametrize("kind", ["dspark draft vocabulary", "dflash"])
+def test_a_drafter_of_a_smaller_type_than_its_target(kind: str, tmp_path: Path) -> None:
+    """The text is the target's own; the drafter, and what it borrows of the head, is smaller."""
+    target = tiny_target(num_hidden_layers=3)
+    Artifact(random_block(target, kind), target.fingerprint()).save(tmp_path / "d")
+    plain = generate_one(target, load_proposer("none", target, pytest.fail), [5, 6], 12)
+    proposer = load_proposer(f"{tmp_path / 'd'}:dtype=bfloat16", target, pytest.fail)
+    assert proposer.drafter.fc.weight.dtype == torch.bfloat16
+    logits = proposer.drafter.logits(
+        proposer.drafter.state(torch.ones(1, target.hidden_size).bfloat16(), torch.tensor([3]))
+    )
+    small = "vocabulary" in kind
+    assert logits.dtype == (torch.bfloat16 if small else torch.float32)
+    assert generate_one(target, proposer, [5, 6], 12).token_ids == plain.token_ids
+    with pytest.raises(UserError, match="dtype=int8 is no type that a drafter can have"):
+        load_proposer(f"{tmp_path / 'd'}:dtype=int8", target, pytest.fail)

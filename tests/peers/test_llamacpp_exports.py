@@ -321,14 +321,14 @@ def tied(target: Target, folder: Path, drafts: int, prompts: list[list[int]]) ->
     if isinstance(proposer, DFlashProposer):
         probs_of = proposer._logits
 
-        def watched(outputs: torch.Tensor, root: torch.Tensor) -> Any:
-            first, go_on = probs_of(outputs, root)
+        def watched(outputs: torch.Tensor, *rest: Any) -> Any:
+            first, go_on = probs_of(outputs, *rest)
             return watch(first), lambda level: watch(go_on(level))
 
         proposer._logits = watched  # type: ignore[method-assign]
     else:
         logits_of = proposer._logits
-        proposer._logits = lambda output: watch(logits_of(output))
+        proposer._logits = lambda *given: watch(logits_of(*given))
     for place, ids in enumerate(prompts):
         gaps: list[float] = []
         generate_one(target, proposer, ids, REPLY)

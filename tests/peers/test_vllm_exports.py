@@ -178,7 +178,13 @@ def serve(
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads((folder / "result.json").read_text())
+    found = json.loads((folder / "result.json").read_text())
+    if speculation is not None:
+        for name in ("drafts", "drafted", "accepted"):
+            found[name] = sum(counts[name] for counts in found["counts"])
+        by_prompt = [counts["by_position"] for counts in found["counts"]]
+        found["by_position"] = [sum(places) for places in zip(*by_prompt, strict=True)]
+    return found
 
 
 @pytest.fixture(scope="module")

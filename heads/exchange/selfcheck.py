@@ -126,7 +126,12 @@ def side_of(target: Fingerprint) -> TargetSide:
         target.num_layers,
         hidden_size,
         target.vocab_size,
-        EmbeddingAndHead(stand_in, lambda last: last, target.vocab_size),
+        EmbeddingAndHead(
+            stand_in,
+            lambda last: last,
+            target.vocab_size,
+            part=lambda ids: lambda last: last,
+        ),
     )
 
 

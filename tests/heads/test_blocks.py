@@ -229,7 +229,7 @@ def test_a_drafter_of_a_smaller_type_than_its_target(kind: str, tmp_path: Path) 
     target = tiny_target(num_hidden_layers=3)
     Artifact(random_block(target, kind), target.fingerprint()).save(tmp_path / "d")
     plain = generate_one(target, load_proposer("none", target, pytest.fail), [5, 6], 12)
-    proposer = load_proposer(f"{tmp_path / 'd'}:dtype=bfloat16", target, pytest.fail)
+    proposer: Any = load_proposer(f"{tmp_path / 'd'}:dtype=bfloat16", target, pytest.fail)
     assert proposer.drafter.fc.weight.dtype == torch.bfloat16
     logits = proposer.drafter.logits(
         proposer.drafter.state(torch.ones(1, target.hidden_size).bfloat16(), torch.tensor([3]))

@@ -280,11 +280,16 @@ class DFlashDrafter(VocabularyMaps, EngineLayout):
     def _head(self) -> Head:
         """The target's head, of which a draft vocabulary has the rows of its own tokens."""
         target = self.embedding_and_head
-        if (ids := self.draft_vocab_ids) is None:
+        if self.d2t is None:
             return target.head
         # Not before the first use: the maps are filled, and moved to a device, after `__init__`.
         if self._part is None or self._part[0] is not target:
-            self._part = target, target.head_of(ids)
+            # The first use may be a decoded text, and a tensor of inference mode cannot be learned
+            # through afterwards.
+            with torch.inference_mode(False):
+                ids = self.draft_vocab_ids
+                assert ids is not None
+                self._part = target, target.head_of(ids)
         return self._part[1]
 
     @property

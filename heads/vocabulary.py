@@ -22,7 +22,7 @@ class VocabularyMaps(nn.Module):
     t2d: Tensor | None
 
     def add_maps(self, drafted: int, vocab_size: int) -> None:
-        """Make room for the maps of `drafted` tokens; a drafter of all `vocab_size` has none.
+        """Register the maps of `drafted` tokens; a drafter of all `vocab_size` has none.
 
         They are filled by `set_maps` or by loading.
         """

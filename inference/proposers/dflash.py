@@ -126,7 +126,8 @@ class DFlashProposer(Planned):
         """
         # Example: of three drafts the outputs of the first two slots give p(1) and p(2), and the
         # confidences are 1, p(1), p(2). The last draft's own probability is not asked.
-        probs = self._base_logits(outputs[:, :-1], None).float().softmax(-1)
+        logits = self._named(self._drafter.base_logits(outputs[:, :-1]), None)
+        probs = logits.float().softmax(-1)
         # A missing node has token -1, which cannot be an index.
         draft_probs = probs.gather(-1, tokens[:, 1:-1, None].clamp(min=0))[..., 0]
         return functional.pad(draft_probs, (1, 0), value=1.0)
@@ -138,13 +139,8 @@ class DFlashProposer(Planned):
         `ids` `[Vd]` the logits are those of the draft vocabulary alone, `[B, Vd]`, and nodes hold
         columns of them.
         """
-        slots = Slots(self._base_logits(outputs, ids))
+        slots = Slots(self._named(self._drafter.base_logits(outputs), ids))
         return slots.logits[:, 0], slots
-
-    def _base_logits(self, outputs: Tensor, ids: Tensor | None) -> Tensor:
-        """Return the slots' logits for `outputs` `[..., H]`, `[..., Vd]` with `ids`, else
-        `[..., V]`."""
-        return self._named(self._drafter.base_logits(outputs), ids)
 
     def _named(self, logits: Tensor, ids: Tensor | None) -> Tensor:
         """Return `logits` `[..., Vd]` as they are with `ids`, else by the target's ids."""

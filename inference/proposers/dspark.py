@@ -54,16 +54,16 @@ class DSparkProposer(DFlashProposer):
 
     def _logits(self, outputs: Tensor, root: Tensor, ids: Tensor | None) -> tuple[Tensor, Continue]:
         drafter = self._drafter
-        base = self._base_logits(outputs, ids)
+        base = drafter.base_logits(outputs)
 
         # Depths count from 1, so `base[:, depth]` is the slot after that of the level's own drafts.
         # A missing node (-1) takes the bias of token 0, since nothing is drafted below it.
         def go_on(level: Level) -> Tensor:
             tokens = level.tokens.clamp(min=0)
             bias = drafter.transition(tokens if ids is None else ids[tokens])
-            return base[:, level.depth, None] + self._named(bias, ids)
+            return self._named(base[:, level.depth, None] + bias, ids)
 
-        return base[:, 0] + self._named(drafter.transition(root), ids), go_on
+        return self._named(base[:, 0] + drafter.transition(root), ids), go_on
 
     def _confidence(self, outputs: Tensor, tokens: Tensor) -> Tensor:
         """Return the calibrated confidence `[B, D]` in each draft, from the token before it."""

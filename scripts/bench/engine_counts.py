@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from draftsmith.heads.artifact import Artifact
+import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange.exporter import export, load_alone
 from draftsmith.heads.exchange.layouts import ExportRequest
@@ -80,8 +80,8 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         for prompt in read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
     ]
     engine = served_by_llamacpp if options.engine == "llamacpp" else served_by_vllm
-    artifact = load_alone(options.drafter)
-    plain, theirs = engine(options, artifact, target, prompts, folder)
+    commands = exported(options, target, folder / "drafter")
+    plain, theirs = engine(options, commands, prompts, folder)
     proposer = imitation(options, target)
     wrong = equal = 0
     ties: list[str] = []
@@ -174,10 +174,9 @@ def add(total: Counts, one: Counts) -> None:
     total["by_position"] = [a + b for a, b in zip(before, one["by_position"], strict=True)]
 
 
-def exported(options: argparse.Namespace, artifact: Artifact, target: Target, out: Path) -> str:
+def exported(options: argparse.Namespace, target: Target, out: Path) -> str:
     """Write the export and return the commands that serve it."""
-    import torch
-
+    artifact = load_alone(options.drafter)
     order = ExportRequest(
         options.engine, str(out), str(Path(options.target).resolve()), options.drafts, torch.float32
     )
@@ -186,14 +185,9 @@ def exported(options: argparse.Namespace, artifact: Artifact, target: Target, ou
 
 
 def served_by_llamacpp(
-    options: argparse.Namespace,
-    artifact: Artifact,
-    target: Target,
-    prompts: list[list[int]],
-    folder: Path,
+    options: argparse.Namespace, commands: str, prompts: list[list[int]], folder: Path
 ) -> tuple[Counts, Counts]:
     """Return what a llama-server answers and counts without and with the drafter."""
-    commands = exported(options, artifact, target, folder / "drafter")
     _, convert, serve = (shlex.split(line) for line in commands.splitlines())
     model = str(Path(options.target).resolve())
     run(options, "llamacpp/convert.py", model, "--outtype", "f32", "--outfile", "target.gguf",
@@ -210,14 +204,10 @@ def served_by_llamacpp(
 
 
 def served_by_vllm(
-    options: argparse.Namespace,
-    artifact: Artifact,
-    target: Target,
-    prompts: list[list[int]],
-    folder: Path,
+    options: argparse.Namespace, commands: str, prompts: list[list[int]], folder: Path
 ) -> tuple[Counts, Counts]:
     """Return what a vLLM answers and counts without and with the drafter."""
-    command = shlex.split(exported(options, artifact, target, folder / "drafter"))
+    command = shlex.split(commands)
     found = []
     for speculation in (None, json.loads(command[-1])):
         job = {

@@ -18,7 +18,7 @@ Counters = dict[str, Any]
 
 
 def counters(llm: Any) -> Counters:
-    """What the engine has counted of its speculation since it started."""
+    """Return what the engine has counted of its speculation since it started."""
     found: Counters = {}
     for metric in llm.get_metrics():
         kind = metric.name.removeprefix("vllm:spec_decode_")
@@ -30,7 +30,7 @@ def counters(llm: Any) -> Counters:
 
 
 def between(before: Counters, after: Counters) -> Counters:
-    """The counts of what happened in between."""
+    """Return the counts of what happened in between."""
     new: Counters = {
         name: after[name] - before.get(name, 0) for name in NAMES.values() if name in after
     }

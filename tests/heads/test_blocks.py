@@ -239,3 +239,16 @@ def test_a_drafter_of_a_smaller_type_than_its_target(kind: str, tmp_path: Path) 
     assert generate_one(target, proposer, [5, 6], 12).token_ids == plain.token_ids
     with pytest.raises(UserError, match="dtype=int8 is no type that a drafter can have"):
         load_proposer(f"{tmp_path / 'd'}:dtype=int8", target, pytest.fail)
+
+
+@pytest.mark.parametrize("kind", ["dflash draft vocabulary", "dspark draft vocabulary"])
+def test_a_drafter_that_has_decoded_can_learn(kind: str) -> None:
+    """Its rows of the target's head are taken at the first use, which may be in inference mode."""
+    target = tiny_target(num_hidden_layers=3)
+    drafter = random_block(target, kind)
+    states = torch.randn(2, target.hidden_size)
+    with torch.inference_mode():
+        drafter.base_logits(states)
+    drafter.requires_grad_(True)
+    drafter.base_logits(states).sum().backward()
+    assert bool((drafter.norm.weight.grad != 0).any())

@@ -80,7 +80,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         for prompt in read_prompts(options.prompts, target.tokenizer, target.name, options.limit)
     ]
     engine = served_by_llamacpp if options.engine == "llamacpp" else served_by_vllm
-    commands = exported(options, target, folder / "drafter")
+    commands = exported(options, target.head_weight, folder / "drafter")
     plain, theirs = engine(options, commands, prompts, folder)
     proposer = imitation(options, target)
     wrong = equal = 0
@@ -174,13 +174,18 @@ def add(total: Counts, one: Counts) -> None:
     total["by_position"] = [a + b for a, b in zip(before, one["by_position"], strict=True)]
 
 
-def exported(options: argparse.Namespace, target: Target, out: Path) -> str:
-    """Write the export and return the commands that serve it."""
+def exported(
+    options: argparse.Namespace,
+    head: torch.Tensor,
+    out: Path,
+    dtype: torch.dtype = torch.float32,
+) -> str:
+    """Write the export in `dtype` and return the commands that serve it."""
     artifact = load_alone(options.drafter)
     order = ExportRequest(
-        options.engine, str(out), str(Path(options.target).resolve()), options.drafts, torch.float32
+        options.engine, str(out), str(Path(options.target).resolve()), options.drafts, dtype
     )
-    recipe = export(artifact, order, head=target.head_weight)
+    recipe = export(artifact, order, head=head)
     return recipe.serve(order, artifact.drafter)
 
 

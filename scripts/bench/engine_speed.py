@@ -1,0 +1,205 @@
+"""What a drafter gains in an engine on this machine: servers with and without it, in turns.
+
+    python scripts/bench/engine_speed.py --engine llamacpp \
+        --python "$(scripts/llamacpp/environment.sh)" --target models/smollm2-135m-instruct \
+        --drafter runs/smollm2/eagle/best --drafts 2,3 --concurrency 1 \
+        --prompts runs/smollm2/test.prompts.jsonl --limit 16
+
+The drafter is exported, one server without it and one for each number of drafts are started, and
+`draftsmith evaluate --server` measures each of them in every turn, greedy. Figures are medians of
+the turns: tokens per second of all requests with their prompts, milliseconds of a later token of
+one request, and the round in plain steps, which is tau times the ratio of these milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.inference.evaluation.evaluate import measured
+from draftsmith.inference.evaluation.options import EvaluateOptions
+from draftsmith.inference.evaluation.results import ServerFigures
+from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.target import load_for_decoding
+from engine_counts import SCRIPTS, exported, run
+from rich.console import Console
+from rich.table import Table
+
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GGUF = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0"}
+PATIENCE_S = 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", choices=["llamacpp", "vllm"], required=True)
+    parser.add_argument("--python", required=True, help="Python of the engine's environment")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--limit", type=int, default=16)
+    parser.add_argument("--drafts", default="2,3", help="drafts of a round, a server for each")
+    parser.add_argument("--concurrency", default="1")
+    parser.add_argument("--dtype", choices=list(GGUF), default="float32", help="of the target")
+    parser.add_argument("--draft-dtype", choices=list(TYPES), default="float32")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--server-options", default="", help="further ones, of every server")
+    options = parser.parse_args()
+    try:
+        compare(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Start the servers, measure them in turns, print the table."""
+    wanted = [None, *map(int, options.drafts.split(","))]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        head = load_for_decoding(TargetConfig(options.target, dtype="float32")).head_weight
+        commands = [command(options, drafts, head, folder) for drafts in wanted]
+        urls = [stack.enter_context(served(line, options, folder)) for line in commands]
+        found: dict[tuple[int | None, int], list[ServerFigures]] = {}
+        for _ in range(options.turns):
+            for drafts, url in zip(wanted, urls, strict=True):
+                for figures in figures_of(url, options):
+                    found.setdefault((drafts, figures.concurrency), []).append(figures)
+    show(found, options)
+
+
+def command(
+    options: argparse.Namespace, drafts: int | None, head: torch.Tensor, folder: Path
+) -> list[str]:
+    """Return the command of a server with so many drafts a round, or without a drafter."""
+    python, model = str(Path(options.python).absolute()), str(Path(options.target).resolve())
+    serve: list[str] = []
+    if drafts is not None:
+        order = argparse.Namespace(**(vars(options) | {"drafts": drafts}))
+        out = folder / f"drafter-{drafts}"
+        serve = shlex.split(exported(order, head, out, TYPES[options.draft_dtype]), posix=True)
+    if options.engine == "vllm":
+        speculation = ["--speculative-config", serve[-1]] if serve else []
+        limits = ["--dtype", options.dtype, "--max-model-len", "2048", "--max-num-seqs", "8"]
+        server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [*server, *limits, "--no-enable-prefix-caching", *speculation]
+    target = folder / "target.gguf"
+    if not target.exists():
+        run(options, "llamacpp/convert.py", model, "--outtype", GGUF[options.dtype], "--outfile",
+            target.name, folder=folder)  # fmt: skip
+    speculation = []
+    if serve:
+        # two conversions, then the server
+        second = serve.index("convert_hf_to_gguf.py", serve.index("convert_hf_to_gguf.py") + 1)
+        last = serve.index("llama-server")
+        run(options, "llamacpp/convert.py", *serve[second + 1 : last], folder=folder)
+        speculation = serve[last + 3 :]
+    script = str(SCRIPTS / "llamacpp/serve.py")
+    threads = ["-t", str(options.threads), "-tb", str(options.threads)]
+    limits = ["-c", "16384", "-np", "8", *threads, "--device", "none", "--fit", "off"]
+    return [python, script, "-m", target.name, *limits, "--metrics", "--offline", *speculation]
+
+
+@contextlib.contextmanager
+def served(line: list[str], options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Run a server until the block ends; yield its address. Raises `UserError` if it fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(options.threads),
+        **os.environ,
+    }
+    environment.pop("PYTHONPATH", None)
+    line = [*line, "--host", "127.0.0.1", "--port", str(port), *shlex.split(options.server_options)]
+    log = folder / f"{port}.log"
+    with log.open("w") as out:
+        server = subprocess.Popen(line, cwd=folder, env=environment, stdout=out, stderr=out)
+    try:
+        until = time.monotonic() + PATIENCE_S
+        while not answers(url):
+            if server.poll() is not None or time.monotonic() > until:
+                raise UserError(f"the server did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def figures_of(url: str, options: argparse.Namespace) -> list[ServerFigures]:
+    """Return what `draftsmith evaluate` says of the server, by concurrency."""
+    report = measured(
+        EvaluateOptions(
+            target=TargetConfig(options.target),
+            prompts=options.prompts,
+            server=url,
+            concurrency=options.concurrency,
+            limit=options.limit,
+            max_new_tokens=options.max_new_tokens,
+            repeats=1,
+        )
+    )
+    assert report.server is not None
+    return report.server.settings
+
+
+def show(
+    found: dict[tuple[int | None, int], list[ServerFigures]], options: argparse.Namespace
+) -> None:
+    """Print a row for each concurrency and number of drafts."""
+    table = Table(title=f"{options.engine}, target in {options.dtype}, threads {options.threads}")
+    columns = ("at once", "drafts", "tau", "by position", "tokens/s", "speed-up", "ms a token")
+    for name in (*columns, "faster by", "round"):
+        table.add_column(name, justify="right")
+    for drafts, at_once in sorted(found, key=lambda key: (key[1], key[0] or 0)):
+        runs, plain = found[drafts, at_once], found[None, at_once]
+        rate, plain_rate = (median([run.tokens_s for run in those]) for those in (runs, plain))
+        token, plain_token = (median(later_token(those)) for those in (runs, plain))
+        tau = runs[0].tau_incl_bonus if drafts else 1.0
+        positions = " ".join(f"{share:.2f}" for share in runs[0].survival or [])
+        cells = [str(at_once), str(drafts or "none"), f"{tau:.2f}" if tau else "?", positions]
+        cells += [f"{rate:.1f}", f"{rate / plain_rate:.2f}x", f"{1000 * token:.1f}"]
+        cells += [f"{plain_token / token:.2f}x", f"{(tau or 1) * token / plain_token:.2f}"]
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def later_token(runs: list[ServerFigures]) -> list[float | None]:
+    return [(run.tpot_quantiles_s or {}).get("p50") for run in runs]
+
+
+def median(values: list[float | None]) -> float:
+    return statistics.median(value for value in values if value is not None)
+
+
+if __name__ == "__main__":
+    main()

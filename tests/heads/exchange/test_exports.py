@@ -4,7 +4,6 @@ refused with the reason."""
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,92 +12,39 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.artifact import Artifact
-from draftsmith.heads.eagle import EagleDrafter
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.exchange import exporter
 from draftsmith.heads.exchange.exporter import export, load_alone, with_vocabulary
 from draftsmith.heads.exchange.exports import (
-    ENGINES,
-    RECIPES,
     EngineName,
     kind_of,
     recipe_for,
-    vllm_guess,
 )
-from draftsmith.heads.exchange.foreign import Answers, TargetSide
-from draftsmith.heads.exchange.layouts import ExportRequest, files_for, sglang_taps
+from draftsmith.heads.exchange.foreign import Answers
+from draftsmith.heads.exchange.layouts import files_for, sglang_taps
 from draftsmith.heads.exchange.public import read_public
 from draftsmith.heads.fingerprint import Fingerprint
-from draftsmith.inference.targets.target import Target
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from tests.blocks import random_block
-from tests.conftest import QUICKSTART, ROOT, random_heads, tiny_target
-from tests.eagles import KINDS, random_eagle
+from tests.conftest import QUICKSTART, ROOT, tiny_target
+from tests.eagles import random_eagle
+from tests.heads.exchange.random_artifacts import (
+    PLAIN,
+    TARGET,
+    block,
+    eagle,
+    heads,
+    order,
+    side,
+)
 
-TARGET = tiny_target(num_hidden_layers=8)
-TAPS = [2, 4, 5]
-PLAIN: dict[str, Any] = {"taps": TAPS}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-
-
-def side(target: Target) -> TargetSide:
-    embedding = target.model.get_input_embeddings().weight
-    return TargetSide(
-        target.num_layers,
-        target.hidden_size,
-        target.vocab_size,
-        target.embedding_and_head,
-        embedding,
-        target.head_weight,
-    )
-
-
-def eagle(kind: str = "eagle3", **shape: Any) -> Artifact:
-    """A random drafter; `shape` may hold what training does not make."""
-    more = {} if KINDS[kind].get("version") == 1 else PLAIN
-    drafter = random_eagle(TARGET, kind, **more)
-    if shape:
-        torch.manual_seed(3)
-        drafter = EagleDrafter(replace(drafter.shape, **shape), TARGET.embedding_and_head)
-        for parameter in drafter.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        drafter.eval().requires_grad_(False)
-    return Artifact(drafter, TARGET.fingerprint(), {"width": 8}, {"command": ["train"]})
-
-
-def heads(**config: Any) -> Artifact:
-    drafter = random_heads(TARGET)
-    if config:
-        torch.manual_seed(3)
-        drafter = type(drafter)(
-            replace(drafter.config, **config), TARGET.hidden_size, TARGET.vocab_size, TARGET.head
-        )
-    return Artifact(drafter.eval().requires_grad_(False), TARGET.fingerprint())
-
-
-def block(kind: str = "dflash", **shape: Any) -> Artifact:
-    """The same of a block drafter."""
-    drafter = random_block(TARGET, kind, taps=TAPS)
-    if shape:
-        torch.manual_seed(3)
-        drafter = type(drafter)(replace(drafter.shape, **shape), TARGET.embedding_and_head)
-        for parameter in drafter.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        drafter.eval().requires_grad_(False)
-    return Artifact(drafter, TARGET.fingerprint())
-
-
-def order(
-    engine: EngineName, out: Path, dtype: torch.dtype = torch.float32, drafts: int = 3
-) -> ExportRequest:
-    return ExportRequest(engine, str(out), "the/target", drafts, dtype)
 
 
 EXPRESSIBLE: list[tuple[EngineName, Callable[[], Artifact]]] = [
@@ -343,40 +289,6 @@ def test_a_writer_that_garbles_the_config_is_caught(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "guess"),
-    [
-        ("my-eagle-3-head", "eagle3", "eagle"), ("My-EAGLE3", "eagle1", "eagle3"), ("eagle3-llama",
-        "eagle3", None),
-        ("heads", "eagle3", None), ("dflash-like", "medusa", "dflash"), ("eagle-1-llama", "eagle1",
-        None),
-        ("eagle3-draft", "draft_model", "eagle3"), ("dspark-qwen", "dflash", "dspark"),
-        ("dflash-qwen",
-        "dflash", None),
-    ],
-)  # fmt: skip
-def test_folder_names_from_which_vllm_takes_another_method(
-    name: str, kind: str, guess: str | None
-) -> None:
-    assert vllm_guess(f"/some/eagle-like/{name}", kind) == guess
-
-
-def test_such_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="my-eagle-3 would be taken for method 'eagle'.*call it eagle3-something"
-    ):
-        export(eagle(), order("vllm", tmp_path / "my-eagle-3"))
-
-
-def test_nothing_but_a_drafter_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("ten years")
-    with pytest.raises(UserError, match="holds something else"):
-        export(eagle(), order("vllm", tmp_path))
-    assert (tmp_path / "thesis.tex").read_text() == "ten years"
-    for _ in range(2):
-        export(eagle(), order("vllm", tmp_path / "drafter"))
-
-
 def test_configs_hold_what_loaders_trip_over(tmp_path: Path) -> None:
     """Rope in both spellings, no nulls, every flag said, no embedding, no bias, maps only where
     tokens are left out."""
@@ -411,31 +323,6 @@ def test_configs_hold_what_loaders_trip_over(tmp_path: Path) -> None:
     assert config["base_model_name_or_path"] == "the/target", "where TGI looks for the target"
 
 
-def test_every_engine_has_its_command(tmp_path: Path) -> None:
-    """What is printed stands in the folder's README and in draftsmith.json too."""
-    for engine in ENGINES:
-        for kind in RECIPES[engine]:
-            artifact = {
-                "eagle1": lambda: eagle("eagle1"),
-                "eagle3": eagle,
-                "medusa": heads,
-                "dflash": block,
-            }.get(kind, lambda: None)()
-            if artifact is None:
-                continue
-            out = tmp_path / f"{engine}-{kind.replace('_', '-')}"
-            recipe = export(artifact, order(engine, out), "apache-2.0")
-            command = recipe.serve(order(engine, out), artifact.drafter)
-            page = (out / "README.md").read_text()
-            assert (
-                command in page
-                and str(out) in command
-                and page.startswith("---\nlicense: apache-2.0\n")
-            )
-            assert json.loads((out / "draftsmith.json").read_text())["export"]["serve"] == command
-            assert engine == "speculators" or engine == "tgi" or "the/target" in command
-
-
 def test_a_draft_model_is_an_ordinary_one(tmp_path: Path) -> None:
     artifact = load_alone(ROOT / "scripts/quickstart/drafters/distill")
     assert kind_of(artifact.drafter) == "draft_model"
@@ -461,46 +348,6 @@ def test_a_drafter_without_its_target_is_the_same(tmp_path: Path) -> None:
     for folder, says in ((QUICKSTART, "was not made here"), (tmp_path, "is not a drafter")):
         with pytest.raises(UserError, match=says):
             load_alone(folder)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "speculators", "sglang", "trtllm", "llamacpp"])
-def test_commands_are_safe_to_paste(engine: EngineName, tmp_path: Path) -> None:
-    """Whatever the folder is called, a shell sees it as one word (TensorRT-LLM's stands in
-    YAML)."""
-    out = tmp_path / "it's my head"
-    artifact = eagle()
-    command = export(artifact, order(engine, out)).serve(order(engine, out), artifact.drafter)
-    if engine == "trtllm":
-        assert json.dumps(str(out)) in command
-        return
-    words = [
-        word for line in command.replace("\\\n", " ").splitlines() for word in shlex.split(line)
-    ]
-    assert any(
-        word == str(out) or (word.startswith("{") and json.loads(word)["model"] == str(out))
-        for word in words
-    )
-
-
-def test_no_file_link_or_drafter_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    eagle().save(tmp_path / "trained")
-    monkeypatch.chdir(tmp_path)
-    refused = {
-        "file": "is a file, a link",
-        "link": "a link",
-        ".": "the folder that you are in",
-        "trained": "a drafter",
-    }
-    for name, says in refused.items():
-        with pytest.raises(UserError, match=says):
-            export(eagle(), order("vllm", Path(name)))
-    assert (tmp_path / "file").read_text() == "x" and (
-        tmp_path / "trained" / "model.safetensors"
-    ).is_file()
 
 
 def test_weights_that_are_no_numbers_or_do_not_fit(tmp_path: Path) -> None:
@@ -537,11 +384,6 @@ def test_what_only_sglang_does(tmp_path: Path) -> None:
         recipe_for(
             "sglang", eagle(rope={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
         )
-
-
-def test_files_may_be_read_by_a_server_of_another_user(tmp_path: Path) -> None:
-    export(eagle(), order("vllm", tmp_path / "drafter"))
-    assert all(file.stat().st_mode & 0o444 == 0o444 for file in (tmp_path / "drafter").iterdir())
 
 
 @pytest.mark.parametrize("engine", ["vllm", "speculators"])

@@ -20,7 +20,7 @@ from draftsmith.heads.stored_tensors import StoredTensors
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.heads.exchange.test_exports import TAPS, TARGET, eagle, heads, side
+from tests.heads.exchange.random_artifacts import TAPS, TARGET, eagle, heads, side
 
 Tensors = dict[str, Tensor]
 NONE = Answers()

@@ -19,7 +19,7 @@ from draftsmith.heads.exchange.foreign import Answers
 from draftsmith.heads.exchange.layouts import files_for
 from safetensors.torch import load_file
 
-from tests.heads.exchange.test_exports import TAPS, TARGET, block, order
+from tests.heads.exchange.random_artifacts import TAPS, TARGET, block, order
 from tests.heads.exchange.test_public import EMBEDDING, Tensors, read, same, store
 
 HEAD = TARGET.head_weight.detach().clone()

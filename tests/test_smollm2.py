@@ -64,6 +64,8 @@ def test_no_source_is_in_two_splits(prompts: Path) -> None:
         assert not any(text == "Why?" or text.endswith(" and") for text in texts[split])
     for one, other in (("train", "valid"), ("train", "test"), ("valid", "test")):
         assert not sources[one] & sources[other] and not texts[one] & texts[other]
+    test = [row["category"] for row in rows_of(prompts / "test.prompts.jsonl")]
+    assert test == ["chat", "code", "documents", "reasoning"] * 40, "they take turns"
     greedy = rows_of(prompts / "train-greedy.prompts.jsonl")
     assert {row["messages"][0]["content"] for row in greedy} <= texts["train"]
     long = rows_of(prompts / "long.prompts.jsonl")

@@ -59,7 +59,10 @@ def main() -> None:
 
 
 def prompts_of(split: str, counts: Mapping[str, int], questions: Path) -> list[dict[str, Any]]:
-    """Return the prompts of a split, in random order."""
+    """Return the prompts of a split, in random order; test prompts take turns by domain.
+
+    So the first few test prompts are of every domain.
+    """
     draw = random.Random(split)
     written = chat.questions(questions, split)
     if len(written) < counts["chat"]:
@@ -90,7 +93,17 @@ def prompts_of(split: str, counts: Mapping[str, int], questions: Path) -> list[d
             for number, (source, text) in enumerate(asked)
         ]
     draw.shuffle(rows)
-    return rows
+    return in_turns(rows) if split == "test" else rows
+
+
+def in_turns(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first row of every category, then the second ones, and so on."""
+    turns: Counter[str] = Counter()
+    places: list[tuple[int, str, dict[str, Any]]] = []
+    for row in rows:
+        places.append((turns[row["category"]], row["category"], row))
+        turns[row["category"]] += 1
+    return [row for _, _, row in sorted(places, key=lambda place: place[:2])]
 
 
 def long_prompts() -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
+from .proposers.with_lookup import LOOKUP_SETTINGS, WithLookup, with_lookup
 from .targets.causal_model import CausalModel
 from .targets.packed import pack_drafter, packed_bytes
 from .targets.target import Target, TargetSource
@@ -43,13 +44,17 @@ class Kind:
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
     """Further settings."""
+    lookups: bool = False
+    """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
 
     def split(self, drafter: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of `make` for a user's settings.
 
         Raises `UserError` for a setting that this kind of drafter does not have.
         """
-        known = (*self.tree, *self.own, *(["dtype"] if self in TRAINED.values() else []))
+        known = [*self.tree, *self.own]
+        known += ["dtype"] if self in TRAINED.values() else []
+        known += LOOKUP_SETTINGS if self.lookups else []
         if unknown := sorted(settings.keys() - set(known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
@@ -77,12 +82,17 @@ UNTRAINED = {
 """Drafters that need no training, by the name that a user gives."""
 
 TRAINED = {
-    "medusa": Kind("medusa", "make_proposer", ("nodes", "score_temperature", "shape"), ("tree",)),
-    "eagle": Kind(
-        "eagle", "make_proposer", ("length", "width", "nodes", "score_temperature", "shape")
+    "medusa": Kind(
+        "medusa", "make_proposer", ("nodes", "score_temperature", "shape"), ("tree",), lookups=True
     ),
-    "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",)),
-    "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",)),
+    "eagle": Kind(
+        "eagle",
+        "make_proposer",
+        ("length", "width", "nodes", "score_temperature", "shape"),
+        lookups=True,
+    ),
+    "dflash": Kind("dflash", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
+    "dspark": Kind("dspark", "make_proposer", TREE_SETTINGS, ("slots",), lookups=True),
     "draft_model": Kind("draft_model", "make_proposer", TREE_SETTINGS, ("cost",)),
 }
 """Trained drafters, by the method that their artifact names."""
@@ -157,7 +167,7 @@ def without_tree(spec: str | Path) -> str:
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, "tree", "cost")
+    about_tree = (*TREE_SETTINGS, "tree", "cost", *LOOKUP_SETTINGS)
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
     return f"{name}:{rest}" if rest else name
 
@@ -195,6 +205,7 @@ def load_proposer(
     # A profile that `tune` wrote before a setting had its present name is read too.
     settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
     chosen: dict[str, Any] = {}
+    lookup: dict[str, Any] = {}
     if name in UNTRAINED:
         kind = UNTRAINED[name]
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
@@ -204,6 +215,9 @@ def load_proposer(
         artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
         place(artifact.drafter, target.device, dtype)
         kind, given = TRAINED[artifact.method], (artifact,)
+        lookup = {
+            key: settings.pop(key) for key in LOOKUP_SETTINGS if kind.lookups and key in settings
+        }
         if choose and not settings:
             assert isinstance(target, Target)
             trees = importlib.import_module(".proposers.default_tree", __package__)
@@ -219,6 +233,8 @@ def load_proposer(
         proposer.lay_out()
     elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
         pack_drafter(given[0].drafter)
+    if lookup:
+        proposer = with_lookup(proposer, lookup, name)
     if tuned is not None:
         proposer.name += ":tuned"
     elif named:
@@ -260,6 +276,8 @@ def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
 
     Those of the target, which some drafters run too, are not counted.
     """
+    if isinstance(proposer, WithLookup):
+        proposer = proposer.drafter
     # By identity: two attributes of a proposer may hold the same parameter.
     of_target = {id(parameter) for parameter in target.model.parameters()}
     held: dict[int, Tensor] = {}

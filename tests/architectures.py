@@ -15,6 +15,7 @@ from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.proposers.suffix import SuffixLookup
+from draftsmith.inference.proposers.with_lookup import WithLookup
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
@@ -165,6 +166,14 @@ def proposers(target: Target, drafter: Target, early_exit: bool = True) -> dict[
         "dspark adaptive": proposer_of(random_block(target, "dspark"), threshold=0.3),
         "dspark tree": proposer_of(random_block(target, "dspark"), width=3, nodes=9),
     }
+    branching = TreeSettings(length=3, width=2, nodes=6)
+    with_lookup = {
+        "eagle3": EagleProposer(random_eagle(target, "eagle3.1"), branching),
+        "dspark": proposer_of(random_block(target, "dspark")),
+        "medusa": MedusaProposer(heads, ranks),
+    }
+    for name, proposer in with_lookup.items():
+        found[f"{name} with lookup"] = WithLookup(proposer, 1, 5)
     if early_exit:
         found["early-exit chain"] = EarlyExit(target, 1, TreeSettings(length=3))
         found["early-exit tree"] = EarlyExit(target, 1, TreeSettings(length=3, width=2, nodes=7))

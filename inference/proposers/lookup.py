@@ -70,8 +70,14 @@ class LookupProposer(ABC):
             row.extend(tokens)
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
+        return self.chains(root, self.guesses())
+
+    def guesses(self) -> list[list[int]]:
+        """Return the tokens that are looked up for each row, none where nothing is found."""
+        return [row.guess(self._length) for row in self._rows]
+
+    def chains(self, root: Tensor, guesses: list[list[int]]) -> DraftTree:
         """Return a chain for each row, with missing nodes where a row's guess is shorter."""
-        guesses = [row.guess(self._length) for row in self._rows]
         longest = max(map(len, guesses))
         # There is always one: a guess has `length` tokens at most, and that is a size.
         size = min(size for size in self._sizes if size >= longest)

@@ -23,6 +23,7 @@ from ...proposers.growth import grow
 from ...proposers.lookup import LookupProposer
 from ...proposers.medusa import MedusaProposer
 from ...proposers.tree_plan import Planned, TreePlan
+from ...proposers.with_lookup import WithLookup
 from ...replay import RANKS
 from ...settings import Sampling
 from ...targets.target import Target
@@ -118,6 +119,8 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
         return
     if isinstance(proposer, MedusaProposer | LookupProposer):
         return
+    if isinstance(proposer, WithLookup):
+        raise UserError(f"tune chooses the trees of a drafter alone; leave out lookup of {spec}")
     raise UserError(
         f"{spec} cannot be tuned: it drafts in the target's own cache, or not at all; tune "
         "trained drafters or lookups"

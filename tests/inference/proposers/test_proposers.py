@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
 from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
+from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +28,7 @@ from hypothesis import strategies as st
 from tests.architectures import architecture, near_copy
 from tests.conftest import QUICKSTART, tiny_target
 
+DRAFTERS = QUICKSTART.parent / "drafters"
 NONE: frozenset[int] = frozenset()
 
 
@@ -90,6 +94,38 @@ def test_lookups_draft_nothing_where_nothing_was_found() -> None:
     target = tiny_target(seed=5)
     found = generate_one(target, NgramLookup(shortest=3), [5, 6, 7, 8], 3)
     assert found.rounds[0].drafted == 0 and found.rounds[0].accepted == 0
+
+
+def test_a_chain_replaces_the_tree_of_a_row_by_eye() -> None:
+    """Row 0 has found nothing, row 1 a chain that fits, row 2 one that is cut to three drafts."""
+    shape = TreeShape((-1, 0, 0, 1))
+    tree = DraftTree(torch.tensor([[9, 1, 2, 3]] * 3), shape)
+    mixed = replaced(tree, [[], [7, 8], [4, 5, 6, 7]])
+    assert mixed.tokens.tolist() == [[9, 1, 2, 3], [9, 7, 8, -1], [9, 4, 5, 6]]
+    assert mixed.parents is not None and mixed.levels == 3
+    assert mixed.parents.tolist() == [[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 1, 2]]
+    assert mixed.tables.depths.tolist() == [[0, 1, 1, 2], [0, 1, 2, 1], [0, 1, 2, 3]]
+    chain = DraftTree(torch.tensor([[9, 1, 2]] * 2), TreeShape.chain(2))
+    assert replaced(chain, [[7], []]).shape == TreeShape.chain(2)
+
+
+def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere(tiny: Target) -> None:
+    found = WithLookup(NgramLookup(length=2, longest=1), 3, 4)  # any proposer is a drafter to it
+    twin = copy.copy(found)
+    draws: Any = None  # neither of the two asks for a choice
+    for proposer, text, drafts in (
+        (found, [5, 6, 7, 8, 5, 6, 7], [8, 5, 6, 7]),
+        (twin, [5, 6, 7, 8, 9, 6, 4, 6], [4, 6]),  # one token alone was there before
+    ):
+        nothing: Any = None
+        ids, lengths = torch.tensor([text[:-1]]), torch.tensor([len(text) - 1])
+        proposer.prefill(
+            Prompts(tokens=[text], ids=ids, lengths=lengths, hidden=nothing, cache=nothing)
+        )
+        tree = proposer.propose(torch.tensor(text[-1:]), draws)
+        assert tree.tokens.tolist() == [[text[-1], *drafts]]
+    tree = found.propose(torch.tensor([7]), draws)
+    assert tree.tokens.tolist() == [[7, 8, 5, 6, 7]], "the twin has a state of its own"
 
 
 def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
@@ -262,7 +298,7 @@ def test_early_exit_runs_only_the_first_layers_and_changes_nothing_of_the_target
 
 def test_a_setting_is_known_by_its_former_name_in_specs_and_in_profiles(quickstart: Target) -> None:
     """`score_temperature` was called heat; profiles that `tune` wrote then are still there."""
-    drafter = str(QUICKSTART.parent / "drafters" / "eagle3")
+    drafter = str(DRAFTERS / "eagle3")
     notices: list[str] = []
     by_spec: Any = load_proposer(f"{drafter}:heat=0.5", quickstart, notices.append)
     assert "heat is called score_temperature now" in notices[0] and len(notices) == 1
@@ -299,6 +335,7 @@ def test_specs() -> None:
         ("sufix", "did you mean suffix"),
         ("ngram:length=100000", "1024 at most"),
         ("none:length=4", "there are: no settings"),
+        ("ngram:lookup=4", "no setting .lookup."),
     ],
 )
 def test_a_spec_that_makes_no_sense_is_one_clear_error(
@@ -307,3 +344,19 @@ def test_a_spec_that_makes_no_sense_is_one_clear_error(
     with pytest.raises(UserError, match=message) as caught:
         load_proposer(spec, tiny, print)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("distill:lookup=4", "no setting .lookup."),
+        ("eagle3:lookup_length=4", "give lookup too"),
+        ("eagle3:lookup=0", "lookup must be a whole number of at least 1, not 0"),
+        ("eagle3:lookup=4,lookup_length=few", "lookup_length must be a whole number"),
+    ],
+)
+def test_a_lookup_beside_a_drafter_that_makes_no_sense(
+    spec: str, message: str, quickstart: Target
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load_proposer(DRAFTERS / spec, quickstart, pytest.fail)

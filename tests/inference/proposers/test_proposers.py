@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
 from draftsmith.inference.drafters import load_proposer, parse_spec
 from draftsmith.inference.proposer import Accepted, Prompts
@@ -17,8 +18,9 @@ from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
 from draftsmith.inference.proposers.lookahead import Lookahead
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.proposers.suffix import SuffixAutomaton
-from draftsmith.inference.proposers.with_lookup import WithLookup, replaced
+from draftsmith.inference.proposers.with_lookup import WithLookup, joined, of_rows, replaced
 from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.causal_model import Hidden
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import DraftTree, TreeShape
 from draftsmith.inference.tree_settings import TreeSettings
@@ -120,12 +122,69 @@ def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere(tiny: Tar
         nothing: Any = None
         ids, lengths = torch.tensor([text[:-1]]), torch.tensor([len(text) - 1])
         proposer.prefill(
-            Prompts(tokens=[text], ids=ids, lengths=lengths, hidden=nothing, cache=nothing)
+            Prompts(tokens=[text], ids=ids, lengths=lengths, hidden=nothing, cache=TreeCache(1, 0))
         )
         tree = proposer.propose(torch.tensor(text[-1:]), draws)
         assert tree.tokens.tolist() == [[text[-1], *drafts]]
     tree = found.propose(torch.tensor([7]), draws)
     assert tree.tokens.tolist() == [[7, 8, 5, 6, 7]], "the twin has a state of its own"
+
+
+def test_two_rounds_as_one_by_eye() -> None:
+    """Row 0 has accepted 2 and then 1 positions, row 1 has 1 and 3; a state is its token."""
+
+    def accepted(ids: list[list[int]], counts: list[int]) -> Accepted:
+        state = torch.tensor(ids)[..., None].float()
+        return Accepted(
+            tokens=[[row] for row in range(2)],
+            nodes=[list(range(count)) for count in counts],
+            path=torch.zeros(2, len(ids[0])),
+            ids=torch.tensor(ids),
+            counts=torch.tensor(counts),
+            hidden=Hidden(state, (-state,)),
+        )
+
+    both = joined(accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3]))
+    assert both.ids[0, :3].tolist() == [5, 6, 8] and both.ids[1].tolist() == [7, 1, 2, 3]
+    assert both.counts.tolist() == [3, 4] and list(map(len, both.nodes)) == [3, 4]
+    assert torch.equal(both.hidden.last[..., 0], both.ids.float())
+    assert torch.equal(both.hidden.taps[0], -both.hidden.last)
+    alone = of_rows(both, [0])
+    assert alone.ids.tolist() == [[5, 6, 8]] and alone.counts.tolist() == [3]
+    assert alone.hidden.taps[0].shape == (1, 3, 1)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa"])
+def test_a_drafter_that_missed_rounds_drafts_as_if_it_had_not(
+    kind: str, quickstart: Target
+) -> None:
+    """The same drafts, round by round, as of one that is run in every round."""
+
+    class InEveryRound(WithLookup):
+        def propose(self, root: torch.Tensor, draws: Any) -> DraftTree:
+            self._may_wait = False
+            return super().propose(root, draws)
+
+    texts = ["for a in b:\n  c(a)\nfor a in d:\n  c(a)\n", "def __eq__(self, other):", "x = 1"]
+    requests = [Request(quickstart.tokenizer(text).input_ids) for text in texts]
+    rounds: list[list[tuple[int | None, list[int]]]] = []
+    passes: list[type] = []
+    for way in (WithLookup, InEveryRound):
+        drafter: Any = load_proposer(DRAFTERS / kind, quickstart, pytest.fail)
+
+        def counted(*given: Any, way: type = way, propose: Any = drafter.propose) -> DraftTree:
+            passes.append(way)
+            return propose(*given)
+
+        drafter.propose = counted
+        proposer = way(drafter, 2, 6)
+        replies = [
+            *generate(quickstart, proposer, requests, 40),
+            *generate(quickstart, proposer, requests[:1], 40),
+        ]
+        rounds.append([(r.drafted, r.tokens) for reply in replies for r in reply.rounds])
+    assert rounds[0] == rounds[1]
+    assert 0 < passes.count(WithLookup) < passes.count(InEveryRound)
 
 
 def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:

@@ -22,11 +22,10 @@ from ..heads.artifact import OWN_FILE, Artifact
 from ..heads.errors import UserError
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
-from .proposers.with_lookup import LOOKUP_SETTINGS, WithLookup, with_lookup
 from .targets.causal_model import CausalModel
 from .targets.packed import pack_drafter, packed_bytes
 from .targets.target import Target, TargetSource
-from .tree_settings import TREE_SETTINGS, TreeSettings
+from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings
 
 log = logging.getLogger(__name__)
 
@@ -161,13 +160,13 @@ def former_settings(spec: str) -> list[str]:
     return notices
 
 
-def without_tree(spec: str | Path) -> str:
-    """Return `spec` with only the settings that are not about its tree.
+def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
+    """Return `spec` with only the settings that are not about its tree, and without `others`.
 
     Example: `ngram:longest=5,length=9` becomes `ngram:longest=5`.
     """
     name, settings = parse_spec(str(spec))
-    about_tree = (*TREE_SETTINGS, "tree", "cost", *LOOKUP_SETTINGS)
+    about_tree = (*TREE_SETTINGS, "tree", "cost", *others)
     rest = ",".join(f"{key}={value}" for key, value in settings.items() if key not in about_tree)
     return f"{name}:{rest}" if rest else name
 
@@ -234,9 +233,10 @@ def load_proposer(
     elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
         pack_drafter(given[0].drafter)
     if lookup:
-        proposer = with_lookup(proposer, lookup, name)
+        beside = importlib.import_module(".proposers.with_lookup", __package__)
+        proposer = beside.with_lookup(proposer, lookup, name)
     if tuned is not None:
-        proposer.name += ":tuned"
+        proposer.name += ":" + ",".join(["tuned", *(f"{key}={n}" for key, n in lookup.items())])
     elif named:
         proposer.name += f":{named}"
     return proposer
@@ -276,8 +276,8 @@ def weight_bytes(proposer: Proposer, target: TargetSource) -> int:
 
     Those of the target, which some drafters run too, are not counted.
     """
-    if isinstance(proposer, WithLookup):
-        proposer = proposer.drafter
+    # Beside a lookup stands the trained drafter, which has the weights.
+    proposer = getattr(proposer, "trained", proposer)
     # By identity: two attributes of a proposer may hold the same parameter.
     of_target = {id(parameter) for parameter in target.model.parameters()}
     held: dict[int, Tensor] = {}

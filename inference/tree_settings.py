@@ -54,6 +54,9 @@ class TreeSettings:
 
 TREE_SETTINGS = tuple(field.name for field in fields(TreeSettings))
 
+LOOKUP_SETTINGS = ("lookup", "lookup_length")
+"""Settings of a lookup beside a trained drafter (`proposers.with_lookup`)."""
+
 
 def positive(name: str, value: Any, least: int = 1) -> int:
     """Return `value`, a setting. Raises `UserError` unless it is a whole number in range.

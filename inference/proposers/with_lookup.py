@@ -1,7 +1,8 @@
-"""A trained drafter whose drafts give way to looked-up ones where the text repeats itself.
+"""A trained drafter with a lookup beside it.
 
-Where the last tokens occurred before, the tokens that followed them are mostly right for longer
-than any trained drafter is; elsewhere a lookup finds nothing, and the drafter drafts.
+Where the last tokens of the text stood in it before, the tokens that followed them there are
+drafted; elsewhere the drafter drafts. Mostly the text goes on as it did for longer than a trained
+drafter is right.
 
 Shapes: B rows of a batch, A positions, N tree nodes with the root.
 """
@@ -22,115 +23,120 @@ from ..tree import NO_NODE, DraftTree
 from ..tree_settings import positive
 from .ngram import NgramLookup
 
-LOOKUP_SETTINGS = ("lookup", "lookup_length")
 DEFAULT_LENGTH = 8
 
 
 class WithLookup:
-    """Proposer of a drafter's trees, in place of which rows get chains that were looked up.
+    """Proposer of a drafter's trees, and of looked-up chains in their place.
 
-    The last `lookup` tokens of a row are looked up, and at most `lookup_length` tokens drafted.
-    The drafter has to be one whose state depends on what was accepted alone and not on its own last
-    tree: it does not draft in rounds in which every row has a chain, and is told of what they
-    accepted before it drafts again.
+    The last `lookup` tokens of a row are looked up, and at most `lookup_length` tokens drafted. The
+    state of the drafter has to depend on what was accepted alone, and not on its own last tree. It
+    does not run in a round in which every row has a chain; what such rounds accepted is committed
+    before it drafts again.
 
-    What is looked up depends on the text alone, so every acceptance rule stays lossless.
+    Trees with probabilities are never replaced. The rules that use them would decide a chain by
+    other noise than a tree, so that a text would depend on the other rows of its batch. All other
+    rules choose the same text whatever is drafted, or for each row by itself.
     """
 
     static = False
 
-    def __init__(self, drafter: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
-        """Put a lookup beside a drafter. Raises `UserError` for settings out of range."""
+    def __init__(self, trained: Proposer, lookup: int, lookup_length: int = DEFAULT_LENGTH) -> None:
+        """Put a lookup beside `trained`. Raises `UserError` for settings out of range."""
         positive("lookup", lookup)
-        self.drafter = drafter
+        self.trained = trained
         self._lookup = NgramLookup(positive("lookup_length", lookup_length), lookup, lookup)
-        self.name, self.taps = drafter.name, drafter.taps
-        self.max_drafted = max(drafter.max_drafted, lookup_length)
+        self.name, self.taps = trained.name, trained.taps
+        self.max_drafted = max(trained.max_drafted, lookup_length)
         # A drafter takes the prompt's features when it first drafts, and with a static cache as
-        # many new positions in every round. So it may miss a round only after and without these.
-        self._may_wait = self._static = False
-        self._untold: Accepted | None = None
+        # many new positions in every round: so it has to draft in the first round, or in all.
+        self._can_skip = self._static = False
+        self._pending: list[Accepted] = []
 
     def __copy__(self) -> WithLookup:
         """Return a proposer for another batch: both parts have a state for each row."""
         twin = object.__new__(WithLookup)
         vars(twin).update(vars(self))
-        twin.drafter, twin._lookup = copy.copy(self.drafter), copy.copy(self._lookup)
+        twin.trained, twin._lookup = copy.copy(self.trained), copy.copy(self._lookup)
         return twin
 
     def prefill(self, prompts: Prompts) -> None:
-        self.drafter.prefill(prompts)
+        self.trained.prefill(prompts)
         self._lookup.prefill(prompts)
-        self._may_wait, self._static, self._untold = False, prompts.cache.static, None
+        self._can_skip, self._static, self._pending = False, prompts.cache.static, []
 
     def propose(self, root: Tensor, draws: Draws) -> DraftTree:
         """Return the drafter's trees, with a chain in place of the tree of every row that has one.
 
         Beside rows with a tree, chains are cut to its number of nodes, so that the pass of the
-        batch costs no more. Where the rule compares distributions, which chains have none of, the
-        rows of a batch get all chains or all trees.
+        batch costs no more.
         """
         found = self._lookup.guesses()
-        if self._may_wait and all(found):
-            return self._lookup.chains(root, found)
-        if self._untold is not None:
-            self.drafter.commit(self._untold)
-            self._untold = None
-        tree = self.drafter.propose(root, draws)
-        self._may_wait = not self._static
-        if all(found):
-            return self._lookup.chains(root, found)
-        if not any(found) or tree.probs is not None:
-            return tree
-        return replaced(tree, found)
+        if not (self._can_skip and all(found)):
+            if self._pending:
+                self.trained.commit(joined(self._pending))
+                self._pending = []
+            tree = self.trained.propose(root, draws)
+            self._can_skip = tree.probs is None and not self._static
+            if tree.probs is not None or not any(found):
+                return tree
+            if not all(found):
+                return replaced(tree, found)
+        chains = self._lookup.chains(root, found)
+        # Of some rounds only, an expectation would be no figure of the reply.
+        chains.informed = None
+        return chains
 
     def commit(self, accepted: Accepted) -> None:
         self._lookup.commit(accepted)
-        if self._untold is not None:
-            accepted = joined(self._untold, accepted)
-        self._untold = accepted
+        self._pending.append(accepted)
 
     def keep(self, rows: list[int]) -> None:
-        self.drafter.keep(rows)
+        self.trained.keep(rows)
         self._lookup.keep(rows)
-        if self._untold is not None:
-            self._untold = of_rows(self._untold, rows)
+        self._pending = [of_rows(accepted, rows) for accepted in self._pending]
 
     def finish(self) -> None:
-        self.drafter.finish()
+        self.trained.finish()
         self._lookup.finish()
-        self._untold = None
+        self._pending = []
 
 
-def joined(first: Accepted, second: Accepted) -> Accepted:
-    """Return two rounds as one, in which the positions of both were accepted.
+def joined(rounds: list[Accepted]) -> Accepted:
+    """Return several rounds as one, in which the positions of all were accepted.
 
     Example, one row: two positions `a b` and then one `c`, each padded to a width of three, are
-    `a b c`. Nodes and paths are those of a chain, since two trees have none in common.
+    `a b c`. Nodes and paths are those of a chain, since several trees have none in common.
     """
-    lengths = [(len(a), len(b)) for a, b in zip(first.nodes, second.nodes, strict=True)]
-    width, behind = max(a + b for a, b in lengths), first.ids.shape[1]
-    # For each row the columns of both rounds side by side, filled up with the first.
-    columns = [[*range(a), *range(behind, behind + b), *[0] * (width - a - b)] for a, b in lengths]
-    device = first.ids.device
-    index = send(columns, device)
+    if len(rounds) == 1:
+        return rounds[0]
+    batch, device = range(len(rounds[0].nodes)), rounds[0].ids.device
+    # For each row the columns of its positions, with the rounds side by side.
+    columns: list[list[int]] = [[] for _ in batch]
+    behind = 0
+    for accepted in rounds:
+        for row, nodes in zip(columns, accepted.nodes, strict=True):
+            row += range(behind, behind + len(nodes))
+        behind += accepted.ids.shape[1]
+    width = max(map(len, columns))
+    index = send([row + [0] * (width - len(row)) for row in columns], device)
 
-    def taken(a: Tensor, b: Tensor) -> Tensor:
-        both = torch.cat([a, b], dim=1)
-        return both.gather(
-            1,
-            index.view(*index.shape, *[1] * (both.dim() - 2)).expand(*index.shape, *both.shape[2:]),
-        )
+    def taken(parts: list[Tensor]) -> Tensor:
+        both = torch.cat(parts, dim=1)
+        # [B, A] for ids, [B, A, 1] and then [B, A, H] for states
+        wide = index.view(*index.shape, *[1] * (both.dim() - 2))
+        return both.gather(1, wide.expand(*index.shape, *both.shape[2:]))
 
+    taps = zip(*(accepted.hidden.taps for accepted in rounds), strict=True)
     return Accepted(
-        tokens=[a + b for a, b in zip(first.tokens, second.tokens, strict=True)],
-        nodes=[list(range(a + b)) for a, b in lengths],
-        path=torch.arange(width, device=device).expand(len(lengths), -1),
-        ids=taken(first.ids, second.ids),
-        counts=first.counts + second.counts,
+        tokens=[[t for accepted in rounds for t in accepted.tokens[row]] for row in batch],
+        nodes=[list(range(len(row))) for row in columns],
+        path=torch.arange(width, device=device).expand(len(batch), -1),
+        ids=taken([accepted.ids for accepted in rounds]),
+        counts=torch.stack([accepted.counts for accepted in rounds]).sum(0),
         hidden=Hidden(
-            taken(first.hidden.last, second.hidden.last),
-            tuple(map(taken, first.hidden.taps, second.hidden.taps)),
+            taken([accepted.hidden.last for accepted in rounds]),
+            tuple(taken(list(tap)) for tap in taps),
         ),
     )
 
@@ -158,25 +164,30 @@ def replaced(tree: DraftTree, chains: list[list[int]]) -> DraftTree:
     Example, one row: the parents 0 0 0 1 of a tree and the chain 7 8 give the parents 0 0 1 0 and
     the tokens root 7 8 NO_NODE: a missing node hangs on the root.
     """
-    tokens, nodes = tree.tokens.clone(), tree.nodes
-    parents = tree.tables.parents.expand(tokens.shape).clone()
-    longest = 0
-    for row, whole in enumerate(chains):
-        if chain := whole[: nodes - 1]:
-            longest = max(longest, len(chain))
-            missing = [0] * (nodes - 1 - len(chain))
-            tokens[row, 1:] = tokens.new_tensor(chain + [NO_NODE] * len(missing))
-            parents[row] = parents.new_tensor([0, *range(len(chain)), *missing])
+    drafts = tree.nodes - 1
+    tokens: list[list[int]] = []
+    parents: list[list[int]] = []  # -1 where those of the tree stay
+    for whole in chains:
+        chain = whole[:drafts]
+        missing = drafts - len(chain)
+        tokens.append([NO_NODE, *chain, *[NO_NODE] * missing])
+        parents.append([-1, *(range(len(chain)) if chain else []), *[0 if chain else -1] * missing])
+    new_tokens, new_parents = (send(rows, tree.tokens.device) for rows in (tokens, parents))
+    new = new_parents >= 0
+    named = torch.where(new, new_tokens, tree.tokens)
     if tree.shape is not None and tree.shape.is_chain:
-        return DraftTree(tokens, tree.shape, informed=tree.informed)
-    levels = max(tree.levels, longest)
-    return DraftTree(tokens, parents=parents, levels=levels, informed=tree.informed)
+        return DraftTree(named, tree.shape)
+    levels = max(tree.levels, *(min(len(chain), drafts) for chain in chains))
+    return DraftTree(
+        named, parents=torch.where(new, new_parents, tree.tables.parents), levels=levels
+    )
 
 
 def with_lookup(proposer: Proposer, settings: dict[str, int], drafter: str) -> WithLookup:
     """Return a proposer with a lookup of a user's settings beside it. Raises `UserError`.
 
-    `settings` are those of `LOOKUP_SETTINGS` that were given, `drafter` is the name in messages.
+    `settings` are those of `tree_settings.LOOKUP_SETTINGS` that were given; `drafter` is named in
+    messages.
     """
     if "lookup" not in settings:
         raise UserError(

@@ -7,8 +7,9 @@
 
 The drafter is exported, one server without it and one for each number of drafts are started, and
 `draftsmith evaluate --server` measures each of them in every turn, greedy. Figures are medians of
-the turns: tokens per second of all requests with their prompts, milliseconds of a later token of
-one request, and the round in plain steps, which is tau times the ratio of these milliseconds.
+the turns: tau is of all decoding steps, tokens per second of all requests with their prompts,
+milliseconds of a later token of one request, and a round in plain steps, which is tau times the
+ratio of these milliseconds. A server takes at most eight requests at once.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from pathlib import Path
 import httpx
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.evaluation.checks import numbers
 from draftsmith.inference.evaluation.evaluate import measured
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.inference.evaluation.results import ServerFigures
 from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.target import load_for_decoding
-from engine_counts import SCRIPTS, exported, run
+from engine_counts import CPU, exported, run
 from rich.console import Console
 from rich.table import Table
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GGUF = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0"}
 PATIENCE_S = 300
+MOST_AT_ONCE = 8
+# vLLM serves from a process of its own, and binds threads to cores unless it is told not to.
+SERVING = {**CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def main() -> None:
@@ -63,6 +68,11 @@ def main() -> None:
     parser.add_argument("--server-options", default="", help="further ones, of every server")
     options = parser.parse_args()
     try:
+        options.wanted = [None, *numbers(options.drafts, "--drafts", int, 1)]
+        if max(numbers(options.concurrency, "--concurrency", int, 1)) > MOST_AT_ONCE:
+            raise UserError(f"the servers take {MOST_AT_ONCE} requests at once; ask for no more")
+        if options.engine == "vllm" and options.dtype not in TYPES:
+            raise UserError(f"vLLM has no target in {options.dtype}; give {' or '.join(TYPES)}")
         compare(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,7 +81,7 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Start the servers, measure them in turns, print the table."""
-    wanted = [None, *map(int, options.drafts.split(","))]
+    wanted = options.wanted
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         head = load_for_decoding(TargetConfig(options.target, dtype="float32")).head_weight
@@ -89,32 +99,30 @@ def command(
     options: argparse.Namespace, drafts: int | None, head: torch.Tensor, folder: Path
 ) -> list[str]:
     """Return the command of a server with so many drafts a round, or without a drafter."""
-    python, model = str(Path(options.python).absolute()), str(Path(options.target).resolve())
-    serve: list[str] = []
+    python, model = Path(options.python).absolute(), str(Path(options.target).resolve())
+    lines: list[str] = []
     if drafts is not None:
         order = argparse.Namespace(**(vars(options) | {"drafts": drafts}))
         out = folder / f"drafter-{drafts}"
-        serve = shlex.split(exported(order, head, out, TYPES[options.draft_dtype]), posix=True)
+        lines = exported(order, head, out, TYPES[options.draft_dtype]).splitlines()
     if options.engine == "vllm":
-        speculation = ["--speculative-config", serve[-1]] if serve else []
-        limits = ["--dtype", options.dtype, "--max-model-len", "2048", "--max-num-seqs", "8"]
-        server = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
-        return [*server, *limits, "--no-enable-prefix-caching", *speculation]
-    target = folder / "target.gguf"
-    if not target.exists():
+        speculation = ["--speculative-config", shlex.split(lines[0])[-1]] if lines else []
+        limits = ["--dtype", options.dtype, "--max-model-len", "2048"]
+        limits += ["--max-num-seqs", str(MOST_AT_ONCE), "--no-enable-prefix-caching"]
+        server = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        return [*server, *limits, *speculation]
+    if not (folder / "target.gguf").exists():
         run(options, "llamacpp/convert.py", model, "--outtype", GGUF[options.dtype], "--outfile",
-            target.name, folder=folder)  # fmt: skip
-    speculation = []
-    if serve:
-        # two conversions, then the server
-        second = serve.index("convert_hf_to_gguf.py", serve.index("convert_hf_to_gguf.py") + 1)
-        last = serve.index("llama-server")
-        run(options, "llamacpp/convert.py", *serve[second + 1 : last], folder=folder)
-        speculation = serve[last + 3 :]
-    script = str(SCRIPTS / "llamacpp/serve.py")
+            "target.gguf", folder=folder)  # fmt: skip
+    speculation = ["-m", "target.gguf"]
+    if lines:
+        _, convert, serve = map(shlex.split, lines)
+        run(options, "llamacpp/convert.py", *convert[2:], folder=folder)
+        speculation = serve[1:]
     threads = ["-t", str(options.threads), "-tb", str(options.threads)]
-    limits = ["-c", "16384", "-np", "8", *threads, "--device", "none", "--fit", "off"]
-    return [python, script, "-m", target.name, *limits, "--metrics", "--offline", *speculation]
+    limits = ["-c", str(2048 * MOST_AT_ONCE), "-np", str(MOST_AT_ONCE), *threads, "--metrics"]
+    limits += ["--device", "none", "--fit", "off", "--offline"]
+    return [str(python.parent / "llama-server-vulkan"), *limits, *speculation]
 
 
 @contextlib.contextmanager
@@ -124,13 +132,7 @@ def served(line: list[str], options: argparse.Namespace, folder: Path) -> Iterat
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": str(options.threads),
-        **os.environ,
-    }
+    environment = {**os.environ, **SERVING, "OMP_NUM_THREADS": str(options.threads)}
     environment.pop("PYTHONPATH", None)
     line = [*line, "--host", "127.0.0.1", "--port", str(port), *shlex.split(options.server_options)]
     log = folder / f"{port}.log"
@@ -145,7 +147,10 @@ def served(line: list[str], options: argparse.Namespace, folder: Path) -> Iterat
         yield url
     finally:
         server.terminate()
-        server.wait()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def answers(url: str) -> bool:
@@ -184,13 +189,17 @@ def show(
         runs, plain = found[drafts, at_once], found[None, at_once]
         rate, plain_rate = (median([run.tokens_s for run in those]) for those in (runs, plain))
         token, plain_token = (median(later_token(those)) for those in (runs, plain))
-        tau = runs[0].tau_incl_bonus if drafts else 1.0
-        positions = " ".join(f"{share:.2f}" for share in runs[0].survival or [])
-        cells = [str(at_once), str(drafts or "none"), f"{tau:.2f}" if tau else "?", positions]
+        tau = median([run.tau_emitted for run in runs]) if drafts else 1.0
+        depths = zip(*(run.survival or [] for run in runs), strict=False)
+        positions = " ".join(f"{median(list(shares)):.2f}" for shares in depths)
+        cells = [str(at_once), str(drafts or "none"), f"{tau:.2f}", positions]
         cells += [f"{rate:.1f}", f"{rate / plain_rate:.2f}x", f"{1000 * token:.1f}"]
-        cells += [f"{plain_token / token:.2f}x", f"{(tau or 1) * token / plain_token:.2f}"]
+        cells += [f"{plain_token / token:.2f}x", f"{tau * token / plain_token:.2f}"]
         table.add_row(*cells)
     Console().print(table)
+    turns = [figures for runs in found.values() for figures in runs]
+    for warning in sorted({text for figures in turns for text in figures.warnings}):
+        print(f"warning: {warning}")
 
 
 def later_token(runs: list[ServerFigures]) -> list[float | None]:
@@ -198,7 +207,9 @@ def later_token(runs: list[ServerFigures]) -> list[float | None]:
 
 
 def median(values: list[float | None]) -> float:
-    return statistics.median(value for value in values if value is not None)
+    """Return the median of what is known, or NaN."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else float("nan")
 
 
 if __name__ == "__main__":

@@ -181,6 +181,12 @@ def test_what_cannot_be_replayed_is_refused(quickstart: Target, spec: str) -> No
         candidates(quickstart, spec, [], Sampling(), lambda what: None)
 
 
+def test_a_lookup_beside_a_drafter_is_refused(quickstart: Target) -> None:
+    spec = str(QUICKSTART.parent / "drafters" / "eagle3:lookup=4")
+    with pytest.raises(UserError, match="leave out lookup"):
+        candidates(quickstart, spec, [], Sampling(), lambda what: None)
+
+
 def test_an_adaptive_chain_is_refused(quickstart: Target) -> None:
     with pytest.raises(UserError, match="leave out threshold"):
         candidates(

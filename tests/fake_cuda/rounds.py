@@ -42,6 +42,7 @@ WAYS = (
     *QUICK,
     *(
         "dspark tree",
+        "eagle3 with lookup",
         "draft-model chain",
         "medusa best-first",
         "eagle3 chain",

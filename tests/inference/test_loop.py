@@ -295,5 +295,6 @@ def test_nothing_of_a_batch_is_kept_when_it_ends_or_is_given_up() -> None:
                 steps.close()
             else:
                 list(steps)
-            caches = [value for value in vars(proposer).values() if isinstance(value, TreeCache)]
+            holder = getattr(proposer, "trained", proposer)  # beside a lookup
+            caches = [value for value in vars(holder).values() if isinstance(value, TreeCache)]
             assert not any(len(cache) for cache in caches), name

@@ -185,10 +185,10 @@ class BlockObjective:
         labels = vocabulary.columns(labels)
         if overlaps or config.loss not in LABELS_ONLY:
             with torch.no_grad():
-                everything = log_probs(self._target_head(last[positions]))
-                # Of float32: a CPU takes four times as long to find the best of bfloat16.
-                best = vocabulary.columns(everything.argmax(-1))[position_of]
-                log_p = vocabulary.restrict(everything)[position_of]
+                target_log_p = log_probs(self._target_head(last[positions]))
+                # of float32 tables, in which a CPU finds the best faster than in bfloat16 logits
+                best = vocabulary.columns(target_log_p.argmax(-1))[position_of]
+                log_p = vocabulary.restrict(target_log_p)[position_of]
         logits = drafter.logits(state)
         # A label without a column is clamped to have one; its loss counts as 0 below.
         losses, log_sums = loss_of_logits(config.loss, logits, log_p, labels.clamp(min=0))

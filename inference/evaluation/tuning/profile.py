@@ -25,6 +25,7 @@ from ...decode import Generation, Request, generate
 from ...drafters import load_proposer, parse_spec, without_tree
 from ...settings import Sampling
 from ...targets.target import Target
+from ...tree_settings import LOOKUP_SETTINGS
 from ..options import TuneOptions
 
 SCHEMA = 1
@@ -175,8 +176,8 @@ def key_of(spec: str) -> str:
     """Return a drafter's name in a profile.
 
     It is the absolute path of its folder, or its own name, followed by the settings that do not
-    concern its tree.
+    concern its tree, nor a lookup beside it.
     """
     name, _ = parse_spec(spec)
-    short = without_tree(spec)
+    short = without_tree(spec, LOOKUP_SETTINGS)
     return str(Path(name).resolve()) + short.removeprefix(name) if Path(name).is_dir() else short

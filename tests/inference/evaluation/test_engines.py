@@ -53,6 +53,8 @@ def test_shapes(quickstart: Target, engine: str, drafter: str, setting: dict[str
         ("llamacpp", EAGLE1, "it knows EAGLE-3 only"),
         ("sglang", MEDUSA, "takes no such drafter"),
         ("vllm", "early-exit", "takes no such drafter"),
+        ("vllm", f"{EAGLE3}:lookup=4", "takes no such drafter"),
+        ("sglang", f"{EAGLE3}:lookup=4", "takes no such drafter"),
     ],
 )
 def test_what_an_engine_does_not_take_is_said(

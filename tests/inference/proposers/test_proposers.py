@@ -11,7 +11,8 @@ import torch
 from draftsmith.heads.errors import UserError
 from draftsmith.inference.cache import TreeCache
 from draftsmith.inference.decode import Request, decode, generate, generate_one
-from draftsmith.inference.drafters import load_proposer, parse_spec
+from draftsmith.inference.drafters import load_proposer, parse_spec, weight_bytes
+from draftsmith.inference.evaluation.tuning.profile import key_of
 from draftsmith.inference.proposer import Accepted, Prompts
 from draftsmith.inference.proposers.draft_model import DraftModelProposer, load_draft_model
 from draftsmith.inference.proposers.early_exit import EarlyExit, first_layers
@@ -111,7 +112,7 @@ def test_a_chain_replaces_the_tree_of_a_row_by_eye() -> None:
     assert replaced(chain, [[7], []]).shape == TreeShape.chain(2)
 
 
-def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere(tiny: Target) -> None:
+def test_a_drafter_drafts_where_nothing_is_found_and_lookups_elsewhere() -> None:
     found = WithLookup(NgramLookup(length=2, longest=1), 3, 4)  # any proposer is a drafter to it
     twin = copy.copy(found)
     draws: Any = None  # neither of the two asks for a choice
@@ -144,7 +145,7 @@ def test_two_rounds_as_one_by_eye() -> None:
             hidden=Hidden(state, (-state,)),
         )
 
-    both = joined(accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3]))
+    both = joined([accepted([[5, 6], [7, 7]], [2, 1]), accepted([[8, 8, 8], [1, 2, 3]], [1, 3])])
     assert both.ids[0, :3].tolist() == [5, 6, 8] and both.ids[1].tolist() == [7, 1, 2, 3]
     assert both.counts.tolist() == [3, 4] and list(map(len, both.nodes)) == [3, 4]
     assert torch.equal(both.hidden.last[..., 0], both.ids.float())
@@ -154,37 +155,44 @@ def test_two_rounds_as_one_by_eye() -> None:
     assert alone.hidden.taps[0].shape == (1, 3, 1)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "medusa"])
 def test_a_drafter_that_missed_rounds_drafts_as_if_it_had_not(
     kind: str, quickstart: Target
 ) -> None:
-    """The same drafts, round by round, as of one that is run in every round."""
+    """The same drafts in every round as where the drafter is run in all of them."""
 
     class InEveryRound(WithLookup):
         def propose(self, root: torch.Tensor, draws: Any) -> DraftTree:
-            self._may_wait = False
+            self._can_skip = False
             return super().propose(root, draws)
 
     texts = ["for a in b:\n  c(a)\nfor a in d:\n  c(a)\n", "def __eq__(self, other):", "x = 1"]
     requests = [Request(quickstart.tokenizer(text).input_ids) for text in texts]
-    rounds: list[list[tuple[int | None, list[int]]]] = []
-    passes: list[type] = []
+    trees: list[list[list[list[int]]]] = []
+    passes: list[int] = []
     for way in (WithLookup, InEveryRound):
         drafter: Any = load_proposer(DRAFTERS / kind, quickstart, pytest.fail)
+        proposer: Any = way(drafter, 2, 6)
+        drafted, whole = noted(drafter), noted(proposer)
+        for batch in (requests, requests[:1]):
+            generate(quickstart, proposer, batch, 40)
+        trees.append(whole)
+        passes.append(len(drafted))
+    assert trees[0] == trees[1] and 0 < passes[0] < passes[1]
 
-        def counted(*given: Any, way: type = way, propose: Any = drafter.propose) -> DraftTree:
-            passes.append(way)
-            return propose(*given)
 
-        drafter.propose = counted
-        proposer = way(drafter, 2, 6)
-        replies = [
-            *generate(quickstart, proposer, requests, 40),
-            *generate(quickstart, proposer, requests[:1], 40),
-        ]
-        rounds.append([(r.drafted, r.tokens) for reply in replies for r in reply.rounds])
-    assert rounds[0] == rounds[1]
-    assert 0 < passes.count(WithLookup) < passes.count(InEveryRound)
+def noted(proposer: Any) -> list[list[list[int]]]:
+    """Return a list that gets the tokens of every tree that the proposer drafts."""
+    trees: list[list[list[int]]] = []
+    propose = proposer.propose
+
+    def propose_and_note(root: torch.Tensor, draws: Any) -> DraftTree:
+        tree = propose(root, draws)
+        trees.append(tree.tokens.tolist())
+        return tree
+
+    proposer.propose = propose_and_note
+    return trees
 
 
 def test_lookahead_keeps_its_window_on_the_positions_after_the_root() -> None:
@@ -419,3 +427,12 @@ def test_a_lookup_beside_a_drafter_that_makes_no_sense(
 ) -> None:
     with pytest.raises(UserError, match=message):
         load_proposer(DRAFTERS / spec, quickstart, pytest.fail)
+
+
+def test_a_tree_from_a_profile_keeps_its_lookup(quickstart: Target) -> None:
+    spec, tuned = f"{DRAFTERS / 'eagle3'}:lookup=4", {"length": 3, "width": 2, "nodes": 6}
+    proposer: Any = load_proposer(spec, quickstart, pytest.fail, tuned)
+    assert proposer.name == "eagle3:tuned,lookup=4" and proposer.trained.plan.nodes == 6
+    assert key_of(spec) == key_of(str(DRAFTERS / "eagle3"))
+    alone = load_proposer(DRAFTERS / "eagle3", quickstart, pytest.fail)
+    assert weight_bytes(proposer, quickstart) == weight_bytes(alone, quickstart) > 0

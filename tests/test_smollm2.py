@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draftsmith.heads.exchange.exporter import load_alone
 
 from tests.conftest import ROOT
 
@@ -125,3 +126,14 @@ def test_the_replies_that_come_with_the_project_are_whole() -> None:
     assert sum(path.stat().st_size for path in (SCRIPTS / "data").glob("*.xz")) <= 6e6
     assert ids["valid.jsonl.xz"].isdisjoint(ids["train.jsonl.xz"])
     assert all("-train-" in name for name in ids["train.jsonl.xz"])
+
+
+def test_the_drafter_that_comes_with_the_project_reads_back() -> None:
+    folder = SCRIPTS / "drafter"
+    artifact = load_alone(folder)
+    assert artifact.method == "dspark" and artifact.fingerprint.vocab_size == 49152
+    state = artifact.drafter.state_dict()
+    assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 12e6
+    card = (folder / "README.md").read_text()
+    assert "license: apache-2.0" in card and "| T | batch | tau" in card and "/tmp/" not in card

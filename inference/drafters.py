@@ -233,10 +233,11 @@ def load_proposer(
     elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
         pack_drafter(given[0].drafter)
     if lookup:
-        beside = importlib.import_module(".proposers.with_lookup", __package__)
-        proposer = beside.with_lookup(proposer, lookup, name)
+        module = importlib.import_module(".proposers.with_lookup", __package__)
+        proposer = module.with_lookup(proposer, lookup, name)
     if tuned is not None:
-        proposer.name += ":" + ",".join(["tuned", *(f"{key}={n}" for key, n in lookup.items())])
+        beside = ",".join(f"{key}={value}" for key, value in lookup.items())
+        proposer.name += f":{beside}:tuned" if beside else ":tuned"
     elif named:
         proposer.name += f":{named}"
     return proposer

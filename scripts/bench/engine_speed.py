@@ -9,7 +9,7 @@ The drafter is exported, one server without it and one for each number of drafts
 `draftsmith evaluate --server` measures each of them in every turn, greedy. Figures are medians of
 the turns: tau is of all decoding steps, tokens per second of all requests with their prompts,
 milliseconds of a later token of one request, and a round in plain steps, which is tau times the
-ratio of these milliseconds. A server takes at most eight requests at once.
+drafter's milliseconds over plain decoding's. A server takes at most eight requests at once.
 """
 
 from __future__ import annotations

@@ -220,8 +220,9 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
         for name, drafter_figures in setting.drafters.items():
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             # A lookup beside the drafter is no part of the export.
-            alone = "lookup" not in parse_spec(name)[1]
-            if alone and (name in names or drafter_figures.spec in specs):
+            if "lookup=" in name:
+                continue
+            if name in names or drafter_figures.spec in specs:
                 rows.append(_figure(name, method, drafter_figures, setting, source))
     return rows
 

@@ -432,7 +432,7 @@ def test_a_lookup_beside_a_drafter_that_makes_no_sense(
 def test_a_tree_from_a_profile_keeps_its_lookup(quickstart: Target) -> None:
     spec, tuned = f"{DRAFTERS / 'eagle3'}:lookup=4", {"length": 3, "width": 2, "nodes": 6}
     proposer: Any = load_proposer(spec, quickstart, pytest.fail, tuned)
-    assert proposer.name == "eagle3:tuned,lookup=4" and proposer.trained.plan.nodes == 6
+    assert proposer.name == "eagle3:lookup=4:tuned" and proposer.trained.plan.nodes == 6
     assert key_of(spec) == key_of(str(DRAFTERS / "eagle3"))
     alone = load_proposer(DRAFTERS / "eagle3", quickstart, pytest.fail)
     assert weight_bytes(proposer, quickstart) == weight_bytes(alone, quickstart) > 0

@@ -170,7 +170,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             file.write(json.dumps({"messages": messages}) + "\n")
     write_prompts(prompts, 3)
     out = tmp_path / "run"
-    data = {"sources": rows, "max_length": 256, "held_out": {"share": 0.2}}
+    data = {"sources": rows, "max_length": 256, "held_out": {"share": 0.5}}
     asked = {"target": QUICKSTART, "out": out, "epochs": 1, "data": data | {"decontaminate": False}}
     best = draftsmith.train("medusa", **asked)
     assert draftsmith.train("medusa", **asked) == best  # there is nothing left to do

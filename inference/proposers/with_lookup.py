@@ -1,8 +1,8 @@
 """A trained drafter with a lookup beside it.
 
 Where the last tokens of the text stood in it before, the tokens that followed them there are
-drafted; elsewhere the drafter drafts. Mostly the text goes on as it did for longer than a trained
-drafter is right.
+drafted; elsewhere the drafter drafts. A text that repeats itself mostly does so for more tokens
+than a trained drafter predicts.
 
 Shapes: B rows of a batch, A positions, N tree nodes with the root.
 """

@@ -1,4 +1,4 @@
-"""What a drafter gains in an engine on this machine: servers with and without it, in turns.
+"""Speed of an engine with and without a drafter on this machine: servers measured in turns.
 
     python scripts/bench/engine_speed.py --engine llamacpp \
         --python "$(scripts/llamacpp/environment.sh)" --target models/smollm2-135m-instruct \
@@ -190,6 +190,7 @@ def show(
         rate, plain_rate = (median([run.tokens_s for run in those]) for those in (runs, plain))
         token, plain_token = (median(later_token(those)) for those in (runs, plain))
         tau = median([run.tau_emitted for run in runs]) if drafts else 1.0
+        # of a turn in which nobody reached the last depths there are fewer
         depths = zip(*(run.survival or [] for run in runs), strict=False)
         positions = " ".join(f"{median(list(shares)):.2f}" for shares in depths)
         cells = [str(at_once), str(drafts or "none"), f"{tau:.2f}", positions]

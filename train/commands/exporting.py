@@ -218,10 +218,10 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
     rows = []
     for setting in report.settings:
         for name, drafter_figures in setting.drafters.items():
-            # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             # A lookup beside the drafter is no part of the export.
             if "lookup=" in name:
                 continue
+            # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             if name in names or drafter_figures.spec in specs:
                 rows.append(_figure(name, method, drafter_figures, setting, source))
     return rows

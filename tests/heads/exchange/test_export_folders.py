@@ -59,7 +59,7 @@ def test_nothing_but_a_drafter_is_replaced(tmp_path: Path) -> None:
 
 
 def test_every_engine_has_its_command(tmp_path: Path) -> None:
-    """What is printed stands in the folder's README and in draftsmith.json too."""
+    """The printed command stands in the folder's README and in draftsmith.json too."""
     for engine in ENGINES:
         for kind in RECIPES[engine]:
             artifact = {

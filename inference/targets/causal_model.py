@@ -25,7 +25,7 @@ from .documents import Spans, in_documents, spans_of
 from .fused import FusedDecoder, of_llama_form
 from .masks import packed_mask, tree_mask
 from .model_head import ModelHead
-from .packed import PackedLinear, linears_of, pack_linears, packing_pays
+from .packed import PackedLinear, best_packing, linears_of, pack_linears
 
 log = logging.getLogger(__name__)
 
@@ -154,11 +154,11 @@ class CausalModel(ModelHead):
         if not known:
             return
         # Judged by itself: it is the largest matrix, and the one that verification slows down most.
-        if type(self._output) is nn.Linear and packing_pays([self._output]):
-            self._multiply = PackedLinear(self._output)
-        if packing_pays(linears):
+        if type(self._output) is nn.Linear and (packing := best_packing([self._output])):
+            self._multiply = PackedLinear(self._output, packing.least_rows)
+        if packing := best_packing(linears):
             before = bytes_of(self.model)
-            pack_linears(self.decoder, layers)
+            pack_linears(self.decoder, layers, packing.least_rows)
             self.packed_bytes = before - bytes_of(self.model)
 
     def keep_layers(self, count: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError
-from .packed import PackedLinear
+from .packed import PackedLinear, best_packing
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
@@ -179,8 +179,8 @@ class ModelHead:
         """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
 
         It holds a copy of their rows of the output matrix, in `dtype` if given, packed if the
-        target's own is. Where that is spread over devices or no plain matrix, the whole head is
-        computed instead.
+        target's own is and it pays. Where that is spread over devices or no plain matrix, the whole
+        head is computed instead.
         """
         whole, packed = self._output, isinstance(self._multiply, PackedLinear)
         if self.spread != "whole" or not (packed or type(whole) is nn.Linear):
@@ -190,7 +190,8 @@ class ModelHead:
         rows.weight = nn.Parameter(whole.weight.detach()[ids].to(dtype), requires_grad=False)
         if whole.bias is not None:
             rows.bias = nn.Parameter(whole.bias.detach()[ids].to(dtype), requires_grad=False)
-        multiply = PackedLinear(rows) if packed else rows
+        packing = best_packing([rows]) if packed else None
+        multiply = PackedLinear(rows, packing.least_rows) if packing else rows
         return lambda last: self._finished(multiply(last.to(dtype)))
 
     def _finished(self, logits: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 Verifying a tree multiplies few rows with every matrix. torch's kernels for matrices as they are
 stored take twice as long for four rows as for one; over packed matrices four to eight rows cost
-little more than one (EXPERIMENTS.md, "Packed matrices"). Products round differently in another
-order, so that near-ties may be decided otherwise.
+little more than one (EXPERIMENTS.md, "Packed matrices"). On some machines oneDNN's products of one
+to three rows are slower than those of four, and inputs are extended to four rows there. Products
+round differently in another order, so that near-ties may be decided otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 
 ROWS = 8  # rows that the order is chosen for; others may be given
 TRIED_ROWS = (1, 4, 8)
+EXTENDED_ROWS = 4  # from which on oneDNN's products of several rows are at their best
 TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
 LEAST_GAIN = 1.05
 REPEATS = 7
@@ -41,12 +44,26 @@ SMALLEST = 1 << 14  # entries of a matrix that a drafter's packing is worth
 STEADY = 1.15  # median over least time, up to which a measurement is kept
 
 
+class Packing(NamedTuple):
+    """How matrices are packed on this machine."""
+
+    gain: float
+    """Time over the matrices as stored as a multiple of that over packed ones."""
+    least_rows: int = 1
+    """Inputs of fewer rows are extended by zeros to so many."""
+
+    @property
+    def pays(self) -> bool:
+        return self.gain >= LEAST_GAIN
+
+
 class PackedLinear(nn.Module):
     """Linear layer with a packed matrix. It has no parameters: its weight cannot be trained."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, least_rows: int = 1) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.least_rows = least_rows
         self._packed = _packed(linear.weight)
         self.packed_bytes = linear.weight.nbytes
         self._bias = None if linear.bias is None else linear.bias.detach()
@@ -66,6 +83,11 @@ class PackedLinear(nn.Module):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
+        rows = x.numel() // self.in_features
+        if 0 < rows < self.least_rows:
+            flat = functional.pad(x.reshape(rows, -1), (0, 0, 0, self.least_rows - rows))
+            product = _product(flat, self._packed, self._bias)[:rows]
+            return product.view(*x.shape[:-1], self.out_features)
         return _product(x, self._packed, self._bias)
 
     def part(self, x: Tensor, outputs: slice) -> Tensor:
@@ -124,12 +146,12 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def packing_pays(linears: Sequence[nn.Linear]) -> bool:
-    """Return True if packed matrices are faster here by a measurement of less than a second.
+def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
+    """Return how to pack matrices if that is faster here by a measurement of less than a second.
 
-    Both orders take turns over the first of `linears`; the mean gain for one, four and eight rows
-    counts. It is kept on disk for the next process, which then decodes over the same matrices, with
-    the same rounding, and finds what was compiled for them.
+    None if it is not. Both orders take turns over the first of `linears`; the mean gain for one,
+    four and eight rows counts. It is kept on disk for the next process, which then decodes over the
+    same matrices, with the same rounding, and finds what was compiled for them.
     """
     tried: list[nn.Linear] = []
     size = 0
@@ -139,25 +161,35 @@ def packing_pays(linears: Sequence[nn.Linear]) -> bool:
             size += linear.weight.nbytes
     weights = [linear.weight.detach() for linear in tried]
     if not weights or weights[0].device.type != "cpu":
-        return False
+        return None
     trial = _name_of(weights)
-    gain = _kept_gain(trial)
-    if gain is None:
+    packing = _kept_packing(trial)
+    if packing is None:
         try:
             packed = [_packed(weight) for weight in weights]
-            trials = [_gain(weights, packed, rows) for rows in TRIED_ROWS]
+            times = [_times(weights, packed, rows) for rows in TRIED_ROWS]
         except (AttributeError, NotImplementedError, RuntimeError) as error:
             log.debug("matrices cannot be packed here: %s", error)
-            return False
-        gain = statistics.geometric_mean(gain for gain, _ in trials)
+            return None
+        packing = _packing_by(times)
         # Not where other work has disturbed it: the next process measures again.
-        if all(steady for _, steady in trials):
-            _keep_gain(trial, gain)
-    log.debug("packed matrices are %.2f times as fast", gain)
-    return gain >= LEAST_GAIN
+        if all(steady for *_, steady in times):
+            _keep_packing(trial, packing)
+    log.debug("packed matrices are %.2f times as fast", packing.gain)
+    return packing if packing.pays else None
 
 
-def _gains_file() -> Path:
+def _packing_by(times: Sequence[tuple[float, float, bool]]) -> Packing:
+    """Return what the `_times` for `TRIED_ROWS` say."""
+    stored, packed = [time[0] for time in times], [time[1] for time in times]
+    one, extended = packed[0], packed[TRIED_ROWS.index(EXTENDED_ROWS)]
+    least_rows = EXTENDED_ROWS if one > LEAST_GAIN * extended else 1
+    packed[0] = min(one, extended)
+    gains = [own / other for own, other in zip(stored, packed, strict=True)]
+    return Packing(statistics.geometric_mean(gains), least_rows)
+
+
+def _packings_file() -> Path:
     folder = os.environ.get("DRAFTSMITH_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder or Path(caches, "draftsmith")) / "packing.json"
@@ -186,30 +218,34 @@ def processor() -> str:
     return f"{name} {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _kept_gains() -> dict[str, float]:
+def _kept_packings() -> dict[str, list[float]]:
     try:
-        kept = json.loads(_gains_file().read_text())
+        kept = json.loads(_packings_file().read_text())
     except (OSError, ValueError, RuntimeError):  # the last where a user has no home folder
         return {}
     return kept if isinstance(kept, dict) else {}
 
 
-def _kept_gain(trial: str) -> float | None:
-    gain = _kept_gains().get(trial)
-    return gain if isinstance(gain, float) else None
-
-
-def _keep_gain(trial: str, gain: float) -> None:
-    """Write a gain down. Where that cannot be done, the next process measures again."""
+def _kept_packing(trial: str) -> Packing | None:
     try:
-        with whole_file(_gains_file()) as aside:
-            aside.write_text(json.dumps({**_kept_gains(), trial: round(gain, 3)}, indent=1))
+        gain, least_rows = _kept_packings()[trial]
+        return Packing(float(gain), int(least_rows))
+    except (KeyError, TypeError, ValueError):  # damaged, or of an earlier version
+        return None
+
+
+def _keep_packing(trial: str, packing: Packing) -> None:
+    """Write a packing down. Where that cannot be done, the next process measures again."""
+    kept = {**_kept_packings(), trial: [round(packing.gain, 3), packing.least_rows]}
+    try:
+        with whole_file(_packings_file()) as aside:
+            aside.write_text(json.dumps(kept, indent=1))
     except (OSError, RuntimeError, UserError) as error:
         log.debug("the measured gain is not kept: %s", error)
 
 
-def _gain(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float, bool]:
-    """Return the time of a pass over `weights` as a multiple of that over `packed` ones.
+def _times(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float, float, bool]:
+    """Return the seconds of a pass over `weights`, and of one over `packed` ones.
 
     Also returns whether the passes took about the same time each time.
     """
@@ -229,7 +265,7 @@ def _gain(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[float
     best = min(stored_s), min(packed_s)  # other work on the machine only ever adds time
     medians = statistics.median(stored_s), statistics.median(packed_s)
     steady = all(median < STEADY * least for median, least in zip(medians, best, strict=True))
-    return best[0] / best[1], steady
+    return *best, steady
 
 
 def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -242,7 +278,7 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     return found
 
 
-def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
+def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows: int = 1) -> None:
     """Replace the linear layers of `model` by packed ones; their matrices are released.
 
     `layers` are `DecoderLayer`s that share the model's matrices (`fused.FusedDecoder`). Their joint
@@ -253,12 +289,12 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = ()) -> None:
         for name in ("qkv", "output", "gate_up", "down"):
             linear = getattr(layer, name)
             if type(linear) is nn.Linear:
-                packed = PackedLinear(linear)
+                packed = PackedLinear(linear, least_rows)
                 first = linear.weight.data_ptr()
                 joints.append((first, first + linear.weight.nbytes, packed))
                 setattr(layer, name, packed)
     for owner, name, part in linears_of(model):
-        setattr(owner, name, _part_of(joints, part) or PackedLinear(part))
+        setattr(owner, name, _part_of(joints, part) or PackedLinear(part, least_rows))
 
 
 def pack_drafter(drafter: nn.Module) -> None:
@@ -270,9 +306,10 @@ def pack_drafter(drafter: nn.Module) -> None:
     for owner, name, linear in linears_of(drafter):
         if name not in READ_IN_PARTS and linear.weight.numel() >= SMALLEST:
             found.append((owner, name, linear))
-    if packing_pays([linear for *_, linear in found]):
+    packing = best_packing([linear for *_, linear in found])
+    if packing:
         for owner, name, linear in found:
-            setattr(owner, name, PackedLinear(linear))
+            setattr(owner, name, PackedLinear(linear, packing.least_rows))
 
 
 def packed_bytes(module: nn.Module) -> int:

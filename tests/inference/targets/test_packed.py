@@ -9,7 +9,7 @@ import pytest
 import torch
 from draftsmith.inference.targets import causal_model, packed
 from draftsmith.inference.targets.causal_model import bytes_of
-from draftsmith.inference.targets.packed import PackedLinear, PackedPart, packing_pays
+from draftsmith.inference.targets.packed import PackedLinear, PackedPart, Packing, best_packing
 from draftsmith.inference.targets.target import Target
 from torch import nn
 
@@ -21,7 +21,7 @@ from tests.inference.targets.test_fused import states_of
 @pytest.fixture(autouse=True)
 def every_trial_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack whatever the trial finds: which order is faster depends on the machine."""
-    monkeypatch.setattr(causal_model, "packing_pays", lambda linears: True)
+    monkeypatch.setattr(causal_model, "best_packing", lambda linears: Packing(2.0, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,6 +35,28 @@ def test_a_packed_layer_gives_the_layers_products(bias: bool, dtype: torch.dtype
         x = torch.randn(2, rows, 48).to(dtype)
         torch.testing.assert_close(layer(x), linear(x), atol=2e-2 if dtype.itemsize == 2 else 1e-5,
                                    rtol=2e-2)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(1, 48), (1, 3, 48), (3, 1, 48), (4, 48), (5, 48), (0, 48)])
+def test_inputs_of_few_rows_are_extended(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 80)
+    layer, x = PackedLinear(linear, least_rows=4), torch.randn(shape)
+    product = layer(x)
+    torch.testing.assert_close(product, linear(x))
+    rows = x.reshape(-1, 48)
+    if len(rows) == 3:  # as if a fourth row had stood beside them
+        four = PackedLinear(linear)(torch.cat([rows, torch.zeros(1, 48)]))
+        assert torch.equal(product.reshape(-1, 80), four[:3])
+
+
+def test_few_rows_are_extended_where_four_take_less_time() -> None:
+    rows_1, rows_4, rows_8 = (6.0, 6.0, True), (8.0, 4.0, True), (16.0, 4.0, True)
+    gain, least_rows = packed._packing_by([rows_1, rows_4, rows_8])
+    # One row takes the 4 seconds of four: gains of 1.5, 2 and 4.
+    assert least_rows == 4 and gain == pytest.approx(12 ** (1 / 3))
+    gain, least_rows = packed._packing_by([(6.0, 3.0, True), rows_4, rows_8])
+    assert least_rows == 1 and gain == pytest.approx(16 ** (1 / 3))
 
 
 def test_parts_of_a_joint_layer_share_a_product() -> None:
@@ -80,29 +102,29 @@ def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(packed, "_packed", missing)
-    assert not packing_pays([nn.Linear(4, 4)])
+    assert not best_packing([nn.Linear(4, 4)])
 
 
 def test_a_measured_gain_is_kept_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    fast, slow = [(2.0, True)] * 3, [(0.5, True)] * 3
-    disturbed = [(0.5, True), (0.5, False), (0.5, True)]
-    gains = iter([*disturbed, *fast, *slow, *slow])
-    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: next(gains))
+    fast, slow = [(2.0, 1.0, True)] * 3, [(1.0, 2.0, True)] * 3
+    disturbed = [(1.0, 2.0, True), (1.0, 2.0, False), (1.0, 2.0, True)]
+    times = iter([*disturbed, *fast, *slow, *slow])
+    monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: next(times))
     small, large = [nn.Linear(8, 8)], [nn.Linear(8, 16)]
-    assert not packing_pays(small), "disturbed, and not kept"
-    assert packing_pays(small) and packing_pays(small), "measured once"
-    assert not packing_pays(large), "another trial"
+    assert not best_packing(small), "disturbed, and not kept"
+    assert best_packing(small) and best_packing(small), "measured once"
+    assert not best_packing(large), "another trial"
     file = tmp_path / "cache" / "packing.json"
-    assert list(json.loads(file.read_text()).values()) == [2.0, 0.5]
+    assert list(json.loads(file.read_text()).values()) == [[2.0, 1], [0.5, 1]]
     file.write_text("{")
-    assert not packing_pays(small), "a damaged file is measured again, and written anew"
-    assert list(json.loads(file.read_text()).values()) == [0.5]
+    assert not best_packing(small), "a damaged file is measured again, and written anew"
+    assert list(json.loads(file.read_text()).values()) == [[0.5, 1]]
     monkeypatch.setenv("DRAFTSMITH_CACHE", "/proc/no")
-    monkeypatch.setattr(packed, "_gain", lambda weights, matrices, rows: (2.0, True))
-    assert packing_pays(small), "where nothing can be written"
+    monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: fast[0])
+    assert best_packing(small), "where nothing can be written"
 
     def homeless() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -110,4 +132,4 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     monkeypatch.delenv("DRAFTSMITH_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert packing_pays(small), "a user without a home folder"
+    assert best_packing(small), "a user without a home folder"

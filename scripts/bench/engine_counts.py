@@ -6,9 +6,10 @@
 
 The drafter is exported and served by the engine, which answers one prompt after another, without
 the drafter too. Ours is `--like ENGINE:drafts=K`. Compared are the texts, the rounds and the drafts
-accepted at each position. Where a text differs, the gap of the target's two best logits there is
-printed; where only counts do, the smallest gap of the drafter's. A gap of `TIE` or less is a near
-tie, which another order of sums may decide; anything else ends in exit code 1.
+accepted at each position. Where texts differ, the engine's own with and without the drafter
+included, the gap of the target's two best logits there is printed; where only counts do, the
+smallest gap of the drafter's. A gap of `TIE` or less is a near tie, which another order of sums may
+decide; anything else ends in exit code 1.
 """
 
 from __future__ import annotations
@@ -92,15 +93,13 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
             mine = generate_one(target, proposer, prompt, options.max_new_tokens)
         if mine.token_ids != alone.token_ids:
             raise SystemExit(f"prompt {place}: our own text differs from plain decoding's")
-        if theirs["tokens"][place] != plain["tokens"][place]:
-            wrong += 1
-            print(f"prompt {place}: speculation changed the engine's text")
-            continue
-        if theirs["tokens"][place] != mine.token_ids:
-            other = Generation(prompt, theirs["tokens"][place])
-            at, gap = first_difference(target, alone, other, GREEDY)
-            assert gap is not None
-            kind = f"other text from token {at} on; the target's gap there is {gap:.1e}"
+        without, other = (Generation(prompt, of["tokens"][place]) for of in (plain, theirs))
+        if other.token_ids != without.token_ids:
+            gap, kind = difference(target, without, other)
+            wrong += gap > TIE
+            ties.append(f"prompt {place}: speculation changed the engine's text: {kind}")
+        if other.token_ids != mine.token_ids:
+            gap, kind = difference(target, alone, other)
         else:
             ours, counted = counts_of(mine, options), theirs["counts"][place]
             for total, one in zip(sums, (ours, counted), strict=True):
@@ -113,11 +112,18 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         wrong += gap > TIE
         ties.append(f"prompt {place}: {kind}")
     print("\n".join(ties))
-    print(f"{equal} of {len(prompts)} prompts equal, {len(ties)} with a near tie or worse")
+    print(f"{equal} of {len(prompts)} prompts equal, {len(ties)} differences: near ties or worse")
     for name, total in zip(("here", options.engine), sums, strict=True):
         tau = 1 + total["accepted"] / total["drafts"]
         print(f"{name}, where the texts are equal: {total}, tau {tau:.3f}")
     return wrong
+
+
+def difference(target: Target, one: Generation, other: Generation) -> tuple[float, str]:
+    """Return the target's gap where two replies begin to differ, and that in words."""
+    at, gap = first_difference(target, one, other, GREEDY)
+    assert gap is not None
+    return gap, f"other text from token {at} on; the target's gap there is {gap:.1e}"
 
 
 class Watch:

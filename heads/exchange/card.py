@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..artifact import Artifact
 from ..files import JsonObject
 from ..layout import dtype_name
@@ -39,6 +41,8 @@ class CardFigures:
     survival: tuple[float, ...]
     """Shares of the rounds that accepted at least 1, 2, .. drafts."""
     prompts: int
+    dtype: str
+    """Type of the weights that were measured, without its module."""
     source: str
     """Name of the report's file, number of its prompts and the start of their SHA-256."""
 
@@ -55,9 +59,6 @@ def card(
     `licence` is the hub's name of one. `measured` are the table's rows, possibly none.
     """
     kind = kind_of(artifact.drafter)
-    rounded = any(
-        weight.dtype.itemsize > order.dtype.itemsize for weight in artifact.drafter.parameters()
-    )
     header = ["---", f"license: {licence}"]
     # The hub links `base_model` to a repository, so a local folder is not named there.
     if order.target.count("/") == 1 and not Path(order.target).exists():
@@ -77,7 +78,7 @@ def card(
         "the text stays the target's own.",
         f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
         _others(recipe, order),
-        f"## Measured\n\n{_table(order, measured, rounded)}",
+        f"## Measured\n\n{_table(order, measured)}",
         f"## What it is\n\n{_facts(artifact, order)}",
         f"## Limits\n\n{_limits(artifact, recipe)}",
     ]
@@ -95,11 +96,10 @@ def _others(recipe: Recipe, order: ExportRequest) -> str:
     )
 
 
-def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool) -> str:
+def _table(order: ExportRequest, measured: Sequence[CardFigures]) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
-    Figures of trees are left out, and counted, where the engine drafts chains. `rounded` is true if
-    the export stores the weights in fewer bits than those that were measured.
+    Figures of trees are left out, and counted, where the engine drafts chains.
     """
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
@@ -124,8 +124,11 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], rounded: bool)
             "tau: tokens emitted a round, the bonus token among them; measured in draftsmith's own "
             "loop, not in the engine.",
         ]
-        if rounded:
-            lines.append(f"Measured before the weights were rounded to {dtype_name(order.dtype)}.")
+        exact = [getattr(torch, row.dtype).itemsize > order.dtype.itemsize for row in shown]
+        if any(exact):
+            # Rows of the other type name it: `dtype=bfloat16`.
+            which = "Measured" if all(exact) else "Rows without `dtype=` were measured"
+            lines.append(f"{which} before the weights were rounded to {dtype_name(order.dtype)}.")
         # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:

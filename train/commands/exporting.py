@@ -223,18 +223,30 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
                 continue
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             if name in names or drafter_figures.spec in specs:
-                rows.append(_figure(name, method, drafter_figures, setting, source))
+                figure = _figure(
+                    name, method, drafter_figures, setting, source, report.dtype or "float32"
+                )
+                rows.append(figure)
     return rows
 
 
 def _figure(
-    name: str, method: str, found: DrafterFigures, setting: SettingFigures, source: str
+    name: str,
+    method: str,
+    found: DrafterFigures,
+    setting: SettingFigures,
+    source: str,
+    dtype: str,
 ) -> CardFigures:
-    """Return the line of the card for one drafter in one setting of a report."""
+    """Return the line of the card for one drafter in one setting of a report.
+
+    `dtype` is the target's, which drafters have that name none.
+    """
     low, high = known(found.tau_ci95 or (None, None))
     # Later settings win: the method's default, the spec's, and those of a profile.
     default = {"width": 1 if method == "draft_model" else None}
-    chosen = default | parse_spec(name)[1] | (found.setting or {})
+    named = parse_spec(found.spec or "")[1] | parse_spec(name)[1]
+    chosen = default | named | (found.setting or {})
     return CardFigures(
         drafts=name,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
@@ -244,6 +256,7 @@ def _figure(
         interval=(low, high),
         survival=known(found.survival[:8]),
         prompts=found.requests,
+        dtype=named.get("dtype", dtype),
         source=source,
     )
 

@@ -25,7 +25,10 @@ from tests.trained import chat_prompts
 
 DRAFTERS = QUICKSTART.parent / "drafters"
 KINDS = ["ngram", "suffix", "lookahead", "early-exit", "none"]
-TRAINED = [str(DRAFTERS / name) for name in ("eagle3", "medusa", "dflash", "dspark", "distill")]
+TRAINED = [
+    str(DRAFTERS / name)
+    for name in ("eagle3", "medusa", "dflash", "dspark", "distill", "dspark:lookup=3")
+]
 
 
 def prompts_of(target: Target, count: int) -> list[list[int]]:

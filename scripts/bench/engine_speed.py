@@ -10,6 +10,9 @@ The drafter is exported, one server without it and one for each number of drafts
 the turns: tau is of all decoding steps, tokens per second of all requests with their prompts,
 milliseconds of a later token of one request, and a round in plain steps, which is tau times the
 drafter's milliseconds over plain decoding's. A server takes at most eight requests at once.
+
+`--passes 1,2,4,8` also prints what a pass over so many tokens takes in llama.cpp, by its own clock:
+prompts of so many random tokens. The bound of a round is the pass over its drafts and the root.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shlex
 import socket
 import statistics
@@ -43,6 +47,7 @@ from rich.table import Table
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GGUF = {"float32": "f32", "bfloat16": "bf16", "q8_0": "q8_0"}
 PATIENCE_S = 300
+PASSES = 9  # of each number of tokens
 MOST_AT_ONCE = 8
 # vLLM serves from a process of its own, and binds threads to cores unless it is told not to.
 SERVING = {**CPU, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--passes", help="tokens of passes to time, llama.cpp only")
     parser.add_argument("--server-options", default="", help="further ones, of every server")
     options = parser.parse_args()
     try:
@@ -73,6 +79,9 @@ def main() -> None:
             raise UserError(f"the servers take {MOST_AT_ONCE} requests at once; ask for no more")
         if options.engine == "vllm" and options.dtype not in TYPES:
             raise UserError(f"vLLM has no target in {options.dtype}; give {' or '.join(TYPES)}")
+        options.passes = numbers(options.passes, "--passes", int, 1)
+        if options.passes and options.engine == "vllm":
+            raise UserError("--passes reads llama.cpp's clock; leave it out for vLLM")
         compare(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -87,6 +96,8 @@ def compare(options: argparse.Namespace) -> None:
         head = load_for_decoding(TargetConfig(options.target, dtype="float32")).head_weight
         commands = [command(options, drafts, head, folder) for drafts in wanted]
         urls = [stack.enter_context(served(line, options, folder)) for line in commands]
+        if options.passes:
+            show_passes(urls[0], options)
         found: dict[tuple[int | None, int], list[ServerFigures]] = {}
         for _ in range(options.turns):
             for drafts, url in zip(wanted, urls, strict=True):
@@ -158,6 +169,22 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/health").status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def show_passes(url: str, options: argparse.Namespace) -> None:
+    """Print the median time of a pass over each number of tokens, and its ratio to that of one."""
+    draw = random.Random(0)
+    found: dict[int, list[float]] = {}
+    for _ in range(PASSES):
+        for count in sorted({1, *options.passes}):
+            ids = [draw.randrange(256) for _ in range(count)]
+            order = {"prompt": ids, "n_predict": 1, "cache_prompt": False, "temperature": 0}
+            timings = httpx.post(f"{url}/completion", json=order, timeout=60).json()["timings"]
+            assert timings["prompt_n"] == count
+            found.setdefault(count, []).append(timings["prompt_ms"])
+    times = {count: statistics.median(taken) for count, taken in found.items()}
+    for count, taken in times.items():
+        print(f"pass over {count} tokens: {taken:.1f} ms, {taken / times[1]:.2f} times one")
 
 
 def figures_of(url: str, options: argparse.Namespace) -> list[ServerFigures]:

@@ -1,6 +1,7 @@
 """Time limit of `draftsmith tune`, and the amounts of work that fit into it.
 
-Prompts, reply lengths, replayed roots, timings and finalists are reduced in that order. All
+Prompts, reply lengths, replayed roots, timings and finalists are reduced in that order. A minimum
+of each remains, so many settings in little time take longer than it. All
 durations are estimated from what was just measured on this machine, so a run may end a little
 before or after its limit.
 """
@@ -18,6 +19,8 @@ SHORTEST_REPLY = 16
 TRIAL_ROOTS = 6
 # Plain decoding, the default tree and one finalist are always measured.
 LEAST_WAYS = 3
+# The share of a prompt before the rounds that are timed: they hardly depend on it.
+LEAST_READ = 0.1
 # Shares of the whole time; measuring the finalists has the rest.
 VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.2, 0.1, 0.25, 0.2
 MEASURING = 1 - VERIFICATION - TEXTS - REPLAYS - DRAFTING
@@ -83,17 +86,42 @@ def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
     return min(roots, max(TRIAL_ROOTS, int(TRIAL_ROOTS * seconds / trial_seconds)))
 
 
-def samples_that_fit(
-    samples: int, fewest: int, fixed_s: float, each_s: float, seconds: float
-) -> int:
-    """Return how many rounds can stand behind each timing: `samples` at most, `fewest` at least.
+@dataclass(frozen=True)
+class Timings:
+    """How the rounds of a drafter are timed."""
 
-    `fixed_s` seconds pass whatever the number, and every sample adds `each_s` seconds.
+    samples: int
+    """Rounds behind each timing."""
+    sweeps: int
+    """Turns over which they are spread; in each of them every prompt is read once for every way."""
+    read: float
+    """Share of each prompt that is read, its end."""
+    seconds: float
+    """Estimate of what all this takes."""
+
+
+def timings_that_fit(
+    samples: int, sweeps: int, settle: int, round_s: float, read_s: float, seconds: float
+) -> Timings:
+    """Return the timings, `samples` rounds in `sweeps` turns at most, that fit into `seconds`.
+
+    `round_s` is one round of every way, `settle` how many of them are not counted in a turn, and
+    `read_s` what reading the whole prompts takes, for every way once. The prompts are shortened
+    first, down to `LEAST_READ` of them; then samples are given up, then turns. A round for each
+    turn remains, which may take longer than `seconds`.
     """
-    if fixed_s + samples * each_s <= seconds:
-        return samples
-    # The quotient is negative where the fixed part alone takes longer.
-    return max(fewest, int((seconds - fixed_s) / each_s))
+
+    def cost(samples: int, sweeps: int, read: float) -> float:
+        return (sweeps * settle + samples) * round_s + sweeps * read * read_s
+
+    while sweeps > 1 and cost(sweeps, sweeps, LEAST_READ) > seconds:
+        sweeps -= 1
+    while samples > sweeps and cost(samples, sweeps, LEAST_READ) > seconds:
+        samples -= 1
+    read = 1.0
+    if cost(samples, sweeps, read) > seconds:
+        read = max((seconds - cost(samples, sweeps, 0.0)) / (sweeps * read_s), LEAST_READ)
+    return Timings(samples, sweeps, read, cost(samples, sweeps, read))
 
 
 def finalists_that_fit(

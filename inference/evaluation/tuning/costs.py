@@ -28,7 +28,8 @@ from ...sampling import Draws
 from ...settings import GREEDY, Sampling
 from ...targets.target import Target
 from ...tree import NO_NODE, DraftTree, TreeShape
-from ..options import SAMPLES, SWEEPS
+from ..options import SAMPLES
+from .budget import Timings
 from .candidates import Candidate
 from .replay_roots import KnownText
 
@@ -269,10 +270,11 @@ def features(candidate: Candidate) -> list[float]:
 PLAIN = Candidate("plain decoding", {}, PlainDecoding, [], 0, ())
 
 
-def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
+def probes_of(found: Sequence[Candidate], few: bool = False) -> list[Candidate]:
     """Return the candidates that are timed, from small to large, to fit the costs of all others.
 
-    They are up to four of each kind and, for dynamic trees, of each width.
+    They are up to four of each kind and, for dynamic trees, of each width; the smallest and the
+    largest if `few`.
     """
     probes: list[Candidate] = []
     for kind in ("chain", "fixed", "dynamic"):
@@ -284,7 +286,8 @@ def probes_of(found: Sequence[Candidate]) -> list[Candidate]:
         for _, group in sorted(groups.items()):
             group.sort(key=lambda candidate: (len(candidate.draft), candidate.nodes))
             last = len(group) - 1
-            for index in {0, len(group) // 3, 2 * len(group) // 3, last}:
+            between = set() if few else {len(group) // 3, 2 * len(group) // 3}
+            for index in sorted({0, last} | between):
                 probes.append(group[index])
     return probes
 
@@ -297,7 +300,7 @@ def drafting(
     verify: VerifyCosts,
     sampling: Sampling,
     tick: Callable[[str], None],
-    samples: int = SAMPLES,
+    timings: Timings,
 ) -> tuple[DraftCosts, DraftCosts]:
     """Return the costs of the drafter's rounds and of plain rounds, at the same moments.
 
@@ -310,15 +313,18 @@ def drafting(
     for batch in batches:
         tick(f"drafting, batch {batch}")
         # Prompts are cut so that every round of a sweep may accept all of its drafts.
-        longest = SETTLE + samples // SWEEPS + 1
+        longest = SETTLE + timings.samples // timings.sweeps + 1
         room = (
             target.max_positions
             - longest * (1 + max(len(probe.draft) + 1 for probe in probes))
             - max(NODES)
         )
-        together = [prompts[i % len(prompts)][-max(room, 1) :] for i in range(batch)]
-        context = statistics.mean(map(len, together)) + samples
-        records_of = _sweeps(target, probes, together, sampling, samples)
+        together = []
+        for i in range(batch):
+            prompt = prompts[i % len(prompts)]
+            together.append(prompt[-max(min(room, math.ceil(timings.read * len(prompt))), 1) :])
+        context = statistics.mean(map(len, together)) + timings.samples
+        records_of = _sweeps(target, probes, together, sampling, timings)
         rest = []
         slowdowns = []  # of each verification, relative to the table
         for records in records_of:
@@ -344,7 +350,7 @@ def _sweeps(
     probes: Sequence[Candidate],
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    samples: int,
+    timings: Timings,
 ) -> list[list[Round]]:
     """Return the rounds of plain decoding and of each probe, in this order, timed in turns.
 
@@ -353,8 +359,8 @@ def _sweeps(
     """
     records_of: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
     paces = []
-    for _ in range(SWEEPS):
-        rounds = SETTLE + samples // SWEEPS
+    for _ in range(timings.sweeps):
+        rounds = SETTLE + timings.samples // timings.sweeps
         sweep = []
         for way in (PLAIN, *probes):
             records = run(target, way.make(), prompts, rounds, sampling)[SETTLE:]

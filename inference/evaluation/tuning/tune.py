@@ -43,10 +43,11 @@ from .budget import (
     TRIAL_ROOTS,
     VERIFICATION,
     Budget,
+    Timings,
     finalists_that_fit,
     roots_that_fit,
-    samples_that_fit,
     texts_that_fit,
+    timings_that_fit,
 )  # fmt: skip
 from .candidates import Candidate, candidates, check_tunable
 from .costs import (
@@ -250,7 +251,7 @@ class Bench:
         `seconds`: the time for the whole tuning, of which timing verification takes its share.
         """
         self.target, self.prompts, self.options = target, prompts, options
-        self.batches, self.tick = batches, tick
+        self.tick = tick
         ids: list[int] = []
         for prompt in prompts:
             ids += prompt.token_ids
@@ -277,12 +278,20 @@ class Bench:
         texts = self._texts(prompts, tokens, sampling)
         texts = self._begun(texts, spec, sampling, REPLAYS * seconds)
         ways, facts = candidates(target, spec, texts, sampling, self.tick)
-        probes = probes_of(ways)
-        samples = self._samples(probes, prompts, DRAFTING * seconds)
+        probes, share = probes_of(ways), DRAFTING * seconds
+        timings = self._timings(probes, prompts, batches, share)
+        if timings.seconds > share:
+            probes = probes_of(ways, few=True)
+            timings = self._timings(probes, prompts, batches, share)
         costs, plain_costs = drafting(
-            target, probes, prompts, self.batches, self.verify, sampling, self.tick, samples
+            target, probes, prompts, batches, self.verify, sampling, self.tick, timings
         )
-        facts["effort"] = {"prompts": count, "max_new_tokens": tokens, "samples": samples}
+        facts["effort"] = {
+            "prompts": count,
+            "max_new_tokens": tokens,
+            "samples": timings.samples,
+            "sweeps": timings.sweeps,
+        }
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
         search = _Search(
             sampling, ways, texts, self.verify, costs, plain, plain_costs, count, tokens
@@ -396,24 +405,22 @@ class Bench:
         roots = roots_that_fit(longest, time.monotonic() - started, seconds)
         return [text.begin(roots) for text in texts]
 
-    def _samples(
-        self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float
-    ) -> int:
-        """Return how many rounds of each probe fit into `seconds`.
-
-        Its prompts have to be read and the uncounted first rounds run besides, in every sweep.
-        """
+    def _timings(
+        self,
+        probes: Sequence[Candidate],
+        prompts: Sequence[Sequence[int]],
+        batches: Sequence[int],
+        seconds: float,
+    ) -> Timings:
+        """Return how the rounds of the probes are timed in `seconds`."""
         # Drafting takes about as long as verifying; plain decoding runs beside the probes.
         ways = 1 + len(probes)
         prompt_tokens = sum(map(len, prompts)) / len(prompts)
         token_s = self._step(max(NODES)) / max(NODES)
-        rounds, prefills = [], []
-        for batch in self.batches:
-            rounds.append(2 * self._step(batch) * ways)
-            prefills.append(prompt_tokens * batch * token_s)
-        reading = sum(prefills) * ways
-        fixed = SWEEPS * (reading + SETTLE * sum(rounds))
-        return samples_that_fit(self.options.samples, SWEEPS, fixed, sum(rounds), seconds)
+        round_s = sum(2 * self._step(batch) * ways for batch in batches)
+        read_s = sum(prompt_tokens * batch * token_s * ways for batch in batches)
+        samples = self.options.samples
+        return timings_that_fit(samples, SWEEPS, SETTLE, round_s, read_s, seconds)
 
     def _measure(
         self,

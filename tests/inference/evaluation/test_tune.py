@@ -14,8 +14,8 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
     roots_that_fit,
-    samples_that_fit,
     texts_that_fit,
+    timings_that_fit,
 )
 from draftsmith.inference.evaluation.tuning.candidates import Candidate
 from draftsmith.inference.evaluation.tuning.costs import (
@@ -112,10 +112,6 @@ def test_what_fits_into_a_budget_by_hand() -> None:
         and roots_that_fit(96, 1.0, 4) == 24
         and roots_that_fit(96, 1.0, 0) == 6
     )
-    assert (
-        samples_that_fit(24, 4, 2.0, 0.5, 14) == 24 and samples_that_fit(24, 4, 2.0, 0.5, 8) == 12
-    )
-    assert samples_that_fit(24, 4, 20.0, 0.5, 8) == 4
     runs = [10.0, 8.0, 4.0, 5.0, 6.0]
     assert finalists_that_fit(3, 3, runs, 99) == (3, 3) and finalists_that_fit(3, 3, runs, 98) == (
         3,
@@ -152,6 +148,20 @@ def test_a_prediction_by_hand() -> None:
     assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
 
 
+def test_prompts_samples_and_turns_are_given_up_in_this_order() -> None:
+    def timings(seconds: float) -> tuple[int, int, float, float]:
+        # 24 samples in 4 turns, 2 rounds of each turn uncounted: 32 rounds of half a second, and
+        # the prompts, which take 10 seconds, are read four times.
+        found = timings_that_fit(24, 4, 2, 0.5, 10.0, seconds)
+        return found.samples, found.sweeps, found.read, found.seconds
+
+    assert timings(math.inf) == timings(56) == (24, 4, 1.0, 56.0)
+    assert timings(36) == (24, 4, 0.5, 36.0)
+    assert timings(15) == (14, 4, pytest.approx(0.1), pytest.approx(15.0))
+    assert timings(9) == (6, 3, 0.1, 9.0)
+    assert timings(0) == (1, 1, 0.1, 2.5), "a round of one turn remains"
+
+
 def test_probes_reach_from_the_smallest_to_the_largest() -> None:
     found = [chain(k, []) for k in (1, 2, 4, 8, 16)]
     found += [
@@ -167,6 +177,8 @@ def test_probes_reach_from_the_smallest_to_the_largest() -> None:
         (7, 64, 2),
         (7, 64, 8),
     }
+    few = probes_of(found, few=True)
+    assert [c.nodes for c in few if c.kind == "chain"] == [1, 16] and len(few) == 6
 
 
 @pytest.fixture(scope="session")

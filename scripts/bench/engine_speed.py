@@ -177,9 +177,12 @@ def show_passes(url: str, options: argparse.Namespace) -> None:
     found: dict[int, list[float]] = {}
     for _ in range(PASSES):
         for count in sorted({1, *options.passes}):
-            ids = [draw.randrange(256) for _ in range(count)]
+            # Not the first 256 to 300: single bytes, of which a server can make no text.
+            ids = [draw.randrange(300, 1000) for _ in range(count)]
             order = {"prompt": ids, "n_predict": 1, "cache_prompt": False, "temperature": 0}
-            timings = httpx.post(f"{url}/completion", json=order, timeout=60).json()["timings"]
+            answer = httpx.post(f"{url}/completion", json=order, timeout=60)
+            answer.raise_for_status()
+            timings = answer.json()["timings"]
             assert timings["prompt_n"] == count
             found.setdefault(count, []).append(timings["prompt_ms"])
     times = {count: statistics.median(taken) for count, taken in found.items()}

@@ -59,6 +59,7 @@ def card(
     `licence` is the hub's name of one. `measured` are the table's rows, possibly none.
     """
     kind = kind_of(artifact.drafter)
+    stored = max(weight.dtype.itemsize for weight in artifact.drafter.parameters())
     header = ["---", f"license: {licence}"]
     # The hub links `base_model` to a repository, so a local folder is not named there.
     if order.target.count("/") == 1 and not Path(order.target).exists():
@@ -78,7 +79,7 @@ def card(
         "the text stays the target's own.",
         f"## Serve with {order.engine}\n\n```\n{recipe.serve(order, artifact.drafter)}\n```",
         _others(recipe, order),
-        f"## Measured\n\n{_table(order, measured)}",
+        f"## Measured\n\n{_table(order, measured, stored)}",
         f"## What it is\n\n{_facts(artifact, order)}",
         f"## Limits\n\n{_limits(artifact, recipe)}",
     ]
@@ -96,10 +97,11 @@ def _others(recipe: Recipe, order: ExportRequest) -> str:
     )
 
 
-def _table(order: ExportRequest, measured: Sequence[CardFigures]) -> str:
+def _table(order: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
-    Figures of trees are left out, and counted, where the engine drafts chains.
+    Figures of trees are left out, and counted, where the engine drafts chains. `stored` are the
+    bytes of a weight of the drafter that is exported.
     """
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
@@ -124,11 +126,14 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures]) -> str:
             "tau: tokens emitted a round, the bonus token among them; measured in draftsmith's own "
             "loop, not in the engine.",
         ]
-        exact = [getattr(torch, row.dtype).itemsize > order.dtype.itemsize for row in shown]
-        if any(exact):
-            # Rows of the other type name it: `dtype=bfloat16`.
-            which = "Measured" if all(exact) else "Rows without `dtype=` were measured"
-            lines.append(f"{which} before the weights were rounded to {dtype_name(order.dtype)}.")
+        exact = []
+        for row in shown:
+            bytes_measured = min(stored, getattr(torch, row.dtype).itemsize)
+            if bytes_measured > order.dtype.itemsize and row.drafts not in exact:
+                exact.append(row.drafts)
+        if exact:
+            names = ", ".join(exact)
+            lines.append(f"Measured before rounding to {dtype_name(order.dtype)}: {names}.")
         # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]
     if left_out:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError
-from .packed import PackedLinear, best_packing
+from .packed import PackedLinear
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
@@ -179,10 +179,11 @@ class ModelHead:
         """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
 
         It holds a copy of their rows of the output matrix, in `dtype` if given, packed if the
-        target's own is and it pays. Where that is spread over devices or no plain matrix, the whole
+        target's own is. Where that is spread over devices or no plain matrix, the whole
         head is computed instead.
         """
-        whole, packed = self._output, isinstance(self._multiply, PackedLinear)
+        whole, own = self._output, self._multiply
+        packed = own if isinstance(own, PackedLinear) else None
         if self.spread != "whole" or not (packed or type(whole) is nn.Linear):
             return lambda last: self.head(last)[..., ids]
         rows = nn.Linear(self.hidden_size, len(ids), whole.bias is not None, device="meta")
@@ -190,8 +191,7 @@ class ModelHead:
         rows.weight = nn.Parameter(whole.weight.detach()[ids].to(dtype), requires_grad=False)
         if whole.bias is not None:
             rows.bias = nn.Parameter(whole.bias.detach()[ids].to(dtype), requires_grad=False)
-        packing = best_packing([rows]) if packed else None
-        multiply = PackedLinear(rows, packing.least_rows) if packing else rows
+        multiply = PackedLinear(rows, packed.least_rows) if packed else rows
         return lambda last: self._finished(multiply(last.to(dtype)))
 
     def _finished(self, logits: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from ...heads.files import whole_file
 log = logging.getLogger(__name__)
 
 ROWS = 8  # rows that the order is chosen for; others may be given
-TRIED_ROWS = (1, 4, 8)
+TRIED_ROWS = (1, 2, 4, 8)
 EXTENDED_ROWS = 4  # from which on oneDNN's products of several rows are at their best
 TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
 LEAST_GAIN = 1.05
@@ -149,8 +149,8 @@ def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     """Return how to pack matrices if that is faster here by a measurement of less than a second.
 
-    None if it is not. Both orders take turns over the first of `linears`; the mean gain for one,
-    four and eight rows counts. It is kept on disk for the next process, which then decodes over the
+    None if it is not. Both orders take turns over the first of `linears`; the mean gain for one to
+    eight rows counts. It is kept on disk for the next process, which then decodes over the
     same matrices, with the same rounding, and finds what was compiled for them.
     """
     tried: list[nn.Linear] = []
@@ -175,18 +175,20 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
         # Not where other work has disturbed it: the next process measures again.
         if all(steady for *_, steady in times):
             _keep_packing(trial, packing)
-    log.debug("packed matrices are %.2f times as fast", packing.gain)
+    least = packing.least_rows
+    log.debug("packed matrices are %.2f times as fast, least rows %d", packing.gain, least)
     return packing if packing.pays else None
 
 
 def _packing_by(times: Sequence[tuple[float, float, bool]]) -> Packing:
     """Return what the `_times` for `TRIED_ROWS` say."""
     stored, packed = [time[0] for time in times], [time[1] for time in times]
-    one, extended = packed[0], packed[TRIED_ROWS.index(EXTENDED_ROWS)]
-    least_rows = EXTENDED_ROWS if one > LEAST_GAIN * extended else 1
-    packed[0] = min(one, extended)
+    few = TRIED_ROWS.index(EXTENDED_ROWS)
+    extended = max(packed[:few]) > LEAST_GAIN * packed[few]
+    if extended:
+        packed[:few] = [packed[few]] * few
     gains = [own / other for own, other in zip(stored, packed, strict=True)]
-    return Packing(statistics.geometric_mean(gains), least_rows)
+    return Packing(statistics.geometric_mean(gains), EXTENDED_ROWS if extended else 1)
 
 
 def _packings_file() -> Path:

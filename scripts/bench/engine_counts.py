@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> int:
-    """Print a line for each prompt that differs, and the sums; return how many are no near tie."""
+    """Print a line for each difference and the sums; return how many are no near ties."""
     target = load_for_decoding(TargetConfig(options.target, dtype="float32"))
     prompts = [
         prompt.token_ids
@@ -85,7 +85,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     plain, theirs = engine(options, commands, prompts, folder)
     proposer = imitation(options, target)
     wrong = equal = 0
-    ties: list[str] = []
+    differences: list[str] = []
     sums: list[Counts] = [{}, {}]
     for place, prompt in enumerate(prompts):
         alone = generate_one(target, PlainDecoding(), prompt, options.max_new_tokens)
@@ -97,7 +97,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
         if other.token_ids != without.token_ids:
             gap, kind = difference(target, without, other)
             wrong += gap > TIE
-            ties.append(f"prompt {place}: speculation changed the engine's text: {kind}")
+            differences.append(f"prompt {place}: speculation changed the engine's text: {kind}")
         if other.token_ids != mine.token_ids:
             gap, kind = difference(target, alone, other)
         else:
@@ -110,10 +110,12 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
             gap, kind = watch.least, f"{counted} there, {ours} here; the drafter's least gap is "
             kind += f"{gap:.1e}"
         wrong += gap > TIE
-        ties.append(f"prompt {place}: {kind}")
-    print("\n".join(ties))
-    print(f"{equal} of {len(prompts)} prompts equal, {len(ties)} differences: near ties or worse")
+        differences.append(f"prompt {place}: {kind}")
+    print("\n".join(differences))
+    print(f"{equal} of {len(prompts)} prompts equal, {len(differences)} differences")
     for name, total in zip(("here", options.engine), sums, strict=True):
+        if not total:
+            raise UserError("no text of the engine is ours, so there are no counts to compare")
         tau = 1 + total["accepted"] / total["drafts"]
         print(f"{name}, where the texts are equal: {total}, tau {tau:.3f}")
     return wrong

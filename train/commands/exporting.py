@@ -24,7 +24,7 @@ from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
-from ...inference.drafters import parse_spec
+from ...inference.drafters import DTYPES, parse_spec
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
 from ...inference.targets.target import TargetSource
@@ -204,6 +204,9 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
     # A drafter is recognised by its weights: names and folders change.
     weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
     listed = report.drafters
+    dtype = report.dtype or "float32"  # the type of targets on a CPU, where a report names none
+    if dtype not in DTYPES:
+        raise UserError(f"{path}: its target has the type {dtype}, which no drafter can have")
     names = {name for name, origin in listed.items() if origin.sha256 == weights_hash}
     if not names:
         with_weights = [name for name, origin in listed.items() if origin.sha256]
@@ -223,10 +226,7 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
                 continue
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             if name in names or drafter_figures.spec in specs:
-                figure = _figure(
-                    name, method, drafter_figures, setting, source, report.dtype or "float32"
-                )
-                rows.append(figure)
+                rows.append(_figure(name, method, drafter_figures, setting, source, dtype))
     return rows
 
 

@@ -19,8 +19,11 @@ SHORTEST_REPLY = 16
 TRIAL_ROOTS = 6
 # Plain decoding, the default tree and one finalist are always measured.
 LEAST_WAYS = 3
-# The share of a prompt before the rounds that are timed: they hardly depend on it.
-LEAST_READ = 0.1
+# Prompts are cut to no fewer tokens before the rounds of drafters are timed, whose costs change
+# little with the context; lookups still find something in so many.
+LEAST_READ = 64
+# Rounds that a median needs.
+FEWEST_ROUNDS = 3
 # Shares of the whole time; measuring the finalists has the rest.
 VERIFICATION, TEXTS, REPLAYS, DRAFTING = 0.2, 0.1, 0.25, 0.2
 MEASURING = 1 - VERIFICATION - TEXTS - REPLAYS - DRAFTING
@@ -90,38 +93,51 @@ def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
 class Timings:
     """How the rounds of a drafter are timed."""
 
-    samples: int
-    """Rounds behind each timing."""
-    sweeps: int
-    """Turns over which they are spread; in each of them every prompt is read once for every way."""
-    read: float
-    """Share of each prompt that is read, its end."""
+    rounds: int
+    """Rounds of every way that count in each turn."""
+    turns: int
+    """Turns of all ways; in each of them all prompts are read once for every way."""
+    tokens: int | None
+    """Tokens that the prompts are cut to; None where they are read whole."""
     seconds: float
     """Estimate of what all this takes."""
 
 
 def timings_that_fit(
-    samples: int, sweeps: int, settle: int, round_s: float, read_s: float, seconds: float
+    samples: int,
+    turns: int,
+    settle: int,
+    round_s: float,
+    token_s: float,
+    tokens: float,
+    seconds: float,
 ) -> Timings:
-    """Return the timings, `samples` rounds in `sweeps` turns at most, that fit into `seconds`.
+    """Return the timings, `samples` rounds in `turns` turns at most, that fit into `seconds`.
 
     `round_s` is one round of every way, `settle` how many of them are not counted in a turn, and
-    `read_s` what reading the whole prompts takes, for every way once. The prompts are shortened
-    first, down to `LEAST_READ` of them; then samples are given up, then turns. A round for each
-    turn remains, which may take longer than `seconds`.
+    `token_s` reading a token of all prompts for every way. The prompts have `tokens` tokens on
+    average; they are cut first, then rounds are given up, then turns. `FEWEST_ROUNDS` rounds in one
+    turn remain, which may take longer than `seconds`.
     """
+    shortest = min(tokens, LEAST_READ)
 
-    def cost(samples: int, sweeps: int, read: float) -> float:
-        return (sweeps * settle + samples) * round_s + sweeps * read * read_s
+    def cost(rounds: int, turns: int, read: float) -> float:
+        return turns * ((settle + rounds) * round_s + read * token_s)
 
-    while sweeps > 1 and cost(sweeps, sweeps, LEAST_READ) > seconds:
-        sweeps -= 1
-    while samples > sweeps and cost(samples, sweeps, LEAST_READ) > seconds:
-        samples -= 1
-    read = 1.0
-    if cost(samples, sweeps, read) > seconds:
-        read = max((seconds - cost(samples, sweeps, 0.0)) / (sweeps * read_s), LEAST_READ)
-    return Timings(samples, sweeps, read, cost(samples, sweeps, read))
+    rounds = max(samples // turns, 1)
+    while cost(rounds, turns, shortest) > seconds:
+        if turns * (rounds - 1) >= FEWEST_ROUNDS and rounds > 2:
+            rounds -= 1
+        elif turns > 1:
+            turns -= 1
+            rounds = max(samples // turns, 1)
+        else:
+            break
+    if cost(rounds, turns, tokens) <= seconds:
+        return Timings(rounds, turns, None, cost(rounds, turns, tokens))
+    left = (seconds / turns - (settle + rounds) * round_s) / token_s
+    read = max(int(left), math.ceil(shortest))
+    return Timings(rounds, turns, read, cost(rounds, turns, read))
 
 
 def finalists_that_fit(

@@ -286,8 +286,8 @@ def probes_of(found: Sequence[Candidate], few: bool = False) -> list[Candidate]:
         for _, group in sorted(groups.items()):
             group.sort(key=lambda candidate: (len(candidate.draft), candidate.nodes))
             last = len(group) - 1
-            between = set() if few else {len(group) // 3, 2 * len(group) // 3}
-            for index in sorted({0, last} | between):
+            inner = set() if few else {len(group) // 3, 2 * len(group) // 3}
+            for index in sorted({0, last} | inner):
                 probes.append(group[index])
     return probes
 
@@ -313,17 +313,15 @@ def drafting(
     for batch in batches:
         tick(f"drafting, batch {batch}")
         # Prompts are cut so that every round of a sweep may accept all of its drafts.
-        longest = SETTLE + timings.samples // timings.sweeps + 1
+        longest = SETTLE + timings.rounds + 1
         room = (
             target.max_positions
             - longest * (1 + max(len(probe.draft) + 1 for probe in probes))
             - max(NODES)
         )
-        together = []
-        for i in range(batch):
-            prompt = prompts[i % len(prompts)]
-            together.append(prompt[-max(min(room, math.ceil(timings.read * len(prompt))), 1) :])
-        context = statistics.mean(map(len, together)) + timings.samples
+        kept = max(min(room, timings.tokens or room), 1)
+        together = [prompts[i % len(prompts)][-kept:] for i in range(batch)]
+        context = statistics.mean(map(len, together)) + timings.rounds * timings.turns
         records_of = _sweeps(target, probes, together, sampling, timings)
         rest = []
         slowdowns = []  # of each verification, relative to the table
@@ -359,8 +357,8 @@ def _sweeps(
     """
     records_of: list[list[Round]] = [[] for _ in (PLAIN, *probes)]
     paces = []
-    for _ in range(timings.sweeps):
-        rounds = SETTLE + timings.samples // timings.sweeps
+    for _ in range(timings.turns):
+        rounds = SETTLE + timings.rounds
         sweep = []
         for way in (PLAIN, *probes):
             records = run(target, way.make(), prompts, rounds, sampling)[SETTLE:]

@@ -251,7 +251,7 @@ class Bench:
         `seconds`: the time for the whole tuning, of which timing verification takes its share.
         """
         self.target, self.prompts, self.options = target, prompts, options
-        self.tick = tick
+        self.batches, self.tick = batches, tick
         ids: list[int] = []
         for prompt in prompts:
             ids += prompt.token_ids
@@ -279,18 +279,19 @@ class Bench:
         texts = self._begun(texts, spec, sampling, REPLAYS * seconds)
         ways, facts = candidates(target, spec, texts, sampling, self.tick)
         probes, share = probes_of(ways), DRAFTING * seconds
-        timings = self._timings(probes, prompts, batches, share)
+        timings = self._timings(probes, prompts, share)
         if timings.seconds > share:
             probes = probes_of(ways, few=True)
-            timings = self._timings(probes, prompts, batches, share)
+            timings = self._timings(probes, prompts, share)
         costs, plain_costs = drafting(
-            target, probes, prompts, batches, self.verify, sampling, self.tick, timings
+            target, probes, prompts, self.batches, self.verify, sampling, self.tick, timings
         )
         facts["effort"] = {
             "prompts": count,
             "max_new_tokens": tokens,
-            "samples": timings.samples,
-            "sweeps": timings.sweeps,
+            "samples": timings.rounds * timings.turns,
+            "probes": len(probes),
+            "prompt_tokens": timings.tokens,
         }
         plain = replace(PLAIN, accepted=[[0] * len(text.roots) for text in texts])
         search = _Search(
@@ -406,21 +407,17 @@ class Bench:
         return [text.begin(roots) for text in texts]
 
     def _timings(
-        self,
-        probes: Sequence[Candidate],
-        prompts: Sequence[Sequence[int]],
-        batches: Sequence[int],
-        seconds: float,
+        self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float
     ) -> Timings:
         """Return how the rounds of the probes are timed in `seconds`."""
         # Drafting takes about as long as verifying; plain decoding runs beside the probes.
         ways = 1 + len(probes)
-        prompt_tokens = sum(map(len, prompts)) / len(prompts)
-        token_s = self._step(max(NODES)) / max(NODES)
-        round_s = sum(2 * self._step(batch) * ways for batch in batches)
-        read_s = sum(prompt_tokens * batch * token_s * ways for batch in batches)
+        node_s = self._step(max(NODES)) / max(NODES)
+        round_s = ways * sum(2 * self._step(batch) for batch in self.batches)
+        token_s = ways * node_s * sum(self.batches)
+        tokens = sum(map(len, prompts)) / len(prompts)
         samples = self.options.samples
-        return timings_that_fit(samples, SWEEPS, SETTLE, round_s, read_s, seconds)
+        return timings_that_fit(samples, SWEEPS, SETTLE, round_s, token_s, tokens, seconds)
 
     def _measure(
         self,

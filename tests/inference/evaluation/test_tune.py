@@ -148,18 +148,19 @@ def test_a_prediction_by_hand() -> None:
     assert plain["tau"] == 1 and plain["tokens_s"] == pytest.approx(8 / (8 * 2))
 
 
-def test_prompts_samples_and_turns_are_given_up_in_this_order() -> None:
-    def timings(seconds: float) -> tuple[int, int, float, float]:
-        # 24 samples in 4 turns, 2 rounds of each turn uncounted: 32 rounds of half a second, and
-        # the prompts, which take 10 seconds, are read four times.
-        found = timings_that_fit(24, 4, 2, 0.5, 10.0, seconds)
-        return found.samples, found.sweeps, found.read, found.seconds
+def test_prompts_rounds_and_turns_are_given_up_in_this_order() -> None:
+    def timings(seconds: float) -> tuple[int, int, int | None, float]:
+        # 24 rounds in 4 turns with 2 uncounted ones each take 16 seconds, and reading 160 tokens
+        # 16 in each turn.
+        found = timings_that_fit(24, 4, 2, 0.5, 0.1, 160, seconds)
+        return found.rounds, found.turns, found.tokens, found.seconds
 
-    assert timings(math.inf) == timings(56) == (24, 4, 1.0, 56.0)
-    assert timings(36) == (24, 4, 0.5, 36.0)
-    assert timings(15) == (14, 4, pytest.approx(0.1), pytest.approx(15.0))
-    assert timings(9) == (6, 3, 0.1, 9.0)
-    assert timings(0) == (1, 1, 0.1, 2.5), "a round of one turn remains"
+    assert timings(math.inf) == timings(80) == (6, 4, None, 80)
+    assert timings(60) == (6, 4, 110, 60)
+    assert timings(40) == (5, 4, 65, pytest.approx(40)), "6 rounds would take 41.6"
+    assert timings(34) == (2, 4, 65, pytest.approx(34))
+    assert timings(32) == (6, 3, 66, pytest.approx(31.8))
+    assert timings(0) == (3, 1, 64, pytest.approx(8.9)), "three rounds of one turn remain"
 
 
 def test_probes_reach_from_the_smallest_to_the_largest() -> None:

@@ -51,12 +51,12 @@ def test_inputs_of_few_rows_are_extended(shape: tuple[int, ...]) -> None:
 
 
 def test_few_rows_are_extended_where_four_take_less_time() -> None:
-    rows_1, rows_4, rows_8 = (6.0, 6.0, True), (8.0, 4.0, True), (16.0, 4.0, True)
-    gain, least_rows = packed._packing_by([rows_1, rows_4, rows_8])
-    # One row takes the 4 seconds of four: gains of 1.5, 2 and 4.
-    assert least_rows == 4 and gain == pytest.approx(12 ** (1 / 3))
-    gain, least_rows = packed._packing_by([(6.0, 3.0, True), rows_4, rows_8])
-    assert least_rows == 1 and gain == pytest.approx(16 ** (1 / 3))
+    one, two, four, eight = (6.0, 3.0, True), (8.0, 6.0, True), (8.0, 4.0, True), (16.0, 4.0, True)
+    gain, least_rows = packed._packing_by([one, two, four, eight])
+    # One and two rows take the 4 seconds of four: gains of 1.5, 2, 2 and 4.
+    assert least_rows == 4 and gain == pytest.approx(24 ** (1 / 4))
+    gain, least_rows = packed._packing_by([one, (8.0, 4.0, True), four, eight])
+    assert least_rows == 1 and gain == pytest.approx(32 ** (1 / 4))
 
 
 def test_parts_of_a_joint_layer_share_a_product() -> None:
@@ -109,8 +109,8 @@ def test_a_measured_gain_is_kept_for_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    fast, slow = [(2.0, 1.0, True)] * 3, [(1.0, 2.0, True)] * 3
-    disturbed = [(1.0, 2.0, True), (1.0, 2.0, False), (1.0, 2.0, True)]
+    fast, slow = [(2.0, 1.0, True)] * 4, [(1.0, 2.0, True)] * 4
+    disturbed = [(1.0, 2.0, True), (1.0, 2.0, False), *[(1.0, 2.0, True)] * 2]
     times = iter([*disturbed, *fast, *slow, *slow])
     monkeypatch.setattr(packed, "_times", lambda weights, matrices, rows: next(times))
     small, large = [nn.Linear(8, 8)], [nn.Linear(8, 16)]

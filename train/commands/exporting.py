@@ -24,7 +24,7 @@ from ...heads.vocabulary import most_frequent
 from ...inference.conversations.formats import RowError, conversation_of
 from ...inference.conversations.rows import LeftOut
 from ...inference.conversations.sources import rows_of
-from ...inference.drafters import DTYPES, parse_spec
+from ...inference.drafters import parse_spec
 from ...inference.evaluation.results import NAN, DrafterFigures, SettingFigures, read_measured
 from ...inference.settings import BadRows
 from ...inference.targets.target import TargetSource
@@ -205,8 +205,8 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
     weights_hash = " ".join(map(checksum, sorted(Path(drafter).glob("*.safetensors"))))
     listed = report.drafters
     dtype = report.dtype or "float32"  # the type of targets on a CPU, where a report names none
-    if dtype not in DTYPES:
-        raise UserError(f"{path}: its target has the type {dtype}, which no drafter can have")
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UserError(f"{path}: {dtype!r} is no type of a target; evaluate again")
     names = {name for name, origin in listed.items() if origin.sha256 == weights_hash}
     if not names:
         with_weights = [name for name, origin in listed.items() if origin.sha256]

@@ -100,8 +100,8 @@ def _others(recipe: Recipe, order: ExportRequest) -> str:
 def _table(order: ExportRequest, measured: Sequence[CardFigures], stored: int) -> str:
     """Return the table of measured figures, in Markdown, with remarks on it.
 
-    Figures of trees are left out, and counted, where the engine drafts chains. `stored` are the
-    bytes of a weight of the drafter that is exported.
+    Figures of trees are left out, and counted, where the engine drafts chains. `stored` is
+    the size in bytes of a weight of the drafter that is exported.
     """
     shown = [row for row in measured if row.chain or order.engine not in CHAINS_ONLY]
     left_out = len(measured) - len(shown)
@@ -126,13 +126,13 @@ def _table(order: ExportRequest, measured: Sequence[CardFigures], stored: int) -
             "tau: tokens emitted a round, the bonus token among them; measured in draftsmith's own "
             "loop, not in the engine.",
         ]
-        exact = []
+        unrounded = []
         for row in shown:
             bytes_measured = min(stored, getattr(torch, row.dtype).itemsize)
-            if bytes_measured > order.dtype.itemsize and row.drafts not in exact:
-                exact.append(row.drafts)
-        if exact:
-            names = ", ".join(exact)
+            if bytes_measured > order.dtype.itemsize and row.drafts not in unrounded:
+                unrounded.append(row.drafts)
+        if unrounded:
+            names = ", ".join(unrounded)
             lines.append(f"Measured before rounding to {dtype_name(order.dtype)}: {names}.")
         # Several rows come from one report: each source is named once, in the order of the rows.
         lines += [f"Source: {source}." for source in dict.fromkeys(row.source for row in shown)]

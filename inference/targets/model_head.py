@@ -179,8 +179,8 @@ class ModelHead:
         """Return a function that computes the logits `[..., Vd]` of the tokens `ids` `[Vd]` alone.
 
         It holds a copy of their rows of the output matrix, in `dtype` if given, packed if the
-        target's own is. Where that is spread over devices or no plain matrix, the whole
-        head is computed instead.
+        target's own is. Where that is spread over devices or no plain matrix, the whole head is
+        computed instead.
         """
         whole, own = self._output, self._multiply
         packed = own if isinstance(own, PackedLinear) else None

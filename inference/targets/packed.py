@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 ROWS = 8  # rows that the order is chosen for; others may be given
 TRIED_ROWS = (1, 2, 4, 8)
-EXTENDED_ROWS = 4  # from which on oneDNN's products of several rows are at their best
+EXTENDED_ROWS = 4  # fewest rows that oneDNN's faster products take
 TRIED_BYTES = 64 << 20  # weights of a trial: more than a cache of the processor holds
 LEAST_GAIN = 1.05
 REPEATS = 7
@@ -45,7 +45,7 @@ STEADY = 1.15  # median over least time, up to which a measurement is kept
 
 
 class Packing(NamedTuple):
-    """How matrices are packed on this machine."""
+    """Outcome of a trial of packed matrices on this machine."""
 
     gain: float
     """Time over the matrices as stored as a multiple of that over packed ones."""
@@ -150,8 +150,8 @@ def best_packing(linears: Sequence[nn.Linear]) -> Packing | None:
     """Return how to pack matrices if that is faster here by a measurement of less than a second.
 
     None if it is not. Both orders take turns over the first of `linears`; the mean gain for one to
-    eight rows counts. It is kept on disk for the next process, which then decodes over the
-    same matrices, with the same rounding, and finds what was compiled for them.
+    eight rows counts. It is kept on disk for the next process, which then decodes over the same
+    matrices, with the same rounding, and finds what was compiled for them.
     """
     tried: list[nn.Linear] = []
     size = 0

@@ -240,7 +240,7 @@ def _figure(
 ) -> CardFigures:
     """Return the line of the card for one drafter in one setting of a report.
 
-    `dtype` is the target's, which drafters have that name none.
+    `dtype` is the target's; a drafter whose spec names none has it too.
     """
     low, high = known(found.tau_ci95 or (None, None))
     # Later settings win: the method's default, the spec's, and those of a profile.

@@ -1,9 +1,9 @@
 """Time limit of `draftsmith tune`, and the amounts of work that fit into it.
 
 Prompts, reply lengths, replayed roots, timings and finalists are reduced in that order. A minimum
-of each remains, so many settings in little time take longer than it. All
-durations are estimated from what was just measured on this machine, so a run may end a little
-before or after its limit.
+of each remains, so that many settings in a short limit take longer than it. All durations are
+estimated from what was just measured on this machine, so a run may end a little before or after its
+limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ SHORTEST_REPLY = 16
 TRIAL_ROOTS = 6
 # Plain decoding, the default tree and one finalist are always measured.
 LEAST_WAYS = 3
-# Prompts are cut to no fewer tokens before the rounds of drafters are timed, whose costs change
-# little with the context; lookups still find something in so many.
+# Prompts are cut to no fewer tokens where drafters are timed: lookups need a text to search.
 LEAST_READ = 64
 # Rounds that a median needs.
 FEWEST_ROUNDS = 3
@@ -91,7 +90,7 @@ def roots_that_fit(roots: int, trial_seconds: float, seconds: float) -> int:
 
 @dataclass(frozen=True)
 class Timings:
-    """How the rounds of a drafter are timed."""
+    """Numbers of rounds and of prompt tokens with which a drafter is timed."""
 
     rounds: int
     """Rounds of every way that count in each turn."""
@@ -100,7 +99,7 @@ class Timings:
     tokens: int | None
     """Tokens that the prompts are cut to; None where they are read whole."""
     seconds: float
-    """Estimate of what all this takes."""
+    """Estimate of what all turns take."""
 
 
 def timings_that_fit(
@@ -114,10 +113,10 @@ def timings_that_fit(
 ) -> Timings:
     """Return the timings, `samples` rounds in `turns` turns at most, that fit into `seconds`.
 
-    `round_s` is one round of every way, `settle` how many of them are not counted in a turn, and
-    `token_s` reading a token of all prompts for every way. The prompts have `tokens` tokens on
-    average; they are cut first, then rounds are given up, then turns. `FEWEST_ROUNDS` rounds in one
-    turn remain, which may take longer than `seconds`.
+    `round_s` are the seconds of one round of every way at every batch size, `token_s` those of
+    reading a token of every row's prompt, and `settle` the rounds of a turn that are not counted.
+    The prompts have `tokens` tokens on average; they are cut first, then rounds are given up, then
+    turns. `FEWEST_ROUNDS` rounds in one turn remain, which may take longer than `seconds`.
     """
     shortest = min(tokens, LEAST_READ)
 

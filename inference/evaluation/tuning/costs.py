@@ -29,12 +29,11 @@ from ...settings import GREEDY, Sampling
 from ...targets.target import Target
 from ...tree import NO_NODE, DraftTree, TreeShape
 from ..options import SAMPLES
-from .budget import Timings
+from .budget import FEWEST_ROUNDS, Timings
 from .candidates import Candidate
 from .replay_roots import KnownText
 
 NODES = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # drafted nodes of which verification is timed
-FEWEST = 3  # samples that a median needs
 SHORTEST = 16  # tokens of a prompt
 SETTLE = 2  # rounds of a run that are not counted: the first ones after a prefill are slower
 
@@ -138,7 +137,7 @@ def verification(
     # Every round emits one token, so a sweep over all sizes takes as many positions as there are
     # sizes.
     samples = min(samples, (target.max_positions - max(NODES) - SHORTEST) // len(NODES) - 1)
-    if samples < FEWEST:
+    if samples < FEWEST_ROUNDS:
         raise UserError(
             f"{target.name} has {target.max_positions} positions, too few to time verification of "
             f"{max(NODES)} drafts"
@@ -147,8 +146,8 @@ def verification(
     # The rounds and the first sweep emit a token each, and the largest tree has to fit behind the
     # last of them, with its root.
     room = target.max_positions - rounds - len(NODES) - max(NODES) - 1
-    # The uncounted rounds, the uncounted sweep, and `FEWEST` sweeps for the medians.
-    fewest = SETTLE + len(NODES) * (1 + FEWEST)
+    # The uncounted rounds, the uncounted sweep, and `FEWEST_ROUNDS` sweeps for the medians.
+    fewest = SETTLE + len(NODES) * (1 + FEWEST_ROUNDS)
     table: dict[int, dict[float, dict[int, float]]] = {}
     # A run adds one token a round. Its prompt is shorter by half of them, so that the context asked
     # for is the mean one.
@@ -319,8 +318,8 @@ def drafting(
             - longest * (1 + max(len(probe.draft) + 1 for probe in probes))
             - max(NODES)
         )
-        kept = max(min(room, timings.tokens or room), 1)
-        together = [prompts[i % len(prompts)][-kept:] for i in range(batch)]
+        length = max(min(room, timings.tokens or room), 1)
+        together = [prompts[i % len(prompts)][-length:] for i in range(batch)]
         context = statistics.mean(map(len, together)) + timings.rounds * timings.turns
         records_of = _sweeps(target, probes, together, sampling, timings)
         rest = []

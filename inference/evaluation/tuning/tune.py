@@ -302,7 +302,7 @@ class Bench:
             ranked = search.ranked(batch)
             # Measuring gets all the time that is left, or its share where earlier work took more
             # than was estimated.
-            share = (budget.left or MEASURING * seconds) / (len(batches) - number)
+            share = budget.left / (len(batches) - number) or MEASURING * seconds / len(batches)
             rows.append(self._measured_row(search, batch, ranked, share) | facts)
         return rows
 
@@ -409,12 +409,15 @@ class Bench:
     def _timings(
         self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float
     ) -> Timings:
-        """Return how the rounds of the probes are timed in `seconds`."""
-        # Drafting takes about as long as verifying; plain decoding runs beside the probes.
-        ways = 1 + len(probes)
+        """Return the numbers of rounds and of prompt tokens that can be timed in `seconds`."""
+        ways = [PLAIN, *probes]  # plain decoding runs beside the probes
         node_s = self._step(max(NODES)) / max(NODES)
-        round_s = ways * sum(2 * self._step(batch) for batch in self.batches)
-        token_s = ways * node_s * sum(self.batches)
+        round_s = 0.0
+        for batch in self.batches:
+            # Drafting and the rest of a round take about as long as a plain step.
+            rest = self._step(batch)
+            round_s += sum(self.verify.seconds(batch, way.nodes, SHORTEST) + rest for way in ways)
+        token_s = len(ways) * node_s * sum(self.batches)
         tokens = sum(map(len, prompts)) / len(prompts)
         samples = self.options.samples
         return timings_that_fit(samples, SWEEPS, SETTLE, round_s, token_s, tokens, seconds)

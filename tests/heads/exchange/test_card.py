@@ -18,7 +18,7 @@ from draftsmith.heads.exchange.layouts import ExportRequest
         (["float32", "bfloat16", "float32"], 4, torch.bfloat16, ["dspark 0", "dspark 2"]),
     ],
 )
-def test_the_card_names_what_was_measured_with_other_weights(
+def test_the_card_names_what_was_measured_with_wider_weights(
     measured: list[str], stored: int, exported: torch.dtype, rounded: list[str]
 ) -> None:
     rows = [

@@ -28,6 +28,7 @@ from ...distill.divergences import (
     NEEDS_LABELS,
     divergence,
     log_probs,
+    loss_of_logits,
     overlap,
     sum_in_chunks,
 )
@@ -200,35 +201,45 @@ class DistillObjective(nn.Module):
         # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
-        scaled = self.config.temperatures != [1.0]
-        # Rows at temperature 0 are divided by 1 here; they get the cross-entropy below.
-        divisors = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-        if scaled:
-            log_p, log_q = log_probs(teacher / divisors)[:, :size], log_probs(logits / divisors)
+        log_p = log_probs(teacher)[:, :size]
+        if self.config.temperatures == [1.0]:
+            # A label that the draft model lacks has no column; it is clamped to have one, and its
+            # loss is set to 0.
+            clamped = labels.clamp(max=size - 1)
+            losses, _ = loss_of_logits(self.config.loss, logits, log_p, clamped)
+            if self.config.loss in NEEDS_LABELS:
+                losses = losses.masked_fill(labels >= size, 0.0)
         else:
-            log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
-        # A label that the draft model lacks has no column; it is clamped to have one, and its loss
-        # is set to 0.
-        losses = divergence(self.config.loss, log_q, log_p, labels.clamp(max=size - 1))
-        if self.config.loss in NEEDS_LABELS:
-            losses = losses.masked_fill(labels >= size, 0.0)
-        if scaled:
-            # The gradient of a divergence of logits / T carries 1 / T; times T all temperatures
-            # teach alike.
-            losses = losses * divisors[:, 0]
-        if 0.0 in self.config.temperatures:
-            greedy_losses = divergence("ce", log_q, log_p, best.clamp(max=size - 1))
-            greedy_losses = greedy_losses.masked_fill(best >= size, 0.0)
-            losses = torch.where(temperatures > 0, losses, greedy_losses)
+            losses = self._losses_at(temperatures[:, None], logits, teacher, best)
         loss = (losses * factors).sum()
         if not measured:
             return (loss,)
+        # Metrics are at temperature 1, whatever is taught.
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
-            if scaled:  # metrics are at temperature 1, whatever is taught
-                log_p, log_q = log_probs(teacher)[:, :size], log_probs(logits)
-            alpha = overlap(log_q, log_p)
+            alpha = overlap(log_probs(logits), log_p)
         return loss, losses, right, alpha
+
+    def _losses_at(
+        self, temperatures: Tensor, logits: Tensor, teacher: Tensor, best: Tensor
+    ) -> Tensor:
+        """Return the losses `[R]` of rows whose `temperatures` `[R, 1]` differ.
+
+        `logits` `[R, Vd]` are the draft model's, `teacher` `[R, V]` the target's, `best` `[R]` the
+        target's best tokens, which rows at temperature 0 learn.
+        """
+        size = logits.shape[-1]
+        # Rows at temperature 0 are divided by 1 here; they get the cross-entropy below.
+        divisors = torch.where(temperatures > 0, temperatures, 1.0)
+        log_p, log_q = log_probs(teacher / divisors)[:, :size], log_probs(logits / divisors)
+        known = best.clamp(max=size - 1)
+        # The gradient of a divergence of logits / T carries 1 / T; times T all temperatures teach
+        # alike.
+        losses = divergence(self.config.loss, log_q, log_p, known) * divisors[:, 0]
+        if 0.0 not in self.config.temperatures:
+            return losses
+        greedy_losses = divergence("ce", log_q, log_p, known).masked_fill(best >= size, 0.0)
+        return torch.where(temperatures[:, 0] > 0, losses, greedy_losses)
 
 
 def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:

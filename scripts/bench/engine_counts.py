@@ -40,7 +40,7 @@ from draftsmith.inference.settings import GREEDY, TargetConfig
 from draftsmith.inference.targets.target import Target, load_for_decoding
 
 SCRIPTS = Path(__file__).parents[1]
-TIE = 5e-3
+TIE = 1e-3
 CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -20,7 +20,13 @@ from draftsmith.inference.evaluation.tuning.candidates import (
     rank_table,
     runs,
 )
-from draftsmith.inference.evaluation.tuning.replay_roots import BEST, NEVER, KnownText, nodes_needed
+from draftsmith.inference.evaluation.tuning.replay_roots import (
+    BEST,
+    NEVER,
+    KnownText,
+    KnownTexts,
+    nodes_needed,
+)
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.replay import replay
@@ -55,7 +61,7 @@ def check(target: Target, spec: str, probs: Sampling, limit: int, count: int, tr
     texts = [
         KnownText.of(reply, (r.id, r.sample)) for reply, r in zip(plain, requests, strict=True)
     ]
-    found, _ = candidates(target, spec, texts, probs, lambda what: None)
+    found, _ = candidates(spec, KnownTexts(target, texts), probs, lambda what: None)
     draw = random.Random(0)
     drawn: list[Candidate] = [found[0]]
     for kind in ("chain", "fixed", "dynamic"):
@@ -116,7 +122,7 @@ def test_the_drafters_own_tree_is_the_first_candidate(quickstart: Target, spec: 
     prompts = chat_prompts(quickstart, "valid", 2)
     plain = generate(quickstart, PlainDecoding(), prompts, 12)
     texts = [KnownText.of(reply, (i, 0)) for i, reply in enumerate(plain)]
-    found, _ = candidates(quickstart, spec, texts, Sampling(), lambda what: None)
+    found, _ = candidates(spec, KnownTexts(quickstart, texts), Sampling(), lambda what: None)
     own = found[0]
     predicted = [
         replay([0] * t.start + a, t.start, len(t.ids))
@@ -175,22 +181,43 @@ def test_the_fitted_score_temperature_is_the_one_that_accepts_most() -> None:
     )
 
 
+def test_beginnings_of_texts_have_the_counts_of_whole_ones_and_share_their_states(
+    quickstart: Target,
+) -> None:
+    """Drafts at a root depend on the text before it; the counts stop at the last known token."""
+    plain = generate(quickstart, PlainDecoding(), chat_prompts(quickstart, "valid", 2), 16)
+    known = KnownTexts(quickstart, [KnownText.of(reply, (i, 0)) for i, reply in enumerate(plain)])
+    begun = known.begin(6)
+    assert begun.states((1, 3)) is known.states((1, 3)) is not known.states((1,))
+    found, _ = candidates(SPECS[0], begun, Sampling(), lambda what: None)
+    whole, _ = candidates(SPECS[0], known, Sampling(), lambda what: None)
+    chains = {c.label: c.accepted for c in whole if c.kind == "chain"}
+    for few in (c for c in found if c.kind == "chain"):
+        for some, all_ in zip(few.accepted, chains[few.label], strict=True):
+            assert len(some) == 6
+            # root i has 6 - i known tokens behind it
+            assert some == [min(count, 6 - i) for i, count in enumerate(all_[:6])]
+
+
 @pytest.mark.parametrize("spec", ["early-exit", "lookahead", "none"])
 def test_what_cannot_be_replayed_is_refused(quickstart: Target, spec: str) -> None:
     with pytest.raises(UserError, match="cannot be tuned"):
-        candidates(quickstart, spec, [], Sampling(), lambda what: None)
+        candidates(spec, KnownTexts(quickstart, []), Sampling(), lambda what: None)
 
 
 def test_a_lookup_beside_a_drafter_is_refused(quickstart: Target) -> None:
     spec = str(QUICKSTART.parent / "drafters" / "eagle3:lookup=4")
     with pytest.raises(UserError, match="leave out lookup"):
-        candidates(quickstart, spec, [], Sampling(), lambda what: None)
+        candidates(spec, KnownTexts(quickstart, []), Sampling(), lambda what: None)
 
 
 def test_an_adaptive_chain_is_refused(quickstart: Target) -> None:
     with pytest.raises(UserError, match="leave out threshold"):
         candidates(
-            quickstart, f"{DRAFTERS / 'distill'}:threshold=auto", [], Sampling(), lambda what: None
+            f"{DRAFTERS / 'distill'}:threshold=auto",
+            KnownTexts(quickstart, []),
+            Sampling(),
+            lambda what: None,
         )
 
 

@@ -46,10 +46,11 @@ from ...heads.files import JsonObject
 from ...heads.layout import place
 from ...heads.pretrained import make_causal_lm
 from ...inference.device import send
+from ...inference.settings import TargetConfig
 from ...inference.targets.causal_model import CausalModel, Hidden
 from ...inference.targets.documents import in_documents
 from ...inference.targets.spread import decoder_layers
-from ...inference.targets.target import Target, TargetSource
+from ...inference.targets.target import Target, TargetSource, load_target
 from ..data.batches import Batch, Batches
 from ..data.rollouts import Rollouts, Writer, decoded_rounds, draft_model_texts
 from ..features import Features, check_packing
@@ -254,18 +255,33 @@ def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
     return smaller(config, cast(Any, target), layers)
 
 
-def _check_whole(target: TargetSource) -> None:
-    """Raise `UserError` for a target from which no draft model can be cut."""
+def whole_of(target: TargetSource) -> Target:
+    """Return `target` itself, or the whole target of which only embedding and head are loaded.
+
+    Raises `UserError` where no draft model can be cut from it.
+    """
     if target.together:
         raise UserError(
             "a draft model is cut from a whole target; give draft_model.path, or leave out "
             "target.spread"
         )
-    if not isinstance(target, Target):
+    if isinstance(target, Target):
+        return target
+    # Features come from a store or a server. The layers are read for the cut alone.
+    dtype = str(target.dtype).removeprefix("torch.")
+    try:
+        whole = load_target(TargetConfig(target.name, dtype, str(target.device)))
+    except UserError as error:
         raise UserError(
-            "a draft model is cut from the whole target; give draft_model.path, or leave out the "
-            "features section"
+            "a draft model is cut from the whole target, not from features alone; give "
+            f"draft_model.path ({error})"
+        ) from error
+    if whole.fingerprint().weights_hash != target.fingerprint().weights_hash:
+        raise UserError(
+            f"a draft model is cut from the whole target, and {target.name} has other weights than "
+            "the target of these features; give draft_model.path, or extract again"
         )
+    return whole
 
 
 def check_draft_model(draft_model: CausalModel, longest: int) -> None:
@@ -329,10 +345,11 @@ class DistillMethod(Method[DistillRun, DraftModel]):
             draft_model = before.drafter.requires_grad_(True)
             place(draft_model, target.device, torch.float32)
         else:
+            source = target
             if run.draft_model.path is None and run.draft_model.config is None:
-                _check_whole(target)
+                source = whole_of(target)
             draft_model = make_draft_model(
-                run.draft_model, target, lambda: batches.sample(STUDIED_TEXTS)
+                run.draft_model, source, lambda: batches.sample(STUDIED_TEXTS)
             )
         for line in plan_of(draft_model.model, target.model).lines(torch.float32):
             log.info(line)

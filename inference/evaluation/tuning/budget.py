@@ -46,6 +46,21 @@ class Budget:
         return max(self.seconds - (time.monotonic() - self.started), 0.0)
 
 
+def past_the_limit(took: float, parts: int, left: float) -> str | None:
+    """Return a line if `parts` more parts cannot end in the `left` seconds; None if they may.
+
+    The last part took `took` seconds. Later ones have shorter shares and take less, so nothing is
+    said before twice the limit.
+    """
+    if took * parts <= 2 * left:
+        return None
+    return (
+        f"the last one of drafter and temperature took {took / 60:.1f} minutes and {parts} remain, "
+        f"with {left / 60:.1f} minutes of --budget left: expect up to {took * parts / 60:.0f} "
+        "minutes more. Fewer drafters, temperatures or batch sizes take less"
+    )
+
+
 def texts_that_fit(
     prompts: int, tokens: int, batches: Sequence[int], seconds: float, step: Callable[[int], float]
 ) -> tuple[int, int]:

@@ -26,9 +26,8 @@ from ...proposers.tree_plan import Planned, TreePlan
 from ...proposers.with_lookup import WithLookup
 from ...replay import RANKS
 from ...settings import Sampling
-from ...targets.target import Target
 from ...tree_settings import MOST, Ranks, TreeSettings
-from .replay_roots import BEST, KnownPath, KnownText, nodes_needed, replay_roots
+from .replay_roots import BEST, KnownPath, KnownTexts, nodes_needed, replay_roots
 
 # Lengths of chains; most levels of a tree; children of a node in a dynamic tree.
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
@@ -84,11 +83,7 @@ class Candidate:
 
 
 def candidates(
-    target: Target,
-    spec: str,
-    texts: Sequence[KnownText],
-    sampling: Sampling,
-    tick: Callable[[str], None],
+    spec: str, known: KnownTexts, sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return all candidates of the drafter `spec`, the default one first, and what was measured.
 
@@ -98,13 +93,13 @@ def candidates(
 
     Raises `UserError` for drafters that cannot be replayed along a text.
     """
-    proposer = load_proposer(spec, target, lambda message: None)
+    proposer = load_proposer(spec, known.target, lambda message: None)
     check_tunable(proposer, spec)
     if isinstance(proposer, Planned):
-        return _planned(target, proposer, texts, sampling, tick)
+        return _planned(known, proposer, sampling, tick)
     if isinstance(proposer, MedusaProposer):
-        return _heads(target, proposer, texts, sampling, tick)
-    return _lookups(target, spec, texts, sampling, tick)
+        return _heads(known, proposer, sampling, tick)
+    return _lookups(known, spec, sampling, tick)
 
 
 def check_tunable(proposer: Proposer, spec: str) -> None:
@@ -128,11 +123,7 @@ def check_tunable(proposer: Proposer, spec: str) -> None:
 
 
 def _planned(
-    target: Target,
-    proposer: Any,
-    texts: Sequence[KnownText],
-    sampling: Sampling,
-    tick: Callable[[str], None],
+    known: KnownTexts, proposer: Any, sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return `candidates` of a drafter that follows a `TreePlan`, such as EAGLE."""
     default_plan: TreePlan = proposer.plan
@@ -151,12 +142,12 @@ def _planned(
         wanted_lengths.add(default_plan.length)
     lengths = sorted({min(length, proposer.longest) for length in wanted_lengths})
     path = KnownPath(max(lengths[-1], default_plan.length))
-    ranks = _ranks(target, proposer, texts, sampling, path)
+    ranks = _ranks(known, proposer, sampling, path)
     table = rank_table(ranks)
     ways = _chains_and_shapes(ranks, table, lengths, make)
     most_levels = max(LEVELS, default_plan.length if default_plan.width > 1 else 0)
     levels = min(most_levels, proposer.longest)
-    pools = _Pools(target, proposer, texts, sampling, levels, tick)
+    pools = _Pools(known, proposer, sampling, levels, tick)
 
     def pool_at(score_temperature: float) -> Pool:
         return pools.of(WIDTHS[1], score_temperature)
@@ -259,15 +250,14 @@ class _Pools:
 
     def __init__(
         self,
-        target: Target,
+        known: KnownTexts,
         proposer: Any,
-        texts: Sequence[KnownText],
         sampling: Sampling,
         levels: int,
         tick: Callable[[str], None],
     ) -> None:
         self.levels = levels
-        self._about = target, proposer, texts, sampling
+        self._about = known, proposer, sampling
         self._tick = tick
         self._found: dict[tuple[int, float], Pool] = {}
 
@@ -275,28 +265,24 @@ class _Pools:
         """Return the pool of trees with up to `width` children a node and `levels` levels."""
         if (width, score_temperature) not in self._found:
             self._tick(f"trees {width} wide, score temperature {score_temperature:g}")
-            target, proposer, texts, sampling = self._about
+            known, proposer, sampling = self._about
             nodes = min(width + (self.levels - 1) * width**2, MOST)
             settings = TreeSettings(
                 length=self.levels, width=width, nodes=nodes, score_temperature=score_temperature
             )
             # All candidate nodes are given, so that `cut` can take any smaller tree from them.
             proposer.replan(TreePlan(settings, give_all=True))
-            self._found[width, score_temperature] = _needs(target, proposer, texts, sampling)
+            self._found[width, score_temperature] = _needs(known, proposer, sampling)
         return self._found[width, score_temperature]
 
 
 def _heads(
-    target: Target,
-    proposer: MedusaProposer,
-    texts: Sequence[KnownText],
-    sampling: Sampling,
-    tick: Callable[[str], None],
+    known: KnownTexts, proposer: MedusaProposer, sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return `candidates` of Medusa heads."""
     depths = proposer.heads
     tick("acceptance by depth and rank")
-    ranks = _head_ranks(target, proposer, texts, sampling)
+    ranks = _head_ranks(known, proposer, sampling)
     table = rank_table(ranks, conditional=False)
     ways = []
     for length in range(1, depths + 1):
@@ -316,7 +302,7 @@ def _heads(
             # The best n nodes of the largest tree are the tree of n nodes.
             largest = max(*BUDGETS, proposer.max_drafted)
             tree = proposer.with_tree(largest, score_temperature)
-            pools[score_temperature] = _needs(target, tree, texts, sampling)
+            pools[score_temperature] = _needs(known, tree, sampling)
         return pools[score_temperature]
 
     score_temperature, accepted_at = fitted_score_temperature(pool_at)
@@ -340,7 +326,7 @@ def _heads(
 
 
 def _head_ranks(
-    target: Target, proposer: MedusaProposer, texts: Sequence[KnownText], sampling: Sampling
+    known: KnownTexts, proposer: MedusaProposer, sampling: Sampling
 ) -> list[list[list[int]]]:
     """Return the ranks of the true next tokens, each among its own head's, for each text and root.
 
@@ -354,8 +340,8 @@ def _head_ranks(
     for depth in range(depths):
         spine = (0,) * depth
         comb += [(*spine, rank) for rank in range(BEST)]
-    ranks: list[list[list[int]]] = [[] for _ in texts]
-    for rows, tree, true_tokens in replay_roots(target, proposer.with_tree(comb), texts, sampling):
+    ranks: list[list[list[int]]] = [[] for _ in known.texts]
+    for rows, tree, true_tokens in replay_roots(known, proposer.with_tree(comb), sampling):
         tokens = tree.tokens[:, 1:].view(len(rows), depths, BEST)
         hit = tokens == true_tokens[:, :depths, None]
         # `argmax` of a row without a hit is 0, which would be the best rank.
@@ -378,22 +364,19 @@ def _static(
 
 
 def _lookups(
-    target: Target,
-    spec: str,
-    texts: Sequence[KnownText],
-    sampling: Sampling,
-    tick: Callable[[str], None],
+    known: KnownTexts, spec: str, sampling: Sampling, tick: Callable[[str], None]
 ) -> tuple[list[Candidate], dict[str, Any]]:
     """Return `candidates` of a lookup: chains of each length."""
     tick("guesses")
+    target = known.target
     default: Any = load_proposer(spec, target, print)
     lengths = sorted({*LENGTHS, default.max_drafted})
     longest = load_proposer(spec, target, print, {"length": lengths[-1]})
     # A lookup has one token a position, so a right draft has rank 0; a wrong or missing one is
     # noted as 1, which is all that `runs` has to know.
-    ranks: list[list[list[int]]] = [[] for _ in texts]
-    found_counts: list[list[int]] = [[] for _ in texts]
-    for rows, tree, true_tokens in replay_roots(target, longest, texts, sampling):
+    ranks: list[list[list[int]]] = [[] for _ in known.texts]
+    found_counts: list[list[int]] = [[] for _ in known.texts]
+    for rows, tree, true_tokens in replay_roots(known, longest, sampling):
         drafts = tree.tokens[:, 1:]
         wrong = (drafts != true_tokens).long()
         for row, values, tokens in zip(rows, wrong.tolist(), drafts.tolist(), strict=True):
@@ -424,23 +407,21 @@ def first_of(found: list[Candidate], setting: dict[str, Any]) -> list[Candidate]
 
 
 def _ranks(
-    target: Target, proposer: Any, texts: Sequence[KnownText], sampling: Sampling, path: KnownPath
+    known: KnownTexts, proposer: Any, sampling: Sampling, path: KnownPath
 ) -> list[list[list[int]]]:
     """Return the ranks of the true next tokens, given those before them, for each text and root."""
     proposer.replan(path)
-    ranks_of_texts: list[list[list[int]]] = [[] for _ in texts]
-    for rows, _, _ in replay_roots(target, proposer, texts, sampling):
+    ranks_of_texts: list[list[list[int]]] = [[] for _ in known.texts]
+    for rows, _, _ in replay_roots(known, proposer, sampling):
         for row, ranks in zip(rows, path.ranks.tolist(), strict=True):
             ranks_of_texts[row].append(ranks)
     return ranks_of_texts
 
 
-def _needs(
-    target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
-) -> Pool:
+def _needs(known: KnownTexts, proposer: Proposer, sampling: Sampling) -> Pool:
     """Return the pool of what `proposer` drafts: `nodes_needed` at each root."""
-    pool: Pool = [[] for _ in texts]
-    for rows, tree, true_tokens in replay_roots(target, proposer, texts, sampling):
+    pool: Pool = [[] for _ in known.texts]
+    for rows, tree, true_tokens in replay_roots(known, proposer, sampling):
         # One [rows][depths] table for each number of levels.
         tables = [table.tolist() for table in nodes_needed(tree, true_tokens)]
         for index, row in enumerate(rows):

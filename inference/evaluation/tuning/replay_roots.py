@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,27 +65,56 @@ class KnownText:
         return range(self.start, len(self.ids) - 1)
 
 
+class KnownTexts:
+    """Replies of `target`, and its states at their positions, which all replays share."""
+
+    def __init__(self, target: Target, texts: Sequence[KnownText]) -> None:
+        self.target, self.texts = target, list(texts)
+        self._whole = self
+        self._states: tuple[tuple[int, ...], Hidden] | None = None
+
+    def begin(self, roots: int) -> KnownTexts:
+        """Return the texts up to their first `roots` roots; they share the states."""
+        begun = KnownTexts(self.target, [text.begin(roots) for text in self.texts])
+        begun._whole = self._whole
+        return begun
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """The whole texts `[texts, S]`. Padding stands behind each, so that no token sees it."""
+        texts = self._whole.texts
+        longest = max(len(text.ids) for text in texts)
+        padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
+        return torch.tensor(padded, device=self.target.device)
+
+    def states(self, taps: tuple[int, ...]) -> Hidden:
+        """Return the target's states at all positions of `ids`, those of the layers `taps` too.
+
+        Those of the last `taps` are kept.
+        """
+        whole = self._whole
+        if whole._states is None or whole._states[0] != taps:
+            whole._states = None  # before the new ones need their memory
+            whole._states = taps, self.target.forward(whole.ids, taps=taps)
+        return whole._states[1]
+
+
 @torch.inference_mode()
 def replay_roots(
-    target: Target, proposer: Proposer, texts: Sequence[KnownText], sampling: Sampling
+    known: KnownTexts, proposer: Proposer, sampling: Sampling
 ) -> Iterator[tuple[list[int], DraftTree, Tensor]]:
-    """Yield for one root after another the drafted trees, and the tokens that really follow.
+    """Yield for one root of `known` after another the drafted trees, and what really follows.
 
     Each item has the indices of the texts that still run, the trees at their roots, and the tokens
     `[B, D]` after these. The proposer is fed as by a decode loop in which nothing is accepted. It
     may read features and its own cache; drafters that work in the target's cache (early exit) or
     read its choices (lookahead) cannot be replayed.
     """
-    device = target.device
+    texts, device = known.texts, known.target.device
     lengths = torch.tensor([len(text.ids) for text in texts], device=device)
     longest = int(lengths.max())
-    padded = []
-    for text in texts:
-        padding = [0] * (longest - len(text.ids))
-        padded.append(text.ids + padding)
-    ids = torch.tensor(padded, device=device)
-    # Padding stands behind each text, so that no token sees it.
-    hidden = target.forward(ids, taps=proposer.taps)
+    ids = known.ids[:, :longest]
+    hidden = known.states(proposer.taps)
     rows = [row for row, text in enumerate(texts) if text.roots]
     roots = torch.tensor([texts[row].start for row in rows], device=device)
     proposer.prefill(_prompts(texts, rows, ids, roots, hidden))

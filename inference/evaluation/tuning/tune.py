@@ -45,6 +45,7 @@ from .budget import (
     Budget,
     Timings,
     finalists_that_fit,
+    past_the_limit,
     roots_that_fit,
     texts_that_fit,
     timings_that_fit,
@@ -64,7 +65,7 @@ from .costs import (
     verification,
 )
 from .profile import empty_profile, key_of
-from .replay_roots import KnownText
+from .replay_roots import KnownText, KnownTexts
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,9 @@ def run(options: Options) -> None:
                 share = Budget(budget.left / (len(pairs) - number))
                 rows = bench.tune(spec, sampling, batches, share)
                 journal.put(key, rows)
+                took, parts = time.monotonic() - share.started, len(pairs) - number - 1
+                if line := past_the_limit(took, parts, budget.left):
+                    warn(line)
             drafters[key_of(spec)] += rows
             if number + 1 < len(pairs):
                 partial = f"{number + 1} of {len(pairs)} drafters and temperatures"
@@ -252,6 +256,7 @@ class Bench:
         """
         self.target, self.prompts, self.options = target, prompts, options
         self.batches, self.tick = batches, tick
+        self._replies: tuple[tuple[int, int, Sampling], KnownTexts] | None = None
         ids: list[int] = []
         for prompt in prompts:
             ids += prompt.token_ids
@@ -275,9 +280,10 @@ class Bench:
             len(self.prompts), options.max_new_tokens, batches, seconds, self._step
         )
         prompts = [prompt.token_ids for prompt in self.prompts[:count]]
-        texts = self._texts(prompts, tokens, sampling)
-        texts = self._begun(texts, spec, sampling, REPLAYS * seconds)
-        ways, facts = candidates(target, spec, texts, sampling, self.tick)
+        known = self._texts(prompts, tokens, sampling)
+        known = self._begun(known, spec, sampling, REPLAYS * seconds)
+        texts = known.texts
+        ways, facts = candidates(spec, known, sampling, self.tick)
         probes, share = probes_of(ways), DRAFTING * seconds
         timings = self._timings(probes, prompts, share)
         if timings.seconds > share:
@@ -362,11 +368,15 @@ class Bench:
 
     def _texts(
         self, prompts: Sequence[Sequence[int]], tokens: int, sampling: Sampling
-    ) -> list[KnownText]:
+    ) -> KnownTexts:
         """Return the target's own replies to `prompts`, of `tokens` tokens at most.
 
-        Raises `UserError` where they leave nothing to draft.
+        The last ones are kept for the next drafter. Raises `UserError` where they leave nothing to
+        draft.
         """
+        key = len(prompts), tokens, sampling
+        if self._replies is not None and self._replies[0] == key:
+            return self._replies[1]
         self.tick(
             f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = "
             f"{sampling.temperature:g}"
@@ -381,30 +391,25 @@ class Bench:
                 "the target answers every prompt with one token, so there is nothing to draft; "
                 "give other prompts"
             )
-        return texts
+        self._replies = key, KnownTexts(self.target, texts)
+        return self._replies[1]
 
     def _begun(
-        self, texts: list[KnownText], spec: str, sampling: Sampling, seconds: float
-    ) -> list[KnownText]:
-        """Return the beginnings of `texts` over which candidates can be replayed in `seconds`.
+        self, known: KnownTexts, spec: str, sampling: Sampling, seconds: float
+    ) -> KnownTexts:
+        """Return the beginnings of `known` over which candidates can be replayed in `seconds`.
 
         The time is estimated from a trial over the first roots of each text; without a limit the
         texts are returned whole.
         """
         if math.isinf(seconds):
-            return texts
+            return known
         self.tick("a first look at what the drafter takes")
         started = time.monotonic()
-        candidates(
-            self.target,
-            spec,
-            [text.begin(TRIAL_ROOTS) for text in texts],
-            sampling,
-            lambda what: None,
-        )
-        longest = max(len(text.roots) for text in texts)
+        candidates(spec, known.begin(TRIAL_ROOTS), sampling, lambda what: None)
+        longest = max(len(text.roots) for text in known.texts)
         roots = roots_that_fit(longest, time.monotonic() - started, seconds)
-        return [text.begin(roots) for text in texts]
+        return known.begin(roots)
 
     def _timings(
         self, probes: Sequence[Candidate], prompts: Sequence[Sequence[int]], seconds: float

@@ -13,6 +13,7 @@ from draftsmith.heads.errors import UserError
 from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.evaluation.tuning.budget import (
     finalists_that_fit,
+    past_the_limit,
     roots_that_fit,
     texts_that_fit,
     timings_that_fit,
@@ -161,6 +162,14 @@ def test_prompts_rounds_and_turns_are_given_up_in_this_order() -> None:
     assert timings(34) == (2, 4, 65, pytest.approx(34))
     assert timings(32) == (6, 3, 66, pytest.approx(31.8))
     assert timings(0) == (3, 1, 64, pytest.approx(8.9)), "three rounds of one turn remain"
+
+
+def test_a_tuning_that_cannot_end_in_time_says_so() -> None:
+    assert past_the_limit(took=60, parts=3, left=90) is None, "later parts have shorter shares"
+    assert past_the_limit(took=60, parts=0, left=0) is None
+    line = past_the_limit(took=270, parts=3, left=90)
+    assert line is not None and "took 4.5 minutes and 3 remain" in line
+    assert "with 1.5 minutes of --budget left: expect up to 14 minutes more" in line
 
 
 def test_probes_reach_from_the_smallest_to_the_largest() -> None:

@@ -14,7 +14,7 @@ from draftsmith.inference import drafters
 from draftsmith.inference.accept import match
 from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
-from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, nodes_needed
+from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
 from draftsmith.inference.proposers.dflash import cut
 from draftsmith.inference.proposers.growth import Level, Slots
@@ -255,7 +255,8 @@ def test_tune_finds_no_tree_deeper_than_a_block_and_predicts_what_decoding_accep
         target, proposer_of(drafter), [Request(p, i) for i, p in enumerate(prompts)], 14
     )
     texts = [KnownText.of(g, (i, 0)) for i, g in enumerate(plain)]
-    found, _ = candidates(target, str(tmp_path / "d"), texts, GREEDY, lambda name: None)
+    known = KnownTexts(target, texts)
+    found, _ = candidates(str(tmp_path / "d"), known, GREEDY, lambda name: None)
     assert {c.kind for c in found} >= {"chain", "dynamic"}
     for candidate in found:
         deepest = candidate.setting.get("length") or max(map(len, candidate.setting["shape"]))

@@ -3,6 +3,7 @@ what decoding logs of it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from draftsmith.inference.drafters import load_proposer
 from draftsmith.inference.metrics import tau
 from draftsmith.inference.proposers.draft_model import best_adaptive, make_proposer
 from draftsmith.inference.settings import Sampling
+from draftsmith.inference.targets.stored import StoredTarget
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree_settings import TreeSettings
 from draftsmith.train.command_line.parse import parse
@@ -35,6 +37,7 @@ from draftsmith.train.methods.draft_model import (
     DistillRun,
     check_draft_model,
     runner_of,
+    whole_of,
 )
 
 from tests.conftest import ROOT, tiny_target
@@ -182,6 +185,25 @@ def test_what_cannot_work_is_refused_before_training() -> None:
         DistillRun(**config, objective=DistillLoss(loss="ce"), rollouts=Rollouts(share=0.5))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="errors.begin in"):
         Errors(begin=1.0)
+
+
+def test_a_draft_model_is_cut_from_the_target_of_a_store(tmp_path: Path) -> None:
+    """Of a store only embedding and head are loaded; the target is read again for the cut, and has
+    to be the one that the features come from."""
+    target = tiny_target(seed=4, num_hidden_layers=3)
+    target.model.save_pretrained(tmp_path / "whole")
+    target.tokenizer.save_pretrained(tmp_path / "whole")
+    target.name = str(tmp_path / "whole")
+    stored = StoredTarget(target.model, target.tokenizer, target.fingerprint(), {})
+    whole = whole_of(stored)
+    cuts = [draft_model_of(of).state_dict() for of in (target, whole)]
+    assert all(torch.equal(cuts[0][name], cuts[1][name]) for name in cuts[0])
+    tiny_target(seed=5, num_hidden_layers=3).model.save_pretrained(tmp_path / "whole")
+    with pytest.raises(UserError, match="has other weights than the target of these features"):
+        whole_of(stored)
+    shutil.rmtree(tmp_path / "whole")
+    with pytest.raises(UserError, match="not from features alone; give draft_model.path"):
+        whole_of(stored)
 
 
 # Adaptive chains.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import re
 import subprocess
 import sys
@@ -137,3 +138,20 @@ def test_the_drafter_that_comes_with_the_project_reads_back() -> None:
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 12e6
     card = (folder / "README.md").read_text()
     assert "license: apache-2.0" in card and "| T | batch | tau" in card and "/tmp/" not in card
+
+
+def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+    for arguments, why in (
+        ([], "name what to measure: table temperatures"),
+        (["table", "tables"], "there is no part tables; there are table temperatures"),
+        (["table"], "has no drafter; train one as the README says"),
+    ):
+        done = subprocess.run(
+            [SCRIPTS / "measure.sh", *arguments],
+            env={**os.environ, "SMOLLM2_RUNS": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
+        assert not any(tmp_path.iterdir())

@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# The figures of docs/results.md#smollm2-135m, each part by its name:
+#     ./scripts/smollm2/measure.sh table exact
+#   table          every drafter at T = 0, batch 1, its tree tuned on validation prompts and as it is by default (30 min)
+#   temperatures   T = 0, 0.7, 1 and batches of 1, 2, 4, 8 (40 min)
+#   bfloat16       the table for a bfloat16 target (15 min)
+#   long           prompts of 1,000 and 4,000 tokens (10 min)
+#   estimate       estimated beside measured tau, float32 (15 min)
+#   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
+#   counts         counters of llama.cpp and vLLM beside ours (15 min)
+#   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
+#   assisted       transformers' assisted generation with the same draft model (3 min)
+# Results go to runs/smollm2/figures. One thread. Drafters of runs/smollm2 that are not there are left out.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+parts="table temperatures bfloat16 long estimate exact counts engines assisted"
+if [ $# = 0 ]; then
+    echo "error: name what to measure: $parts" >&2
+    exit 2
+fi
+for part in "$@"; do
+    if [[ " $parts " != *" $part "* ]]; then
+        echo "error: there is no part $part; there are $parts" >&2
+        exit 2
+    fi
+done
+runs=${SMOLLM2_RUNS:-runs/smollm2}
+target=${SMOLLM2:-models/smollm2-135m-instruct}
+out=$runs/figures
+drafters=()
+for name in dspark eagle medusa dflash distill; do
+    # A run that was not evaluated has no best checkpoint.
+    for which in best last; do
+        if [ -e "$runs/$name/$which" ]; then
+            drafters+=("$runs/$name/$which")
+            break
+        fi
+    done
+done
+if [ ${#drafters[@]} = 0 ]; then
+    echo "error: $runs has no drafter; train one as the README says" >&2
+    exit 2
+fi
+source scripts/environment.sh
+export OMP_NUM_THREADS=1
+mkdir -p "$out"
+decode=(--target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 64 --repeats 1 --no-baselines)
+
+# Arguments `--drafter D` of all drafters, with the settings $1 behind each.
+of_all() { printf -- '--drafter\n%s\n' "${drafters[@]/%/$1}"; }
+
+# The table of $2 test prompts for a target in the dtype $1. Trees are chosen on validation prompts.
+tuned() {
+    local drafter name profile
+    for drafter in "${drafters[@]/%/:dtype=bfloat16}" ngram; do
+        name=${drafter#"$runs"/} name=${name%%/*}
+        profile=$out/profile-$1-$name.json
+        [ -e "$profile" ] || draftsmith tune --target "$target" --target.dtype "$1" --prompts "$runs/valid.prompts.jsonl" \
+            --limit 24 --max-new-tokens 64 --budget 3 --drafter "$drafter" --out "$profile"
+        draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$profile" --drafter "$drafter" \
+            --json "$out/table-$1-$name.json"
+    done
+    draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$out/profile-$1-dspark.json" \
+        --drafter "$runs/dspark/best:dtype=bfloat16,lookup=3" --json "$out/table-$1-lookup.json"
+}
+
+table() { tuned float32 40; }
+
+bfloat16() { tuned bfloat16 16; }
+
+temperatures() {
+    draftsmith evaluate "${decode[@]}" --limit 16 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 --drafter ngram:length=5 \
+        --drafter "$runs/dspark/best:dtype=bfloat16,length=3,width=4,nodes=4" \
+        --drafter "$runs/eagle/best:dtype=bfloat16,length=3,width=2,nodes=4" --json "$out/temperatures.json"
+}
+
+long() {
+    # three prompts of about 1,000 tokens, and three of 4,000
+    sed -n '1,3p;13,15p' "$runs/long.prompts.jsonl" > "$out/long.prompts.jsonl"
+    draftsmith evaluate --target "$target" --prompts "$out/long.prompts.jsonl" --max-new-tokens 48 --repeats 1 --no-baselines \
+        --drafter "$runs/dspark/best:dtype=bfloat16,length=3,width=4,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
+}
+
+estimate() { # over a store in float32: one in bfloat16, the default, has near ties that go the other way
+    head -n 16 "$runs/train-greedy.jsonl" > "$out/few.jsonl"
+    head -n 24 "$runs/valid.jsonl" > "$out/held.jsonl"
+    cat > "$out/estimate.yaml" <<Y
+out: $out/unused
+target: {path: $target, dtype: float32}
+data:
+  sources: [{path: $out/few.jsonl, name: few}, {path: $out/held.jsonl, name: held}]
+  held_out: {by: source, sources: [held]}
+  decontaminate: false
+  max_length: 1024
+heads: {taps: [2, 15, 27]}
+evaluation: {prompts: 24, max_new_tokens: 96}
+Y
+    draftsmith data extract --method eagle --config "$out/estimate.yaml" --dtype float32 --out "$out/store-float32"
+    # Both commands have default trees of their own, so trees are named.
+    local ways=() drafter
+    for drafter in "${drafters[@]}"; do
+        case $drafter in
+            */distill/*) ways+=(--drafter "$drafter:length=4") ;;
+            */medusa/*) ways+=(--drafter "$drafter:nodes=8") ;;
+            *) ways+=(--drafter "$drafter:nodes=8" --drafter "$drafter:width=1,length=3" --drafter "$drafter:nodes=8,lookup=3") ;;
+        esac
+    done
+    draftsmith evaluate --features "$out/store-float32" "${ways[@]}" --json "$out/estimated.json"
+    draftsmith evaluate --target "$target" --prompts "$out/held.jsonl" --max-new-tokens 96 --repeats 1 --no-baselines "${ways[@]}" \
+        --json "$out/measured.json"
+}
+
+exact() { # float32 has to be equal; bfloat16 has to differ at near ties only
+    head -n 8 "$runs/test.prompts.jsonl" > "$out/eight.prompts.jsonl"
+    local dtype
+    for dtype in float32 bfloat16; do
+        mapfile -t ways < <(of_all ""; of_all ":dtype=bfloat16")
+        python scripts/check_target/exactness.py --target "$target" --dtype $dtype --prompts "$out/eight.prompts.jsonl" \
+            --batch-sizes 1,8 --max-new-tokens 48 "${ways[@]}" | tee "$out/exact-$dtype.log"
+    done
+}
+
+engine() { # $1: llamacpp or vllm; $2: script; the rest: its options
+    python "scripts/bench/$2.py" --engine "$1" --python "$("scripts/$1/environment.sh")" --target "$target" \
+        --drafter "$runs/eagle/best" --prompts "$runs/test.prompts.jsonl" "${@:3}" | tee "$out/$1-$2.log"
+}
+
+counts() {
+    engine llamacpp engine_counts --limit 16
+    engine vllm engine_counts --limit 16
+}
+
+engines() {
+    engine vllm engine_speed --limit 16 --turns 2 --drafts 2 --max-new-tokens 64
+    engine llamacpp engine_speed --limit 8 --turns 2 --drafts 1,2,3 --max-new-tokens 48 --passes 1,2,3,4,5,8,16
+}
+
+assisted() {
+    python scripts/bench/decode.py --target "$target" --draft-model "$runs/distill/best" --draft-length 3 \
+        --prompts "$runs/test.prompts.jsonl" --limit 8 --max-new-tokens 48 --repeats 3 | tee "$out/assisted.log"
+}
+
+for part in "$@"; do
+    $part
+done

@@ -10,7 +10,7 @@
 #   counts         counters of llama.cpp and vLLM beside ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
 #   assisted       transformers' assisted generation with the same draft model (3 min)
-# Results go to runs/smollm2/figures. One thread. Drafters of runs/smollm2 that are not there are left out.
+# Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -29,11 +29,11 @@ runs=${SMOLLM2_RUNS:-runs/smollm2}
 target=${SMOLLM2:-models/smollm2-135m-instruct}
 out=$runs/figures
 drafters=()
-for name in dspark eagle medusa dflash distill; do
+for run in "$runs"/*/; do
     # A run that was not evaluated has no best checkpoint.
     for which in best last; do
-        if [ -e "$runs/$name/$which" ]; then
-            drafters+=("$runs/$name/$which")
+        if [ -e "$run$which" ]; then
+            drafters+=("$run$which")
             break
         fi
     done
@@ -101,7 +101,7 @@ Y
     local ways=() drafter
     for drafter in "${drafters[@]}"; do
         case $drafter in
-            */distill/*) ways+=(--drafter "$drafter:length=4") ;;
+            */distill*/*) ways+=(--drafter "$drafter:length=4") ;;
             */medusa/*) ways+=(--drafter "$drafter:nodes=8") ;;
             *) ways+=(--drafter "$drafter:nodes=8" --drafter "$drafter:width=1,length=3" --drafter "$drafter:nodes=8,lookup=3") ;;
         esac

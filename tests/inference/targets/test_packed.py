@@ -93,6 +93,20 @@ def test_a_packed_model_gives_the_same_states(kind: str, fused: bool) -> None:
     torch.testing.assert_close(target.head(alone), logits, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
+def test_a_part_of_the_head_gives_the_logits_of_its_tokens(kind: str) -> None:
+    """Capped (Gemma-2) and scaled (Cohere) ones too, before and after packing."""
+    target = architecture(kind, dtype=torch.float32)
+    states, ids = torch.randn(2, 3, target.hidden_size), torch.tensor([1, 5, 17])
+    whole = target.head(states)[..., ids]
+    for _ in range(2):
+        torch.testing.assert_close(target.head_of(ids)(states), whole)
+        coarse = target.head_of(ids, torch.bfloat16)(states)
+        assert coarse.dtype == torch.bfloat16
+        torch.testing.assert_close(coarse.float(), whole, rtol=0.05, atol=0.05)
+        target.pack()
+
+
 def test_what_cannot_be_packed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     target: Target = tiny_target(dtype=torch.float64)
     target.pack()

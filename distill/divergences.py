@@ -213,18 +213,20 @@ class _OfLogits(torch.autograd.Function):
         else:
             p, negative_entropy = _taught(log_p)
             losses = negative_entropy + log_sums - _dot(logits.to(p.dtype), p)
-        ctx.q, ctx.p, ctx.labels, ctx.dtype = q, p, labels, logits.dtype
+        # Saved so, and not as attributes, since `checkpoint` has to be able to drop them.
+        ctx.save_for_backward(q, p, labels)
+        ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(log_sums)
         return losses, log_sums
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        # Taken out, so that a second pass over the same graph fails instead of being wrong.
-        q, ctx.q = ctx.q, None
-        if ctx.p is not None:
-            q.sub_(ctx.p)
+        # Changed in place, so that a second pass over the same graph fails instead of being wrong.
+        q, p, labels = ctx.saved_tensors
+        if p is not None:
+            q.sub_(p)
         else:
-            index = ctx.labels[..., None]
+            index = labels[..., None]
             q.scatter_add_(-1, index, q.new_full((1,), -1.0).expand(index.shape))
         return q.mul_(gradient[..., None]).to(ctx.dtype), None, None
 

@@ -141,17 +141,30 @@ def test_the_drafter_that_comes_with_the_project_reads_back() -> None:
 
 
 def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
-    for arguments, why in (
-        ([], "name what to measure: table temperatures"),
-        (["table", "tables"], "there is no part tables; there are table temperatures"),
-        (["table"], "has no drafter; train one as the README says"),
-    ):
+    runs, target = tmp_path / "runs", tmp_path / "target"
+    runs.mkdir()
+
+    def mistake(*parts: str) -> str:
         done = subprocess.run(
-            [SCRIPTS / "measure.sh", *arguments],
-            env={**os.environ, "SMOLLM2_RUNS": str(tmp_path)},
+            [SCRIPTS / "measure.sh", *parts],
+            env={**os.environ, "SMOLLM2_RUNS": str(runs), "SMOLLM2": str(target)},
             capture_output=True,
             text=True,
             check=False,
         )
-        assert done.returncode == 2 and why in done.stderr and done.stderr.count("\n") == 1
-        assert not any(tmp_path.iterdir())
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert not (runs / "figures").exists()
+        return done.stderr
+
+    assert "name what to measure: table temperatures" in mistake()
+    assert "there is no part tables; there are table temperatures" in mistake("exact", "tables")
+    assert "there is no part table exact; there are" in mistake("table exact")
+    assert "counts needs" in mistake("exact", "counts")
+    (runs / "eagle" / "last").mkdir(parents=True)
+    assert "is not there; make it by ./scripts/smollm2/get.sh" in mistake("counts")
+    target.mkdir()
+    (target / "config.json").touch()
+    assert "has no prompts; unpack them by ./scripts/smollm2/data.sh" in mistake("counts")
+    (runs / "test.prompts.jsonl").touch()
+    (runs / "eagle" / "last").rmdir()
+    assert "has no drafter; train one" in mistake("exact")

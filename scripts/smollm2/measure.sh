@@ -1,54 +1,57 @@
 #!/usr/bin/env bash
 # The figures of docs/results.md#smollm2-135m, each part by its name:
 #     ./scripts/smollm2/measure.sh table exact
-#   table          every drafter at T = 0, batch 1, its tree tuned on validation prompts and as it is by default (30 min)
+#   table          every drafter at T = 0, batch 1, its tree tuned on validation prompts, and its default one (8 min a drafter)
 #   temperatures   T = 0, 0.7, 1 and batches of 1, 2, 4, 8 (40 min)
-#   bfloat16       the table for a bfloat16 target (15 min)
+#   bfloat16       the table for a bfloat16 target, 16 prompts (4 min a drafter)
 #   long           prompts of 1,000 and 4,000 tokens (10 min)
 #   estimate       estimated beside measured tau, float32 (15 min)
 #   exact          every reply against plain decoding, batches of 1 and 8, greedy and coupled (20 min)
 #   counts         counters of llama.cpp and vLLM beside ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
-#   assisted       transformers' assisted generation with the same draft model (3 min)
-# Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken.
+#   assisted       transformers' assisted generation with the same draft model (5 min)
+# Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken. Exit code 1: figures that have to be
+# equal were not.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-parts="table temperatures bfloat16 long estimate exact counts engines assisted"
-if [ $# = 0 ]; then
-    echo "error: name what to measure: $parts" >&2
-    exit 2
-fi
-for part in "$@"; do
-    if [[ " $parts " != *" $part "* ]]; then
-        echo "error: there is no part $part; there are $parts" >&2
-        exit 2
-    fi
-done
+parts=(table temperatures bfloat16 long estimate exact counts engines assisted)
 runs=${SMOLLM2_RUNS:-runs/smollm2}
 target=${SMOLLM2:-models/smollm2-135m-instruct}
 out=$runs/figures
-drafters=()
-for run in "$runs"/*/; do
-    # A run that was not evaluated has no best checkpoint.
-    for which in best last; do
-        if [ -e "$run$which" ]; then
-            drafters+=("$run$which")
-            break
-        fi
+failed=0
+
+mistake() { echo "error: $1" >&2; exit 2; }
+
+# A run that was not evaluated has no best checkpoint.
+drafter_of() { if [ -e "$runs/$1/best" ]; then echo "$runs/$1/best"; elif [ -e "$runs/$1/last" ]; then echo "$runs/$1/last"; fi; }
+
+[ $# -gt 0 ] || mistake "name what to measure: ${parts[*]}"
+for part in "$@"; do
+    [[ " ${parts[*]} " == *" $part "* && $part != *" "* ]] || mistake "there is no part $part; there are ${parts[*]}"
+    case $part in
+        table | bfloat16 | long) needed=dspark ;;
+        temperatures) needed="dspark eagle" ;;
+        counts | engines) needed=eagle ;;
+        assisted) needed=distill ;;
+        *) needed="" ;;
+    esac
+    for name in $needed; do
+        [ -n "$(drafter_of "$name")" ] || mistake "$part needs $runs/$name; train it as docs/results.md#smollm2-135m says"
     done
 done
-if [ ${#drafters[@]} = 0 ]; then
-    echo "error: $runs has no drafter; train one as the README says" >&2
-    exit 2
-fi
+[ -e "$target/config.json" ] || mistake "$target is not there; make it by ./scripts/smollm2/get.sh"
+[ -e "$runs/test.prompts.jsonl" ] || mistake "$runs has no prompts; unpack them by ./scripts/smollm2/data.sh"
+drafters=()
+for run in "$runs"/*/; do
+    found=$(drafter_of "$(basename "$run")")
+    [ -z "$found" ] || drafters+=("$found")
+done
+[ ${#drafters[@]} -gt 0 ] || mistake "$runs has no drafter; train one as docs/results.md#smollm2-135m says"
 source scripts/environment.sh
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
 decode=(--target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 64 --repeats 1 --no-baselines)
-
-# Arguments `--drafter D` of all drafters, with the settings $1 behind each.
-of_all() { printf -- '--drafter\n%s\n' "${drafters[@]/%/$1}"; }
 
 # The table of $2 test prompts for a target in the dtype $1. Trees are chosen on validation prompts.
 tuned() {
@@ -56,13 +59,16 @@ tuned() {
     for drafter in "${drafters[@]/%/:dtype=bfloat16}" ngram; do
         name=${drafter#"$runs"/} name=${name%%/*}
         profile=$out/profile-$1-$name.json
-        [ -e "$profile" ] || draftsmith tune --target "$target" --target.dtype "$1" --prompts "$runs/valid.prompts.jsonl" \
-            --limit 24 --max-new-tokens 64 --budget 3 --drafter "$drafter" --out "$profile"
+        # A drafter that was trained on has another tree.
+        if [ ! -e "$profile" ] || [ "${drafter%%:*}" -nt "$profile" ]; then
+            draftsmith tune --target "$target" --target.dtype "$1" --prompts "$runs/valid.prompts.jsonl" \
+                --limit 24 --max-new-tokens 64 --budget 3 --drafter "$drafter" --out "$profile"
+        fi
         draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$profile" --drafter "$drafter" \
             --json "$out/table-$1-$name.json"
     done
     draftsmith evaluate "${decode[@]}" --target.dtype "$1" --limit "$2" --profile "$out/profile-$1-dspark.json" \
-        --drafter "$runs/dspark/best:dtype=bfloat16,lookup=3" --json "$out/table-$1-lookup.json"
+        --drafter "$(drafter_of dspark):dtype=bfloat16,lookup=3" --json "$out/table-$1-lookup.json"
 }
 
 table() { tuned float32 40; }
@@ -71,15 +77,15 @@ bfloat16() { tuned bfloat16 16; }
 
 temperatures() {
     draftsmith evaluate "${decode[@]}" --limit 16 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 --drafter ngram:length=5 \
-        --drafter "$runs/dspark/best:dtype=bfloat16,length=3,width=4,nodes=4" \
-        --drafter "$runs/eagle/best:dtype=bfloat16,length=3,width=2,nodes=4" --json "$out/temperatures.json"
+        --drafter "$(drafter_of dspark):dtype=bfloat16,length=3,width=4,nodes=4" \
+        --drafter "$(drafter_of eagle):dtype=bfloat16,length=3,width=2,nodes=4" --json "$out/temperatures.json"
 }
 
 long() {
     # three prompts of about 1,000 tokens, and three of 4,000
     sed -n '1,3p;13,15p' "$runs/long.prompts.jsonl" > "$out/long.prompts.jsonl"
     draftsmith evaluate --target "$target" --prompts "$out/long.prompts.jsonl" --max-new-tokens 48 --repeats 1 --no-baselines \
-        --drafter "$runs/dspark/best:dtype=bfloat16,length=3,width=4,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
+        --drafter "$(drafter_of dspark):dtype=bfloat16,length=3,width=4,nodes=4" --drafter ngram:length=5 --json "$out/long.json"
 }
 
 estimate() { # over a store in float32: one in bfloat16, the default, has near ties that go the other way
@@ -100,9 +106,9 @@ Y
     # Both commands have default trees of their own, so trees are named.
     local ways=() drafter
     for drafter in "${drafters[@]}"; do
-        case $drafter in
-            */distill*/*) ways+=(--drafter "$drafter:length=4") ;;
-            */medusa/*) ways+=(--drafter "$drafter:nodes=8") ;;
+        case ${drafter#"$runs"/} in
+            distill*) ways+=(--drafter "$drafter:length=4") ;;
+            medusa*) ways+=(--drafter "$drafter:nodes=8") ;;
             *) ways+=(--drafter "$drafter:nodes=8" --drafter "$drafter:width=1,length=3" --drafter "$drafter:nodes=8,lookup=3") ;;
         esac
     done
@@ -113,17 +119,21 @@ Y
 
 exact() { # float32 has to be equal; bfloat16 has to differ at near ties only
     head -n 8 "$runs/test.prompts.jsonl" > "$out/eight.prompts.jsonl"
-    local dtype
+    local ways=() drafter dtype
+    for drafter in "${drafters[@]}"; do
+        ways+=(--drafter "$drafter" --drafter "$drafter:dtype=bfloat16")
+    done
     for dtype in float32 bfloat16; do
-        mapfile -t ways < <(of_all ""; of_all ":dtype=bfloat16")
         python scripts/check_target/exactness.py --target "$target" --dtype $dtype --prompts "$out/eight.prompts.jsonl" \
-            --batch-sizes 1,8 --max-new-tokens 48 "${ways[@]}" | tee "$out/exact-$dtype.log"
+            --batch-sizes 1,8 --max-new-tokens 48 "${ways[@]}" | tee "$out/exact-$dtype.log" || failed=1
     done
 }
 
 engine() { # $1: llamacpp or vllm; $2: script; the rest: its options
-    python "scripts/bench/$2.py" --engine "$1" --python "$("scripts/$1/environment.sh")" --target "$target" \
-        --drafter "$runs/eagle/best" --prompts "$runs/test.prompts.jsonl" "${@:3}" | tee "$out/$1-$2.log"
+    local python
+    python=$("scripts/$1/environment.sh")
+    python "scripts/bench/$2.py" --engine "$1" --python "$python" --target "$target" --drafter "$(drafter_of eagle)" \
+        --prompts "$runs/test.prompts.jsonl" "${@:3}" | tee "$out/$1-$2.log" || failed=1
 }
 
 counts() {
@@ -137,10 +147,11 @@ engines() {
 }
 
 assisted() {
-    python scripts/bench/decode.py --target "$target" --draft-model "$runs/distill/best" --draft-length 3 \
+    python scripts/bench/decode.py --target "$target" --draft-model "$(drafter_of distill)" --draft-length 3 \
         --prompts "$runs/test.prompts.jsonl" --limit 8 --max-new-tokens 48 --repeats 3 | tee "$out/assisted.log"
 }
 
 for part in "$@"; do
     $part
 done
+exit $failed

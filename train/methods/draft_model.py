@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -202,8 +203,9 @@ class DistillObjective(nn.Module):
         # or fewer tokens than the target: `size` is the number of tokens that both have.
         logits = draft_model.head(hidden)[:, : teacher.shape[-1]]
         size = logits.shape[-1]
-        log_p = log_probs(teacher)[:, :size]
+        log_p = None
         if self.config.temperatures == [1.0]:
+            log_p = log_probs(teacher)[:, :size]
             # A label that the draft model lacks has no column; it is clamped to have one, and its
             # loss is set to 0.
             clamped = labels.clamp(max=size - 1)
@@ -218,6 +220,8 @@ class DistillObjective(nn.Module):
         # Metrics are at temperature 1, whatever is taught.
         with torch.no_grad():
             right = (logits.argmax(-1) == best).float()
+            if log_p is None:
+                log_p = log_probs(teacher)[:, :size]
             alpha = overlap(log_probs(logits), log_p)
         return loss, losses, right, alpha
 
@@ -255,10 +259,11 @@ def _draft_model_config(config: DraftModelConfig, target: ConfigOnly) -> Any:
     return smaller(config, cast(Any, target), layers)
 
 
-def whole_of(target: TargetSource) -> Target:
+def whole_of(target: TargetSource, config: TargetConfig) -> Target:
     """Return `target` itself, or the whole target of which only embedding and head are loaded.
 
-    Raises `UserError` where no draft model can be cut from it.
+    `config` is the run's, which may tell of an adapter. Raises `UserError` where no draft model can
+    be cut from it.
     """
     if target.together:
         raise UserError(
@@ -268,18 +273,22 @@ def whole_of(target: TargetSource) -> Target:
     if isinstance(target, Target):
         return target
     # Features come from a store or a server. The layers are read for the cut alone.
-    dtype = str(target.dtype).removeprefix("torch.")
+    if config.path != target.name:
+        config = TargetConfig(target.name)
+    dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
+    config = replace(config, dtype=dtype, device=device, compile=False, spread="whole")
     try:
-        whole = load_target(TargetConfig(target.name, dtype, str(target.device)))
+        whole = load_target(config)
     except UserError as error:
         raise UserError(
             "a draft model is cut from the whole target, not from features alone; give "
             f"draft_model.path ({error})"
         ) from error
-    if whole.fingerprint().weights_hash != target.fingerprint().weights_hash:
+    quantised = getattr(whole.model, "is_quantized", False)  # refused where the cut is made
+    if not quantised and whole.fingerprint().weights_hash != target.fingerprint().weights_hash:
         raise UserError(
-            f"a draft model is cut from the whole target, and {target.name} has other weights than "
-            "the target of these features; give draft_model.path, or extract again"
+            f"a draft model is cut from the whole target, and the weights of {target.name} are not "
+            "those that these features come from; give draft_model.path"
         )
     return whole
 
@@ -347,7 +356,7 @@ class DistillMethod(Method[DistillRun, DraftModel]):
         else:
             source = target
             if run.draft_model.path is None and run.draft_model.config is None:
-                source = whole_of(target)
+                source = whole_of(target, run.target)
             draft_model = make_draft_model(
                 run.draft_model, source, lambda: batches.sample(STUDIED_TEXTS)
             )

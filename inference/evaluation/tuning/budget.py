@@ -55,8 +55,8 @@ def past_the_limit(took: float, parts: int, left: float) -> str | None:
     if took * parts <= 2 * left:
         return None
     return (
-        f"the last one of drafter and temperature took {took / 60:.1f} minutes and {parts} remain, "
-        f"with {left / 60:.1f} minutes of --budget left: expect up to {took * parts / 60:.0f} "
+        f"the last pair of drafter and temperature took {took / 60:.1f} minutes and {parts} remain,"
+        f" with {left / 60:.1f} minutes of --budget left: expect up to {took * parts / 60:.0f} "
         "minutes more. Fewer drafters, temperatures or batch sizes take less"
     )
 

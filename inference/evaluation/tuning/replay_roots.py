@@ -12,6 +12,7 @@ tree nodes with the root; D levels; H hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -70,33 +71,50 @@ class KnownTexts:
 
     def __init__(self, target: Target, texts: Sequence[KnownText]) -> None:
         self.target, self.texts = target, list(texts)
-        self._whole = self
-        self._states: tuple[tuple[int, ...], Hidden] | None = None
+        self._shared = _States(target, self.texts)
 
     def begin(self, roots: int) -> KnownTexts:
         """Return the texts up to their first `roots` roots; they share the states."""
-        begun = KnownTexts(self.target, [text.begin(roots) for text in self.texts])
-        begun._whole = self._whole
+        begun = copy(self)
+        begun.texts = [text.begin(roots) for text in self.texts]
         return begun
 
-    @cached_property
+    @property
     def ids(self) -> Tensor:
         """The whole texts `[texts, S]`. Padding stands behind each, so that no token sees it."""
-        texts = self._whole.texts
-        longest = max(len(text.ids) for text in texts)
-        padded = [text.ids + [0] * (longest - len(text.ids)) for text in texts]
-        return torch.tensor(padded, device=self.target.device)
+        return self._shared.ids
 
     def states(self, taps: tuple[int, ...]) -> Hidden:
         """Return the target's states at all positions of `ids`, those of the layers `taps` too.
 
-        Those of the last `taps` are kept.
+        Those of the last `taps` are kept until `forget`.
         """
-        whole = self._whole
-        if whole._states is None or whole._states[0] != taps:
-            whole._states = None  # before the new ones need their memory
-            whole._states = taps, self.target.forward(whole.ids, taps=taps)
-        return whole._states[1]
+        return self._shared.of(taps)
+
+    def forget(self) -> None:
+        """Free the states."""
+        self._shared.kept = None
+
+
+class _States:
+    """States of a target at all positions of whole texts, those of the last taps asked for."""
+
+    def __init__(self, target: Target, texts: Sequence[KnownText]) -> None:
+        self._target, self._texts = target, texts
+        self.kept: tuple[tuple[int, ...], Hidden] | None = None
+
+    @cached_property
+    def ids(self) -> Tensor:
+        longest = max(len(text.ids) for text in self._texts)
+        padded = [text.ids + [0] * (longest - len(text.ids)) for text in self._texts]
+        return torch.tensor(padded, device=self._target.device)
+
+    def of(self, taps: tuple[int, ...]) -> Hidden:
+        if self.kept is None or self.kept[0] != taps:
+            self.kept = None  # before the new ones need their memory
+            with torch.inference_mode():
+                self.kept = taps, self._target.forward(self.ids, taps=taps)
+        return self.kept[1]
 
 
 @torch.inference_mode()

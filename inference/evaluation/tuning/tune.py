@@ -284,6 +284,7 @@ class Bench:
         known = self._begun(known, spec, sampling, REPLAYS * seconds)
         texts = known.texts
         ways, facts = candidates(spec, known, sampling, self.tick)
+        known.forget()
         probes, share = probes_of(ways), DRAFTING * seconds
         timings = self._timings(probes, prompts, share)
         if timings.seconds > share:
@@ -377,6 +378,7 @@ class Bench:
         key = len(prompts), tokens, sampling
         if self._replies is not None and self._replies[0] == key:
             return self._replies[1]
+        self._replies = None
         self.tick(
             f"{PLAIN.kind} of {len(prompts)} replies of {tokens} tokens, T = "
             f"{sampling.temperature:g}"
@@ -405,6 +407,8 @@ class Bench:
         if math.isinf(seconds):
             return known
         self.tick("a first look at what the drafter takes")
+        # They are computed once for the trial and all replays, whatever the number of roots.
+        known.states(load_proposer(spec, self.target, lambda message: None).taps)
         started = time.monotonic()
         candidates(spec, known.begin(TRIAL_ROOTS), sampling, lambda what: None)
         longest = max(len(text.roots) for text in known.texts)

@@ -195,15 +195,16 @@ def test_a_draft_model_is_cut_from_the_target_of_a_store(tmp_path: Path) -> None
     target.tokenizer.save_pretrained(tmp_path / "whole")
     target.name = str(tmp_path / "whole")
     stored = StoredTarget(target.model, target.tokenizer, target.fingerprint(), {})
-    whole = whole_of(stored)
+    config = TargetConfig(target.name)
+    whole = whole_of(stored, config)
     cuts = [draft_model_of(of).state_dict() for of in (target, whole)]
     assert all(torch.equal(cuts[0][name], cuts[1][name]) for name in cuts[0])
     tiny_target(seed=5, num_hidden_layers=3).model.save_pretrained(tmp_path / "whole")
-    with pytest.raises(UserError, match="has other weights than the target of these features"):
-        whole_of(stored)
+    with pytest.raises(UserError, match="are not those that these features come from"):
+        whole_of(stored, config)
     shutil.rmtree(tmp_path / "whole")
     with pytest.raises(UserError, match="not from features alone; give draft_model.path"):
-        whole_of(stored)
+        whole_of(stored, config)
 
 
 # Adaptive chains.

@@ -77,6 +77,10 @@ class PackedLinear(nn.Module):
         """The matrix `[out, in]` as it was stored, made anew each time."""
         return self._packed.to_dense()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._packed.dtype
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.draftsmith.packed_linear(x, self._number, self.out_features)

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
-from draftsmith.heads.medusa import MedusaConfig, MedusaHeads
+from draftsmith.heads.artifact import Artifact
+from draftsmith.heads.medusa import MedusaConfig, MedusaHeads, ResidualBlock
+from draftsmith.inference.decode import generate_one
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.targets.packed import PackedLinear
 
 from tests.conftest import tiny_target
 
@@ -44,3 +52,24 @@ def test_a_shared_head_owns_no_output_matrix_and_follows_the_target() -> None:
     hidden = torch.randn(3, target.hidden_size)
     torch.testing.assert_close(heads.logits(hidden, 1), target.head(hidden))
     assert not any(p is target.head_weight for p in heads.parameters())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_heads_of_a_smaller_type_than_their_target(shared: bool, tmp_path: Path) -> None:
+    """The text is the target's own, with matrices as they are stored and with packed ones."""
+    target = tiny_target(dtype=torch.float32)
+    heads = MedusaHeads(
+        MedusaConfig(2, 1, shared), target.hidden_size, target.vocab_size, target.head
+    )
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    Artifact(heads, target.fingerprint()).save(tmp_path / "d")
+    plain = generate_one(target, load_proposer("none", target, pytest.fail), [5, 6], 12)
+    spec = f"{tmp_path / 'd'}:dtype=bfloat16,tree=best-first,nodes=4"
+    proposer: Any = load_proposer(spec, target, pytest.fail)
+    for _ in range(2):
+        assert generate_one(target, proposer, [5, 6], 12).token_ids == plain.token_ids
+        for block in proposer._heads.modules():
+            if isinstance(block, ResidualBlock) and type(block.linear) is torch.nn.Linear:
+                assert block.linear.weight.dtype == torch.bfloat16
+                block.linear = PackedLinear(block.linear)  # type: ignore[assignment]

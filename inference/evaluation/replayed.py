@@ -22,6 +22,7 @@ from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
+from .measure import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth
 
@@ -41,10 +42,10 @@ def run(options: EvaluateOptions) -> None:
     target = load_stored(options.features, options.target.device)
     texts = load_texts(options.features)[: options.limit]
 
+    proposers = [load_proposer(spec, target, warn) for spec in options.drafter]
     drafters = {}
-    for spec in options.drafter:
-        proposer = load_proposer(spec, target, warn)
-        drafters[proposer.name] = replayed(proposer, target, texts)
+    for name, proposer in zip(distinct_names(proposers), proposers, strict=True):
+        drafters[name] = replayed(name, proposer, target, texts)
     report = {
         "schema_version": 2,
         "replayed_from": options.features,
@@ -59,17 +60,20 @@ def run(options: EvaluateOptions) -> None:
         show(report, len(texts))
 
 
-def replayed(proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]) -> JsonObject:
+def replayed(
+    name: str, proposer: Proposer, target: StoredTarget, texts: Sequence[HeldOutText]
+) -> JsonObject:
     """Return tau, its 95% interval over texts, survival by depth, and the rounds themselves.
 
-    The key `emitted` has the tokens emitted in each round of each text.
+    `name` is the drafter's in the progress bar. The key `emitted` has the tokens emitted in each
+    round of each text.
     """
 
     def loaded(states):
         return states.to(target.device, target.dtype)
 
     emitted = []
-    for text in Progress(texts, desc=f"replaying {proposer.name}", unit=" texts"):
+    for text in Progress(texts, desc=f"replaying {name}", unit=" texts"):
         ids = torch.tensor(text.ids, device=target.device)
         hidden = Hidden(loaded(text.hidden.last), tuple(loaded(tap) for tap in text.hidden.taps))
         emitted.append(rounds_on_text(proposer, ids, text.start, hidden))

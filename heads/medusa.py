@@ -89,12 +89,12 @@ class MedusaHeads(EngineLayout, nn.Module):
 
     def states(self, hidden: Tensor, head: int) -> Tensor:
         """Return the state `[..., H]` that head number `head` makes of `hidden` `[..., H]`."""
-        first: Any = self.blocks[head]
-        linear = first[0].linear
+        blocks: Any = self.blocks[head]
+        linear = blocks[0].linear
         # The heads may have another type than the target's states. The `weight` of a layer that is
         # packed for decoding is made anew each time, so such a layer names its type itself.
         dtype = linear.dtype if hasattr(linear, "dtype") else linear.weight.dtype
-        return self.blocks[head](hidden.to(dtype))
+        return blocks(hidden.to(dtype))
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """Return the logits `[..., V]` of head number `head` for last hidden states `[..., H]`.

@@ -164,7 +164,8 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     assert "is not there; make it by ./scripts/smollm2/get.sh" in mistake("counts")
     target.mkdir()
     (target / "config.json").touch()
-    assert "has no prompts; unpack them by ./scripts/smollm2/data.sh" in mistake("counts")
-    (runs / "test.prompts.jsonl").touch()
+    for name in ("test.prompts", "valid.prompts", "long.prompts", "valid", "train-greedy"):
+        assert f"has no {name}.jsonl; unpack it by ./scripts/smollm2/data.sh" in mistake("counts")
+        (runs / f"{name}.jsonl").touch()
     (runs / "eagle" / "last").rmdir()
     assert "has no drafter; train one" in mistake("exact")

@@ -10,8 +10,8 @@
 #   counts         counters of llama.cpp and vLLM beside ours (15 min)
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
-# Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken. Exit code 1: figures that have to be
-# equal were not.
+# Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with
+# `distill`, of Medusa heads with `medusa`. Exit code 1: a check failed. Set SMOLLM2_RUNS and SMOLLM2 as for data.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -41,7 +41,9 @@ for part in "$@"; do
     done
 done
 [ -e "$target/config.json" ] || mistake "$target is not there; make it by ./scripts/smollm2/get.sh"
-[ -e "$runs/test.prompts.jsonl" ] || mistake "$runs has no prompts; unpack them by ./scripts/smollm2/data.sh"
+for file in test.prompts valid.prompts long.prompts valid train-greedy; do
+    [ -e "$runs/$file.jsonl" ] || mistake "$runs has no $file.jsonl; unpack it by ./scripts/smollm2/data.sh"
+done
 drafters=()
 for run in "$runs"/*/; do
     found=$(drafter_of "$(basename "$run")")

@@ -47,10 +47,9 @@ class Budget:
 
 
 def past_the_limit(took: float, parts: int, left: float) -> str | None:
-    """Return a line if `parts` more parts cannot end in the `left` seconds; None if they may.
+    """Return a line if `parts` more parts may take more than twice the `left` seconds, else None.
 
-    The last part took `took` seconds. Later ones have shorter shares and take less, so nothing is
-    said before twice the limit.
+    The last part took `took` seconds. Later ones have shorter shares and take less.
     """
     if took * parts <= 2 * left:
         return None

@@ -112,6 +112,19 @@ class Draws:
         rows = torch.arange(len(scores), device=scores.device)[:, None]
         return (scores + by_depth[rows, depths]).argmax(-1)
 
+    def margins(self, logits: Tensor, paths: Tensor | None) -> Tensor:
+        """Return how far the target's choice after each root is ahead of the next token, `[B]`.
+
+        It is in units of the logits `[B, 1, V]`: rounding that moves them by less than half of it
+        changes no choice. The noise of the coupled rule is included. `paths` as in `scores`.
+        """
+        scores = self.scores(logits, paths)
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if self.sampling.coupled:
+            scores = (scores + self._position_noise(0, 1, scores)) * self.sampling.temperature
+        best = scores[:, 0].topk(2).values
+        return best[:, 0] - best[:, 1]
+
     def prepare(self, levels: int, logits: Tensor) -> None:
         """Make the noise of the depths 0 .. `levels` at once, for logits such as `logits`.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -19,7 +19,9 @@ from ..decode import Generation, Request, generate
 from ..metrics import (
     batch_seconds,
 )
+from ..noise import row_keys
 from ..proposer import Proposer
+from ..sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
 from .journal import Journal, as_json, from_json
@@ -183,13 +185,18 @@ def distinct_names(ways: Sequence[Way]) -> list[str]:
 
 @torch.inference_mode()
 def first_difference(
-    target: Target, plain: Generation, other: Generation, sampling: Sampling
+    target: Target,
+    plain: Generation,
+    other: Generation,
+    sampling: Sampling,
+    request: tuple[int, int] | None = None,
 ) -> tuple[int, float | None]:
     """Return the index of the first token in which two replies differ, and the top-2 gap there.
 
-    The gap is the target's best logit, after a penalty, minus its second best; None where decoding
-    is not greedy. Near-ties flip in low precision, because a tree is verified in another shape than
-    a single token; a large gap would be a bug.
+    The gap is the target's best logit, after a penalty, minus its second best, with the noise of
+    coupled decoding if `request`, the request's id and sample, is given; None where decoding is not
+    greedy and there is no such noise. Near-ties flip in low precision, because a tree is verified
+    in another shape than a single token; a large gap would be a bug.
     """
     # where one reply is the beginning of the other, they differ behind the shorter one
     index = min(len(plain.token_ids), len(other.token_ids))
@@ -197,14 +204,15 @@ def first_difference(
         if a != b:
             index = position
             break
-    if not sampling.greedy:
+    sampling = sampling.resolved(target.repetition_penalty)
+    if not sampling.greedy and (request is None or not sampling.coupled):
         return index, None
-    ids: Any = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
-    scores = target.head(target.forward(ids).last[:, -1]).float()
-    if sampling.history_processor is not None:
-        scores = sampling.history_processor(ids, scores)
-    best = scores[0].topk(2).values
-    return index, float(best[0] - best[1])
+    ids = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
+    logits = target.head(target.forward(ids).last[:, -1:])
+    keys = row_keys(sampling.seed, [request or (0, 0)], ids.device)
+    # The last token is the root, and the only one of its path.
+    draws = Draws(sampling, keys, ids[:, :-1], torch.tensor([ids.shape[1] - 1], device=ids.device))
+    return index, float(draws.margins(logits, ids[:, None, -1:])[0])
 
 
 def comparable(generation: Generation) -> bool:

@@ -115,16 +115,19 @@ def count_wrong(
     """Print how many replies are equal, and return how many are not though the target's two best
     tokens are apart there."""
     different = wrong = 0
-    for reply, other in zip(plain, others, strict=True):
+    for number, (reply, other) in enumerate(zip(plain, others, strict=True)):
         if reply.token_ids == other:
             continue
         different += 1
-        place, gap = first_difference(target, reply, Generation(reply.prompt_ids, other), sampling)
-        exact = target.dtype in (torch.float32, torch.float64)
-        tie = gap < NEAR_TIE.get(target.dtype, 0.0) if gap is not None else not exact
-        wrong += not tie
-        why = f"the target's two best are {gap:.2g} apart" if gap is not None else "sampled"
-        print(f"{label}: differs at token {place}, {why}")
+        found = Generation(reply.prompt_ids, other)
+        # the noise of `decode`'s requests
+        place, gap = first_difference(target, reply, found, sampling, (number, 0))
+        assert gap is not None
+        wrong += gap >= NEAR_TIE.get(target.dtype, 0.0)
+        noise = "" if sampling.greedy else ", with their noise,"
+        print(
+            f"{label}: differs at token {place}, the target's two best{noise} are {gap:.2g} apart"
+        )
     print(f"{label}: {len(plain) - different} of {len(plain)} equal")
     return wrong
 

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.inference import noise
-from draftsmith.inference.decode import Request, generate
+from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.evaluation.measure import first_difference
 from draftsmith.inference.proposer import Proposer
+from draftsmith.inference.proposers.plain import PlainDecoding
 from draftsmith.inference.settings import Sampling
 from draftsmith.inference.targets.target import Target
 from transformers import (
@@ -31,7 +33,7 @@ from transformers import (
 )
 
 from tests.architectures import NO_EARLY_EXIT, FromTheFuture, architecture, near_copy, proposers
-from tests.conftest import ROOT
+from tests.conftest import ROOT, tiny_target
 from tests.trained import chat_prompts, story_prompts
 
 LENGTH = 12
@@ -238,3 +240,29 @@ def test_a_deterministic_draft_under_the_rejection_rule_is_a_match_and_writes_th
             target, drafters[name], prompts, LENGTH, Sampling(temperature=1.0, rule="rejection")
         )
         assert {r.rule for g in found for r in g.rounds} == {"match"}
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])
+def test_the_gap_of_a_coupled_reply_is_that_of_the_scores_with_their_noise(
+    penalty: float | None,
+) -> None:
+    """Recomputed at every token: the noisy best is the token that was written."""
+    target = tiny_target(dtype=torch.float64)
+    sampling = Sampling(temperature=0.8, seed=3, repetition_penalty=penalty)
+    request = Request([5, 6, 7], 4, 1)
+    (reply,) = generate(target, PlainDecoding(), [request], 8, sampling)
+    keys = noise.row_keys(3, [(4, 1)], torch.device("cpu"))
+    for index, token in enumerate(reply.token_ids):
+        before = torch.tensor([reply.prompt_ids + reply.token_ids[:index]])
+        logits = target.head(target.forward(before).last[:, -1])
+        if penalty is not None:
+            logits = RepetitionPenaltyLogitsProcessor(penalty)(before, logits)
+        place = torch.tensor([before.shape[1]])
+        added = noise.gumbel(keys, noise.COUPLED, place, target.vocab_size)
+        best = (logits / 0.8 + added)[0].topk(2)
+        assert int(best.indices[0]) == token
+        other = Generation(reply.prompt_ids, [*reply.token_ids[:index], token + 1])
+        assert first_difference(target, reply, other, sampling) == (index, None)
+        at, gap = first_difference(target, reply, other, sampling, (4, 1))
+        assert at == index and gap is not None
+        assert gap == pytest.approx(0.8 * float(best.values[0] - best.values[1]))

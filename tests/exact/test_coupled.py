@@ -253,7 +253,7 @@ def test_the_gap_of_a_coupled_reply_is_that_of_the_scores_with_their_noise(
     (reply,) = generate(target, PlainDecoding(), [request], 8, sampling)
     keys = noise.row_keys(3, [(4, 1)], torch.device("cpu"))
     for index, token in enumerate(reply.token_ids):
-        before = torch.tensor([reply.prompt_ids + reply.token_ids[:index]])
+        before: Any = torch.tensor([reply.prompt_ids + reply.token_ids[:index]])
         logits = target.head(target.forward(before).last[:, -1])
         if penalty is not None:
             logits = RepetitionPenaltyLogitsProcessor(penalty)(before, logits)

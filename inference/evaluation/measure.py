@@ -210,8 +210,9 @@ def first_difference(
     ids = torch.tensor([plain.prompt_ids + plain.token_ids[:index]], device=target.device)
     logits = target.head(target.forward(ids).last[:, -1:])
     keys = row_keys(sampling.seed, [request or (0, 0)], ids.device)
-    # The last token is the root, and the only one of its path.
-    draws = Draws(sampling, keys, ids[:, :-1], torch.tensor([ids.shape[1] - 1], device=ids.device))
+    # The last token is the root, and the only one of its path. A penalty asks only if a token is in
+    # the text, so the root may stand in both.
+    draws = Draws(sampling, keys, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
     return index, float(draws.margins(logits, ids[:, None, -1:])[0])
 
 

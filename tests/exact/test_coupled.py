@@ -249,7 +249,7 @@ def test_the_gap_of_a_coupled_reply_is_that_of_the_scores_with_their_noise(
     """Recomputed at every token: the noisy best is the token that was written."""
     target = tiny_target(dtype=torch.float64)
     sampling = Sampling(temperature=0.8, seed=3, repetition_penalty=penalty)
-    request = Request([5, 6, 7], 4, 1)
+    request = Request([5], 4, 1)  # the shortest text that there is: its root alone
     (reply,) = generate(target, PlainDecoding(), [request], 8, sampling)
     keys = noise.row_keys(3, [(4, 1)], torch.device("cpu"))
     for index, token in enumerate(reply.token_ids):

@@ -188,8 +188,8 @@ def test_what_cannot_work_is_refused_before_training() -> None:
 
 
 def test_a_draft_model_is_cut_from_the_target_of_a_store(tmp_path: Path) -> None:
-    """Of a store only embedding and head are loaded; the target is read again for the cut, and has
-    to be the one that the features come from."""
+    """A store has embedding and head only; the target is read again for the cut, and has to be the
+    one that the features come from."""
     target = tiny_target(seed=4, num_hidden_layers=3)
     target.model.save_pretrained(tmp_path / "whole")
     target.tokenizer.save_pretrained(tmp_path / "whole")

@@ -2,7 +2,7 @@
 # The figures of docs/results.md#smollm2-135m, each part by its name:
 #     ./scripts/smollm2/measure.sh table exact
 #   table          every drafter at T = 0, batch 1, its tree tuned on validation prompts, and its default one (8 min a drafter)
-#   temperatures   T = 0, 0.7, 1 and batches of 1, 2, 4, 8 (40 min)
+#   temperatures   every drafter and baseline at T = 0, 0.7, 1 and batches of 1, 2, 4, 8 (40 min)
 #   bfloat16       the table for a bfloat16 target, 16 prompts (4 min a drafter)
 #   long           prompts of 1,000 and 4,000 tokens (10 min)
 #   estimate       estimated beside measured tau, float32 (15 min)
@@ -11,7 +11,8 @@
 #   engines        speed of llama.cpp and vLLM with and without the EAGLE-3 (25 min)
 #   assisted       transformers' assisted generation with the same draft model (5 min)
 # Results go to runs/smollm2/figures. One thread. All trained drafters in runs/smollm2 are taken; folders of draft models begin with
-# `distill`, of Medusa heads with `medusa`. Exit code 1: a check failed. Set SMOLLM2_RUNS and SMOLLM2 as for data.sh.
+# `distill`, of Medusa heads with `medusa`. Without runs/smollm2/dspark the DSpark that comes with the project is measured.
+# Exit code 1: a check failed. Set SMOLLM2_RUNS and SMOLLM2 as for data.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -24,14 +25,23 @@ failed=0
 mistake() { echo "error: $1" >&2; exit 2; }
 
 # A run that was not evaluated has no best checkpoint.
-drafter_of() { if [ -e "$runs/$1/best" ]; then echo "$runs/$1/best"; elif [ -e "$runs/$1/last" ]; then echo "$runs/$1/last"; fi; }
+drafter_of() {
+    if [ -e "$runs/$1/best" ]; then echo "$runs/$1/best"
+    elif [ -e "$runs/$1/last" ]; then echo "$runs/$1/last"
+    elif [ "$1" = dspark ]; then echo scripts/smollm2/drafter; fi
+}
+
+# A check that fails is counted; a command that cannot run ends this script with its code.
+check() {
+    local code=0
+    "${@:2}" | tee "$1" || code=$?
+    case $code in 0) ;; 1) failed=1 ;; *) exit $code ;; esac
+}
 
 [ $# -gt 0 ] || mistake "name what to measure: ${parts[*]}"
 for part in "$@"; do
     [[ " ${parts[*]} " == *" $part "* && $part != *" "* ]] || mistake "there is no part $part; there are ${parts[*]}"
     case $part in
-        table | bfloat16 | long) needed=dspark ;;
-        temperatures) needed="dspark eagle" ;;
         counts | engines) needed=eagle ;;
         assisted) needed=distill ;;
         *) needed="" ;;
@@ -44,12 +54,11 @@ done
 for file in test.prompts valid.prompts long.prompts valid train-greedy; do
     [ -e "$runs/$file.jsonl" ] || mistake "$runs has no $file.jsonl; unpack it by ./scripts/smollm2/data.sh"
 done
-drafters=()
+names=(dspark)
 for run in "$runs"/*/; do
-    found=$(drafter_of "$(basename "$run")")
-    [ -z "$found" ] || drafters+=("$found")
+    name=$(basename "$run")
+    if [ "$name" != dspark ] && [ -n "$(drafter_of "$name")" ]; then names+=("$name"); fi
 done
-[ ${#drafters[@]} -gt 0 ] || mistake "$runs has no drafter; train one as docs/results.md#smollm2-135m says"
 source scripts/environment.sh
 export OMP_NUM_THREADS=1
 mkdir -p "$out"
@@ -58,8 +67,9 @@ decode=(--target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens
 # The table of $2 test prompts for a target in the dtype $1. Trees are chosen on validation prompts.
 tuned() {
     local drafter name profile
-    for drafter in "${drafters[@]/%/:dtype=bfloat16}" ngram; do
-        name=${drafter#"$runs"/} name=${name%%/*}
+    for name in "${names[@]}" ngram; do
+        drafter=ngram
+        [ "$name" = ngram ] || drafter=$(drafter_of "$name"):dtype=bfloat16
         profile=$out/profile-$1-$name.json
         # A drafter that was trained on has another tree.
         if [ ! -e "$profile" ] || [ "${drafter%%:*}" -nt "$profile" ]; then
@@ -77,10 +87,19 @@ table() { tuned float32 40; }
 
 bfloat16() { tuned bfloat16 16; }
 
-temperatures() {
-    draftsmith evaluate "${decode[@]}" --limit 16 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 --drafter ngram:length=5 \
-        --drafter "$(drafter_of dspark):dtype=bfloat16,length=3,width=4,nodes=4" \
-        --drafter "$(drafter_of eagle):dtype=bfloat16,length=3,width=2,nodes=4" --json "$out/temperatures.json"
+temperatures() { # trees are named: one tree for all settings, of as many nodes as a pass takes at the price of one
+    local ways=(--drafter ngram:length=5 --drafter suffix:length=5 --drafter lookahead --drafter early-exit) name tree
+    for name in "${names[@]}"; do
+        case $name in
+            eagle*) tree=length=3,width=2,nodes=4 ;;
+            distill*) tree=length=2,width=2,nodes=4 ;;
+            medusa*) tree=nodes=4 ;;
+            *) tree=length=3,width=4,nodes=4 ;;
+        esac
+        ways+=(--drafter "$(drafter_of "$name"):dtype=bfloat16,$tree")
+    done
+    draftsmith evaluate --target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 32 --repeats 1 --no-baselines \
+        --limit 16 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
 }
 
 long() {
@@ -106,9 +125,10 @@ evaluation: {prompts: 24, max_new_tokens: 96}
 Y
     draftsmith data extract --method eagle --config "$out/estimate.yaml" --dtype float32 --out "$out/store-float32"
     # Both commands have default trees of their own, so trees are named.
-    local ways=() drafter
-    for drafter in "${drafters[@]}"; do
-        case ${drafter#"$runs"/} in
+    local ways=() drafter name
+    for name in "${names[@]}"; do
+        drafter=$(drafter_of "$name")
+        case $name in
             distill*) ways+=(--drafter "$drafter:length=4") ;;
             medusa*) ways+=(--drafter "$drafter:nodes=8") ;;
             *) ways+=(--drafter "$drafter:nodes=8" --drafter "$drafter:width=1,length=3" --drafter "$drafter:nodes=8,lookup=3") ;;
@@ -121,21 +141,22 @@ Y
 
 exact() { # float32 has to be equal; bfloat16 has to differ at near ties only
     head -n 8 "$runs/test.prompts.jsonl" > "$out/eight.prompts.jsonl"
-    local ways=() drafter dtype
-    for drafter in "${drafters[@]}"; do
+    local ways=() drafter dtype name
+    for name in "${names[@]}"; do
+        drafter=$(drafter_of "$name")
         ways+=(--drafter "$drafter" --drafter "$drafter:dtype=bfloat16")
     done
     for dtype in float32 bfloat16; do
-        python scripts/check_target/exactness.py --target "$target" --dtype $dtype --prompts "$out/eight.prompts.jsonl" \
-            --batch-sizes 1,8 --max-new-tokens 48 "${ways[@]}" | tee "$out/exact-$dtype.log" || failed=1
+        check "$out/exact-$dtype.log" python scripts/check_target/exactness.py --target "$target" --dtype $dtype \
+            --prompts "$out/eight.prompts.jsonl" --batch-sizes 1,8 --max-new-tokens 24 "${ways[@]}"
     done
 }
 
 engine() { # $1: llamacpp or vllm; $2: script; the rest: its options
     local python
     python=$("scripts/$1/environment.sh")
-    python "scripts/bench/$2.py" --engine "$1" --python "$python" --target "$target" --drafter "$(drafter_of eagle)" \
-        --prompts "$runs/test.prompts.jsonl" "${@:3}" | tee "$out/$1-$2.log" || failed=1
+    check "$out/$1-$2.log" python "scripts/bench/$2.py" --engine "$1" --python "$python" --target "$target" \
+        --drafter "$(drafter_of eagle)" --prompts "$runs/test.prompts.jsonl" "${@:3}"
 }
 
 counts() {
@@ -144,13 +165,13 @@ counts() {
 }
 
 engines() {
-    engine vllm engine_speed --limit 16 --turns 2 --drafts 2 --max-new-tokens 64
-    engine llamacpp engine_speed --limit 8 --turns 2 --drafts 1,2,3 --max-new-tokens 48 --passes 1,2,3,4,5,8,16
+    engine vllm engine_speed --limit 16 --turns 2 --drafts 2 --max-new-tokens 64 --concurrency 1,2,4,8
+    engine llamacpp engine_speed --limit 8 --turns 2 --drafts 1,2 --max-new-tokens 48 --concurrency 1,2,4,8 --passes 1,2,3,4,5,8,16
 }
 
 assisted() {
-    python scripts/bench/decode.py --target "$target" --draft-model "$(drafter_of distill)" --draft-length 3 \
-        --prompts "$runs/test.prompts.jsonl" --limit 8 --max-new-tokens 48 --repeats 3 | tee "$out/assisted.log"
+    check "$out/assisted.log" python scripts/bench/decode.py --target "$target" --draft-model "$(drafter_of distill)" \
+        --draft-length 3 --prompts "$runs/test.prompts.jsonl" --limit 8 --max-new-tokens 48 --repeats 3
 }
 
 for part in "$@"; do

@@ -23,7 +23,7 @@ from tests.inference.evaluation.test_simulate import run_cli
 from tests.inference.serving.conftest import EAGLE3, Running, started
 from tests.trained import questions
 
-REQUESTS, CLIENTS, LIMIT = 200, 16, 16
+CLIENTS, LIMIT = 16, 16
 
 
 @pytest.fixture(scope="module")
@@ -119,15 +119,18 @@ def test_a_stream_is_the_reply_and_says_what_was_drafted(
     assert figures["tau"] == reply.tau and figures["rounds"] == len(reply.rounds)
 
 
-def test_sixteen_clients_and_one_that_leaves(server: Running, decoder: Decoder) -> None:
-    """200 requests by 16 clients, half of them streamed; some clients leave in the middle of a
+@pytest.mark.parametrize("requests", [100, pytest.param(400, marks=pytest.mark.full)])
+def test_sixteen_clients_and_one_that_leaves(
+    server: Running, decoder: Decoder, requests: int
+) -> None:
+    """Requests by 16 clients, half of them streamed; some clients leave in the middle of a
     reply. Every other reply is that of `generate`, no row runs on, and memory is as before."""
     words = questions("test", 20)
     expected = [reply.text for reply in decoder.generate(words, LIMIT)]
-    asyncio.run(many(server.address, words, REQUESTS * 3 // 2))  # until memory is as it stays
+    asyncio.run(many(server.address, words, requests * 3 // 2))  # until memory is as it stays
     wait_until_idle(server)
     before, counted = server.process.memory_info().rss, counters(server)
-    found = asyncio.run(many(server.address, words, REQUESTS))
+    found = asyncio.run(many(server.address, words, requests))
     wait_until_idle(server)
     left = 0
     for number, text in found.items():
@@ -135,7 +138,7 @@ def test_sixteen_clients_and_one_that_leaves(server: Running, decoder: Decoder) 
             left += 1
         else:
             assert text == expected[number % len(words)], number
-    assert len(found) == REQUESTS and left == REQUESTS // 50
+    assert len(found) == requests and left == requests // 50
     assert server.process.memory_info().rss < 1.05 * before
     now = counters(server)
 
@@ -143,7 +146,7 @@ def test_sixteen_clients_and_one_that_leaves(server: Running, decoder: Decoder) 
         return now.get(name, 0) - counted.get(name, 0)
 
     ends = [gained(f'draftsmith:requests_total{{end="{end}"}}') for end in ("eos", "length")]
-    assert sum(ends) == REQUESTS - left
+    assert sum(ends) == requests - left
     assert gained('draftsmith:requests_total{end="cancelled"}') == left
     tau = gained('draftsmith:round_tokens_total{drafter="eagle3"}') / gained(
         'draftsmith:rounds_total{drafter="eagle3"}'

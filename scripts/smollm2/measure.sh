@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The figures of docs/results.md#smollm2-135m, each part by its name:
+# Most figures of docs/results.md#smollm2-135m, each part by its name:
 #     ./scripts/smollm2/measure.sh table exact
 #   table          every drafter at T = 0, batch 1, its tree tuned on validation prompts, and its default one (8 min a drafter)
-#   temperatures   every drafter and baseline at T = 0, 0.7, 1 and batches of 1, 2, 4, 8 (40 min)
+#   temperatures   every drafter and baseline at T = 0, 0.7, 1 and batches of 1, 2, 4, 8; eight prompts (20 min)
 #   bfloat16       the table for a bfloat16 target, 16 prompts (4 min a drafter)
 #   long           prompts of 1,000 and 4,000 tokens (10 min)
 #   estimate       estimated beside measured tau, float32 (15 min)
@@ -99,7 +99,7 @@ temperatures() { # trees are named: one tree for all settings, of as many nodes 
         ways+=(--drafter "$(drafter_of "$name"):dtype=bfloat16,$tree")
     done
     draftsmith evaluate --target "$target" --prompts "$runs/test.prompts.jsonl" --max-new-tokens 32 --repeats 1 --no-baselines \
-        --limit 16 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
+        --limit 8 --temperatures 0,0.7,1 --batch-sizes 1,2,4,8 "${ways[@]}" --json "$out/temperatures.json"
 }
 
 long() {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import noise
 from .settings import Sampling
+from .tree import NO_NODE
 
 
 class Draws:
@@ -212,15 +213,20 @@ class Draws:
         """
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
+        # Truncation gives tokens no probability. Those of a probability that is no normal number
+        # are not drawn either: it has few bits, some devices take it for 0, and the verifier has to
+        # know the distribution of the draws exactly. Any distribution is lossless to draw from.
+        drawn = probs >= torch.finfo(probs.dtype).tiny
+        probs = torch.where(drawn, probs, 0.0)
         # Root and node together name the place of the noise: no tree has as many as 2^20 nodes, so
         # no two places are the same number.
         places = self.lengths[:, None] * (1 << 20) + nodes
         noisy = scores + noise.gumbel(
             self._keys[:, None], noise.DRAFT, places, scores.shape[-1]
         ).to(scores.dtype)
-        best = noisy.topk(min(count, scores.shape[-1]))
-        # truncation gives a token the score -inf, and top-k takes such tokens when no other is left
-        return torch.where(probs.gather(-1, best.indices) > 0, best.indices, -1), probs
+        best = noisy.masked_fill(~drawn, -torch.inf).topk(min(count, scores.shape[-1]))
+        # top-k takes tokens that are not drawn when no other is left
+        return torch.where(best.values > -torch.inf, best.indices, NO_NODE), probs
 
     def coins(self, nodes: int) -> Tensor:
         """Return the verifier's uniform numbers of this round, one for each node: `[B, nodes]`."""

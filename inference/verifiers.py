@@ -24,8 +24,9 @@ from torch import Tensor
 from .device import row_of
 from .tree import TreeShape, deepest
 
-# A residual with at most this mass is practically never reached. p takes its place, so that nothing
-# is divided by zero.
+# A residual of at most this mass is reached with at most this probability, since a rule ends a path
+# there with its mass. p takes its place, so that nothing is divided by zero. It bounds nothing else:
+# a drafter's rest may be smaller and is drawn from with certainty.
 TINY = 1e-12
 
 
@@ -76,9 +77,11 @@ def without(q: Tensor, tokens: Tensor) -> Tensor:
     # The probability is set to 0 and not subtracted, so that no rounding is left in its place.
     rest = q.scatter(-1, tokens.clamp(min=0)[:, None], 0.0)
     rest = torch.where((tokens < 0)[:, None], q, rest)
-    # The sum is 0 where q had one token alone. The result is then 0 everywhere, and further
-    # children are missing.
-    return rest / rest.sum(-1, keepdim=True).clamp(min=TINY)
+    # A sure drafter leaves 1e-30 and less, from which its next child is drawn all the same: the sum
+    # must not be clamped. It is 0 where q had one token alone. The result is then 0 everywhere, and
+    # further children are missing.
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, 0.0)
 
 
 def select_first(order: tuple[int, ...], coins: Tensor) -> Tensor:

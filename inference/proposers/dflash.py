@@ -30,9 +30,9 @@ from ..device import send
 from ..proposer import Accepted, Prompts
 from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
-from ..tree import NO_NODE, DraftTree, TreeShape, named
+from ..tree import DraftTree, TreeShape, named
 from ..tree_settings import TreeSettings, positive
-from .growth import Continue, Slots, grow_chain
+from .growth import Continue, Slots, cut, grow_chain
 from .tree_plan import Planned, TreePlan
 
 DEFAULT_NODES = 16
@@ -219,28 +219,6 @@ class DFlashProposer(Planned):
     def finish(self) -> None:
         self._kept.put(self._cache)
         self._cache, self._new = TreeCache(0, 0), None
-
-
-def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
-    """Return a chain without the drafts that `kept` `[B, D]` is false for.
-
-    In each row the first drafts are kept, so what follows a false entry is false too. The chain is
-    as long as the longest row, which costs one synchronisation.
-    """
-    longest = int(kept.sum(-1).max())
-    # What no row keeps is cut off, so that the target does not have to run it.
-    kept = kept[:, :longest]
-    tokens = torch.cat(
-        [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
-    )
-    # The last node that a row keeps has no children, so its distribution must not be compared: it
-    # becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is. Example: a row
-    # keeps 1 draft of 2, so `kept` is [1 0], padded [1 0 0], and only the root's distribution
-    # stays.
-    probs = None
-    if tree.probs is not None:
-        probs = tree.probs[:, : longest + 1] * functional.pad(kept, (0, 1))[..., None]
-    return DraftTree(tokens, TreeShape.chain(longest), probs=probs)
 
 
 def make_proposer(

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...heads.errors import UserError
 from ..sampling import Draws
@@ -366,13 +367,15 @@ def grow_chain(
     Other arguments as in `grow_dynamic`.
 
     With a `threshold` above 0 the chain ends after the draft with which the product of the drafts'
-    probabilities falls below it in every row, which costs a synchronisation for each draft. A
-    chain's end depends on its own past drafts alone, as the rules that compare distributions demand
-    (docs/verification.md#non-anticipation).
+    probabilities falls below it in every row, which costs a synchronisation for each draft. A row's
+    end depends on its own past drafts alone, as the rules that compare distributions demand
+    (docs/verification.md#non-anticipation): under them each row ends by itself, since their text
+    depends on how long a chain is. Under the others rows keep the drafts that are there anyway.
     """
     logits, tokens, probs = first[:, None], [root[:, None]], []
     path_probs = torch.ones_like(root, dtype=torch.float32)
     above = torch.zeros_like(root)[:, None]
+    going = [torch.ones_like(root, dtype=torch.bool)]  # rows whose chain has the draft of a depth
     for depth in range(chain.drafted):
         paths = None
         # Only a penalty reads paths. Without one the concatenation for each draft is saved.
@@ -395,14 +398,41 @@ def grow_chain(
             # In float32, since bfloat16 would round a product of many factors.
             chosen_probs = logits[:, 0].float().softmax(-1).gather(-1, chosen)[:, 0]
             path_probs = path_probs * chosen_probs
-            if bool((path_probs < threshold).all()):
+            going.append(path_probs >= threshold)
+            if not bool(going[-1].any()):
                 break
         logits = go_on(Level(chosen, above, None, depth + 1))
     # the last node has no children, hence no distribution
     probs_of_nodes = torch.cat([*probs, torch.zeros_like(probs[0])], dim=1) if probs else None
-    if len(tokens) < chain.nodes:
-        chain = TreeShape.chain(len(tokens) - 1)
-    return DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
+    drafts = len(tokens) - 1
+    if drafts < chain.drafted:
+        chain = TreeShape.chain(drafts)
+    tree = DraftTree(torch.cat(tokens, dim=1), chain, probs=probs_of_nodes)
+    if threshold and draws.sampling.compares_distributions:
+        return cut(tree, torch.stack(going[:drafts], dim=1))
+    return tree
+
+
+def cut(tree: DraftTree, kept: Tensor) -> DraftTree:
+    """Return a chain without the drafts that `kept` `[B, D]` is false for.
+
+    In each row the first drafts are kept, so what follows a false entry is false too. The chain is
+    as long as the longest row, which costs one synchronisation.
+    """
+    longest = int(kept.sum(-1).max())
+    # What no row keeps is cut off, so that the target does not have to run it.
+    kept = kept[:, :longest]
+    tokens = torch.cat(
+        [tree.tokens[:, :1], torch.where(kept, tree.tokens[:, 1 : longest + 1], NO_NODE)], dim=1
+    )
+    # The last node that a row keeps has no children, so its distribution must not be compared: it
+    # becomes 0. `kept` of draft d + 1 belongs to node d, whose child that draft is. Example: a row
+    # keeps 1 draft of 2, so `kept` is [1 0], padded [1 0 0], and only the root's distribution
+    # stays.
+    probs = None
+    if tree.probs is not None:
+        probs = tree.probs[:, : longest + 1] * pad(kept, (0, 1))[..., None]
+    return DraftTree(tokens, TreeShape.chain(longest), probs=probs)
 
 
 @dataclass(frozen=True)
@@ -520,7 +550,7 @@ def grow_fixed(
             drawn, _ = draws.rank(logits, level.depth, level.width, paths)
         # `level.source` counts `width` tokens for each node; a vocabulary may be smaller
         padding = (0, level.width - drawn.shape[-1])
-        padded = torch.nn.functional.pad(drawn, padding, value=NO_NODE).flatten(1)
+        padded = pad(drawn, padding, value=NO_NODE).flatten(1)
         # a missing node has no children
         parent_exists = tokens[:, level.parents] >= 0
         tokens[:, level.children] = torch.where(parent_exists, padded[:, level.source], NO_NODE)

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from draftsmith.inference.accept import judge
 from draftsmith.inference.decode import Generation, Request, generate
 from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.noise import row_keys
 from draftsmith.inference.proposer import Proposer
 from draftsmith.inference.proposers.draft_model import DraftModelProposer
 from draftsmith.inference.proposers.eagle import EagleProposer
+from draftsmith.inference.proposers.growth import Level, grow_fixed
 from draftsmith.inference.proposers.medusa import MedusaProposer
 from draftsmith.inference.proposers.ngram import NgramLookup
 from draftsmith.inference.sampling import Draws
@@ -239,6 +242,48 @@ def test_token_level_rule_accepts_what_the_overlap_says_along_chains(quickstart:
     measured = (plan.select(coins) == 1).double().mean()
     error = (overlap * (1 - overlap)).sum().sqrt() / len(p)
     assert abs(measured - overlap.mean()) < 4 * error
+
+
+@pytest.mark.parametrize("rule", ["rejection", "recursive"])
+def test_a_sampled_chain_with_a_threshold_does_not_depend_on_other_rows(rule: str) -> None:
+    """Where such a chain ends decides its text, so each row has to end by itself."""
+    target, drafter = toy()
+    sampling = Sampling(temperature=1.0, seed=5, rule=rule)  # type: ignore[arg-type]
+    proposer = DraftModelProposer(drafter, VOCAB, TreeSettings(length=4, threshold=0.3))
+    requests = [Request([1 + i % 3, 3, i % VOCAB], i) for i in range(24)]
+    together = generate(target, proposer, requests, 12, sampling)
+    alone = [generate(target, proposer, [request], 12, sampling)[0] for request in requests]
+    assert [g.token_ids for g in together] == [g.token_ids for g in alone]
+    drafted = {record.drafted for g in together for record in g.rounds}
+    assert len(drafted) > 2, "chains of several lengths"
+
+
+@pytest.mark.parametrize("rule", ["rejection", "recursive"])
+@pytest.mark.parametrize("temperature", [0.05, 0.2])
+def test_a_drafter_that_is_sure_at_a_low_temperature(rule: str, temperature: float) -> None:
+    """One round of a tree of two children, through the functions of the loop: its first token has
+    the target's probabilities, though the drafter's second child has 1e-26 and less."""
+    rounds = 20_000
+    sampling = Sampling(temperature=temperature, seed=1, rule=rule)  # type: ignore[arg-type]
+    keys = row_keys(1, [(0, i) for i in range(rounds)], torch.device("cpu"))
+    root = torch.zeros(rounds, dtype=torch.long)
+    draws = Draws(sampling, keys, root[:, None], root)
+    shape = TreeShape.wide((2,))
+    # 60 units of the processed scores between the drafter's first token and the others
+    drafted = torch.tensor([60.0, 0.0, -0.5]) * temperature
+    wanted = torch.tensor([0.4, 0.3, 0.3])
+    tree, _ = grow_fixed(drafted.expand(rounds, -1), root, draws, no_levels, shape)
+    logits = (wanted.log() * temperature).expand(rounds, shape.nodes, -1)
+    verdict = judge(tree, logits, draws)
+    taken = tree.tokens.gather(1, verdict.node[:, None])[:, 0]
+    first = torch.where(verdict.node > 0, taken, verdict.bonus)
+    shares = first.bincount(minlength=3) / rounds
+    assert float((shares - wanted).abs().max()) < 0.015  # four standard deviations
+
+
+def no_levels(level: Level) -> Tensor:
+    """Stand for a drafter whose tree has one level, so that nothing is run."""
+    raise AssertionError("no node has children")
 
 
 def test_coins_and_draws_do_not_depend_on_the_batch() -> None:

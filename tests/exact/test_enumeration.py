@@ -9,6 +9,7 @@ way, and must be seen.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -17,6 +18,7 @@ import pytest
 import torch
 from draftsmith.inference import verifiers
 from draftsmith.inference.accept import expected_tokens, match, token_chances
+from draftsmith.inference.settings import Sampling
 from draftsmith.inference.tree import NO_NODE, DraftTree, TreeShape
 from draftsmith.inference.verifiers import (
     AcceptancePlan,
@@ -98,7 +100,7 @@ def sampled_trees(
         if not replace:
             left[[t for t in older if t >= 0]] = 0
         total = float(left.sum())
-        if total < 1e-12:  # the distribution has run out of tokens
+        if total == 0:  # the distribution has run out of tokens
             yield from fill(node + 1, chance, [*tokens, NO_NODE])
             return
         for token in range(len(left)):
@@ -299,6 +301,48 @@ def test_in_float32_near_its_smallest_numbers(shape: str, verify: Verifier) -> N
             SHAPES[shape], list(sampled_trees(SHAPES[shape], models.q)), models, single
         )
         assert float((found - models.joint(models.p)).abs().max()) < 1e-6, seed
+
+
+def sure_distributions(seed: int, rest: float, temperature: float, dtype: torch.dtype) -> ToyModels:
+    """A drafter that leaves `rest` beside its first choice, and a target that often disagrees, by
+    the loop's own processors at a temperature."""
+    draw, models = torch.Generator().manual_seed(seed), ToyModels(seed, 3, far=True)
+    warpers = Sampling(temperature=temperature).warpers
+    for prefix in models.q:
+        first = int(torch.randint(3, (), generator=draw))
+        # logits at T = 1 that leave `rest` at `temperature`
+        logits = torch.rand(3, generator=draw, dtype=torch.float64) - math.log(1 / rest)
+        logits[first] = 0
+        scores = warpers(None, (logits * temperature).to(dtype)[None])[0]
+        models.q[prefix] = scores.softmax(-1).double()
+        # every other target is as sure of a token of its own
+        if torch.rand((), generator=draw) < 0.5:
+            models.p[prefix] = models.q[prefix].roll(int(torch.randint(3, (), generator=draw)))
+        models.p[prefix] = models.p[prefix].to(dtype).double()
+    return models
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
+def test_a_sure_drafter_leaves_the_targets_distribution(
+    shape: str, verify: Verifier, dtype: torch.dtype, temperature: float
+) -> None:
+    """What is left of q after its first child was once divided by 1e-12 and not by its sum, so that
+    the second child was accepted nearly always."""
+
+    def typed(shape: TreeShape, tokens: Tensor, p: Tensor, q: Tensor) -> AcceptancePlan:
+        plan = verify(shape, tokens, p.to(dtype), q.to(dtype))
+        return AcceptancePlan(plan.chances.double(), plan.probs.double(), plan.select)
+
+    bound = 1e-6 if dtype == torch.float32 else 1e-9
+    large = shape in ("uneven", "wide")
+    rests = (1e-13, 1e-40) if large else (1e-6, 1e-11, 1e-13, 1e-20, 1e-30, 1e-37, 1e-40)
+    for seed, rest in enumerate(rests):
+        models = sure_distributions(seed, rest, temperature, dtype)
+        drafts = list(sampled_trees(SHAPES[shape], models.q))
+        found, _ = enumerate_plan(SHAPES[shape], drafts, models, typed)
+        assert float((found - models.joint(models.p)).abs().max()) < bound, rest
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -176,14 +176,15 @@ def layout_of(target: Any) -> JsonObject:
 
     The names are those of the fields of `EagleShape` and `BlockShape`.
     """
-    hidden, heads = target.hidden_size, target.num_attention_heads
+    layer = last_layer_of(target)
+    hidden, heads = target.hidden_size, layer.num_attention_heads
     norm_eps = first_of(target, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return {
         "num_heads": heads,
         # A config without the key, or with None, is of a model whose attention heads all have their
         # own keys.
-        "num_kv_heads": first_of(target, "num_key_value_heads") or heads,
-        "head_dim": first_of(target, "head_dim") or hidden // heads,
+        "num_kv_heads": first_of(layer, "num_key_value_heads") or heads,
+        "head_dim": first_of(layer, "head_dim") or hidden // heads,
         "vocab_size": target.vocab_size,
         "max_positions": first_of(target, "max_position_embeddings") or 1 << 20,
         "norm_eps": norm_eps or 1e-6,
@@ -192,8 +193,17 @@ def layout_of(target: Any) -> JsonObject:
 
 
 def inner_size(target: Any) -> int:
-    """Return the width of the target's MLP."""
-    return first_of(target, "intermediate_size", "n_inner") or 4 * target.hidden_size
+    """Return the width of the MLP in the target's last layer."""
+    size = first_of(last_layer_of(target), "intermediate_size", "n_inner")
+    if isinstance(size, list | tuple):  # one for each layer
+        size = size[-1]
+    return size or 4 * target.hidden_size
+
+
+def last_layer_of(target: Any) -> Any:
+    """Return the config of the target's last layer, where layers differ in size, else its own."""
+    layers = getattr(target, "per_layer_config", None)
+    return layers[-1] if layers else target
 
 
 def rope_of(target: Any) -> JsonObject:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..heads.errors import UserError
 from ..inference.device import send
-from ..inference.targets.causal_model import CausalModel, Hidden
+from ..inference.targets.causal_model import CausalModel, Hidden, nan_last, relative_error
 from ..inference.targets.target import Target
 from .data.batches import Batch
 
@@ -143,9 +143,14 @@ def packing_error(model: CausalModel) -> float:
     """
     # Documents of 5 and 7 tokens; multiples of 7 give different tokens.
     ids = (torch.arange(12, device=model.device) * 7 % model.vocab_size)[None]
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=model.device)
+    short = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=model.device)
     documents = torch.tensor([[0] * 5 + [1] * 7])
-    packed = model.forward(ids, positions, documents=documents).last.float()
-    pieces = (ids[:, :5], ids[:, 5:])
-    alone = torch.cat([model.forward(piece).last for piece in pieces], dim=1).float()
-    return float((packed - alone).norm() / alone.norm())
+    errors = []
+    for start in model.trial_starts:
+        positions = short + start
+        packed = model.forward(ids, positions, documents=documents).last.float()
+        alone = []
+        for piece in (slice(0, 5), slice(5, 12)):
+            alone.append(model.forward(ids[:, piece], positions[:, piece]).last.float())
+        errors.append(relative_error(packed, torch.cat(alone, dim=1)))
+    return max(errors, key=nan_last)

@@ -9,12 +9,14 @@ final norm.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ...heads.errors import UserError, first_line
@@ -30,9 +32,22 @@ from .packed import PackedLinear, best_packing, linears_of, pack_linears
 log = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 2048
+TAPS_BY_NUMBER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+"""True if transformers keeps single hidden states by their index in `hidden_states`."""
 PROMPT = 3  # tokens before the tree of a trial
 TRIAL = TreeShape((-1, 0, 0, 2, 1))
 """Tree of a trial; its last node's parent is not the node before it."""
+TRIAL_LEAVES = (3, 4)
+UNFIT = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    RuntimeError,
+)
+"""Errors by which the code of a model ends a trial that it is not made for."""
 
 
 @dataclass
@@ -128,10 +143,14 @@ class CausalModel(ModelHead):
         if self.spread != "whole" or not of_llama_form(self.decoder, len(kinds)):
             return
         taps = tuple(range(self.num_layers))
-        expected = self._trial_states(taps)
+        starts = self.trial_starts
+        expected = [self._trial_states(taps, start) for start in starts]
         self._fused = FusedDecoder(self.decoder, kinds, move)
-        # Each state by itself, since their sizes differ by factors of hundreds.
-        error = max(map(relative_error, self._trial_states(taps), expected))
+        error = 0.0
+        for start, states in zip(starts, expected, strict=True):
+            # Each state by itself, since their sizes differ by factors of hundreds.
+            errors = map(relative_error, self._trial_states(taps, start), states)
+            error = max(error, *errors, key=nan_last)
         tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.05
         if not error <= tolerance:
             log.info(
@@ -275,31 +294,30 @@ class CausalModel(ModelHead):
         The trial finds whatever cannot be verified as a tree: recurrent state (Mamba and hybrids),
         attention that ignores a 4D mask, position biases that are derived from the mask.
         """
+        for start in self.trial_starts:
+            self._check_tree_at(start)
+
+    def _check_tree_at(self, start: int) -> None:
+        """Raise `UserError` unless the trial of `check_tree` from position `start` on succeeds."""
         try:
-            in_tree = self._trial_states(())[0][PROMPT:]
-        except (
-            AssertionError,
-            AttributeError,
-            IndexError,
-            TypeError,
-            ValueError,
-            NotImplementedError,
-            RuntimeError,
-        ) as error:
+            in_tree = self._trial_states((), start)[0][PROMPT:]
+        except UNFIT as error:
             reason = first_line(error)
             raise UserError(f"{self._cannot()}: {reason}") from error
-        # Each node once more, at the end of the prompt and its own path, without cache and mask.
+        # Each leaf's path once more, behind the prompt, without cache and mask.
         ids = self._trial_ids()
-        last_states = []
-        for node in range(TRIAL.nodes):
-            path = torch.tensor(TRIAL.path_to(node))
-            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])
-            last_states.append(self.forward(text[None]).last[0, -1])
+        error = 0.0
+        for leaf in TRIAL_LEAVES:
+            path = TRIAL.path_to(leaf)
+            text = torch.cat([ids[:PROMPT], ids[PROMPT:][path]])[None]
+            positions = torch.arange(start, start + text.shape[1], device=self.device)[None]
+            alone = self.forward(text, positions).last[0, PROMPT:]
+            error = max(error, relative_error(in_tree[path], alone), key=nan_last)
         tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        error = relative_error(in_tree, torch.stack(last_states))
         if not error <= tolerance:  # `error > tolerance` would let NaN pass
+            where = f" at positions from {start} on" if start else ""
             raise UserError(
-                f"{self._cannot()}: nodes differ from their own paths (relative difference "
+                f"{self._cannot()}: nodes differ from their own paths{where} (relative difference "
                 f"{error:.1e})"
             )
 
@@ -311,19 +329,21 @@ class CausalModel(ModelHead):
         return (torch.arange(PROMPT + TRIAL.nodes, device=self.device) * 7 + 3) % self.vocab_size
 
     @torch.no_grad()
-    def _trial_states(self, taps: tuple[int, ...]) -> list[Tensor]:
+    def _trial_states(self, taps: tuple[int, ...], start: int) -> list[Tensor]:
         """Return the last states, and the `taps`, of a short prompt and a tree behind it.
 
-        Each is `[PROMPT + nodes, H]`. Whatever the model raises passes.
+        Each is `[PROMPT + nodes, H]`. The prompt begins at position `start`, in slot 0 of the
+        cache: masks are those of a short text. Whatever the model raises passes.
         """
         ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
         cache = TreeCache(1, 8, self.device)
-        prompt = self.forward(ids[:, :PROMPT], cache=cache, taps=taps)
+        positions = torch.arange(PROMPT, device=self.device)[None]
+        prompt = self.forward(ids[:, :PROMPT], positions + start, cache=cache, taps=taps)
         assert len(cache) == self.num_layers, "some layers keep no keys and values"
         cache.commit([PROMPT])
-        tree = self.forward_tree(
-            ids[:, PROMPT:], tables.ancestors, tables.depths, tables.depths, cache, taps
-        )
+        positions = tables.depths + PROMPT
+        mask = self.tree_mask(tables.ancestors, positions, tables.depths, cache, TRIAL.nodes)
+        tree = self.forward(ids[:, PROMPT:], positions + start, mask, cache, taps)
         states = []
         for of_prompt, of_tree in zip(
             (prompt.last, *prompt.taps), (tree.last, *tree.taps), strict=True
@@ -340,10 +360,22 @@ class CausalModel(ModelHead):
     @torch.no_grad()
     def check_head(self) -> None:
         """Raise `UserError` unless `head` gives the model's own logits, which drafters learn."""
+        for start in self.trial_starts:
+            self._check_head_at(start)
+
+    def _check_head_at(self, start: int) -> None:
+        """Raise `UserError` unless the trial of `check_head` from position `start` on succeeds."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size)[None]
+        positions = torch.arange(start, start + 8, device=self.device)[None]
         # The model's own forward pass, with whatever it does behind its head.
-        expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        logits = self.head(self.forward(ids).last).float()
+        try:
+            expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+            expected, logits = expected.float(), self.head(self.forward(ids, positions).last).float()
+        except UNFIT as error:
+            raise UserError(
+                f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "
+                f"({first_line(error)}); name another target"
+            ) from error
         if not bool(expected.isfinite().all()):
             raise UserError(
                 f"{self._called} gives logits that are not finite: its weights are damaged "
@@ -376,23 +408,35 @@ def run_decoder(
     if isinstance(decoder, FusedDecoder):
         assert positions is not None and cache is not None
         return decoder(ids, positions, mask, cache, taps)
-    # Only the tapped states are kept, since all of them hold the memory of every layer. A version
-    # of transformers before 5.23 keeps all.
+    # Only the tapped states are kept, since all of them hold the memory of every layer. Before 5.23
+    # transformers keeps all, and takes a list for numbers of layers, which are one lower.
+    kept = (list(taps) or False) if TAPS_BY_NUMBER else bool(taps)
     output = decoder(
         input_ids=ids,
         position_ids=positions,
         attention_mask=mask,
         past_key_values=cache,
         use_cache=cache is not None,
-        output_hidden_states=list(taps) or False,
+        output_hidden_states=kept,
         **({} if documents is None else {"documents": documents}),
     )
-    return output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
+    last, tapped = output.last_hidden_state, tuple(output.hidden_states[tap] for tap in taps)
+    if any(tap.shape != last.shape for tap in tapped):  # Gemma 3n keeps several streams
+        raise UserError(
+            f"the layers of {decoder.config.model_type} give several states for a token, which no "
+            "drafter here can read; use one that reads none: a draft model, or a lookup"
+        )
+    return last, tapped
 
 
 def bytes_of(model: nn.Module) -> int:
     """Return the bytes of a model's parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def nan_last(error: float) -> float:
+    """Return an error as a number to compare by: NaN counts as the largest."""
+    return math.inf if math.isnan(error) else error
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

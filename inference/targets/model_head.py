@@ -15,7 +15,9 @@ from ...heads.errors import UserError
 from .packed import PackedLinear
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
-KINDS_OF_LAYERS = {"full_attention", "sliding_attention"}
+TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
+BEFORE_BORDER = 5  # positions of a trial before a border: it begins behind all of a short document
+KINDS_OF_LAYERS = {"full_attention", "sliding_attention", "global"}
 
 
 # Settings of a generation_config that `generate` applies and decoding here does not, each with the
@@ -33,6 +35,21 @@ PROCESSORS: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
 }
+
+
+BORDERS = ("position", "window", "chunk", "floor", "context", "seq_len", "length")
+"""Words in the names of settings that are numbers of positions."""
+
+
+def borders_of(config: Any) -> set[int]:
+    """Return the numbers of positions that a config, or a table in it, names."""
+    found: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= borders_of(value)
+        elif type(value) is int and any(word in name for word in BORDERS) and "layers" not in name:
+            found.add(value)
+    return found
 
 
 class ModelHead:
@@ -74,7 +91,10 @@ class ModelHead:
     @property
     def kinds_of_layers(self) -> set[str]:
         """Kinds that the config names, such as full_attention; empty where it names none."""
-        return set(getattr(self.config, "layer_types", None) or ())
+        named = getattr(self.config, "layer_types", None)
+        # GPT-Neo's name. Its local layers count slots of the cache, which are no positions in a
+        # tree and in rows of different lengths.
+        return set(named or getattr(self.config, "attention_layers", None) or ())
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +118,41 @@ class ModelHead:
 
     @property
     def max_positions(self) -> int:
-        return getattr(self.config, "max_position_embeddings", None) or UNLIMITED
+        """Positions that a text can have here, which may be fewer than the config names."""
+        named = getattr(self.config, "max_position_embeddings", None) or UNLIMITED
+        return min(named, self.longrope_border or named)
+
+    @property
+    def longrope_border(self) -> int | None:
+        """Positions at which longrope changes the rotary factors of the whole text, or None.
+
+        A forward pass takes short or long factors by its last position. In a text that passes the
+        border, the keys in the cache would keep the short ones, and rows of a batch would change
+        each other's: text ends at the border.
+        """
+        tables = getattr(self.config, "rope_parameters", None) or {}
+        # Where the kinds of layers differ, there is a table for each kind.
+        nested = [table for table in tables.values() if isinstance(table, dict)]
+        found = []
+        for table in nested or [tables]:
+            if table.get("rope_type") == "longrope":
+                found.append(table.get("original_max_position_embeddings"))
+        own = getattr(self.config, "original_max_position_embeddings", None)
+        return min(filter(None, [*found, own]), default=None) if found else None
+
+    @property
+    def trial_starts(self) -> list[int]:
+        """First positions of trials on loading: 0, and just before each border of the config.
+
+        Some models compute otherwise from a position on: past the length of their first training,
+        a window, a chunk of attention. A trial's text crosses the border, or ends with the last
+        position.
+        """
+        last = self.max_positions - TRIAL_POSITIONS
+        starts = {0}
+        for border in {self.max_positions, *borders_of(self.config.to_dict())}:
+            starts.add(min(border - BEFORE_BORDER, last))
+        return sorted(start for start in starts if 0 <= start < UNLIMITED - TRIAL_POSITIONS)
 
     @property
     def head_weight(self) -> Tensor:

@@ -180,6 +180,12 @@ def checked(target: Target, fused: bool, move: bool) -> Target:
         target.fuse(move)
     for message in vocabulary_warnings(target):
         log.warning("target %s: %s", target.name, message)
+    if (border := target.longrope_border) is not None and border == target.max_positions:
+        log.warning(
+            "target %s: text ends after %d positions here, of %s that its config names: beyond "
+            "them its longrope factors change for the whole text",
+            target.name, border, target.config.max_position_embeddings,
+        )  # fmt: skip
     if target.processors:
         listed = ", ".join(f"{name}={value}" for name, value in target.processors.items())
         log.warning(

@@ -1,0 +1,55 @@
+"""Every family of causal language models that transformers has: decoded as its `generate` does, or
+refused in one line.
+
+docs/decoding.md#which-targets has the list, which the full counts compare with what they find.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.families import FAMILIES, outcome
+
+SAMPLE = (
+    "deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_neo", "gpt_oss", "ministral3", "modernbert-decoder",
+    "phi3", "qwen3", "qwen3_next",
+)  # fmt: skip
+"""Latent attention, windows, several streams of states, slots in place of positions, sinks, a scale
+by position, an unknown form, and recurrent layers."""
+
+LISTED = {
+    "equal (fused)": "Decoded by the fused forward pass",
+    "equal": "Decoded by transformers' forward pass",
+    "equal (no trained drafters)": "Decoded, but without trained drafters",
+    "refused": "Refused on loading",
+    "not constructible": "Not tried",
+}
+
+
+def listed() -> dict[str, set[str]]:
+    """Return the families of each outcome in docs/decoding.md."""
+    text = (ROOT / "docs" / "decoding.md").read_text()
+    found = {}
+    for kind, title in LISTED.items():
+        row = re.search(rf"^\| {title}[^|]*\|([^|]*)\|$", text, re.M)
+        assert row is not None, title
+        found[kind] = set(re.findall(r"`([^`]+)`", row[1]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in SAMPLE else pytest.param(kind, marks=pytest.mark.full) for kind in FAMILIES],
+)
+def test_a_family_is_decoded_as_generate_does_or_refused_in_one_line(kind: str) -> None:
+    found = outcome(kind)
+    assert "\n" not in found and not found.startswith("different"), found
+    assert kind in listed()[found.partition(":")[0]], found
+
+
+def test_every_family_is_listed_once() -> None:
+    names = sorted(name for kind in listed().values() for name in kind)
+    assert names == FAMILIES

@@ -320,9 +320,12 @@ class KeptCache:
     ) -> TreeCache:
         """Return an empty cache; arguments are those of `TreeCache`."""
         cache, self._cache = self._cache, None
-        # Whatever its slots hold is finite, and hidden until it is written again.
         wanted = (batch, capacity, limit, static)
         if cache is not None and wanted == (len(cache.starts()), *cache.sizes):
+            # Slots are hidden by a weight of 0, which would not hide NaN or infinity that a batch
+            # with an overflow has left.
+            for buffer in (*cache.keys, *cache.values):
+                buffer.zero_()
             cache.lengths, cache.staged = [0] * batch, 0
             return cache
         return TreeCache(batch, capacity, device, limit, static)

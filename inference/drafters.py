@@ -229,7 +229,8 @@ def load_proposer(
     proposer = kind.maker(*given, **kind.split(name, {**chosen, **settings}))
     # Nothing else has this drafter, which was read from its files just now.
     if isinstance(proposer, LaidOut):
-        proposer.lay_out()
+        if not (isinstance(target, Target) and target.reference):
+            proposer.lay_out()
     elif kind in TRAINED.values() and isinstance(target, Target) and target.laid_out:
         pack_drafter(given[0].drafter)
     if lookup:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from ..heads.errors import UserError
 
 COLDEST = 1e-5  # below this, logits divided by the temperature leave the range of float32
+LARGEST_PENALTY = 1e5  # the same for logits multiplied or divided by a repetition penalty
 Rule = Literal["auto", "coupled", "match", "rejection", "recursive", "lossy-typical"]
 
 
@@ -110,10 +111,14 @@ class Sampling:
             value = getattr(self, name)
             if name == "repetition_penalty" and value is None:
                 continue
+            # Python counts True among the integers.
             demand(
-                isinstance(value, kind),
+                isinstance(value, kind) and not isinstance(value, bool),
                 f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}",
             )
+            # transformers' processors take Python's own numbers and no others.
+            own = float(value) if kind is Real else int(value)
+            object.__setattr__(self, name, own)
         demand(
             0 <= self.temperature < float("inf"),
             f"temperature must be 0 or more, not {self.temperature}",
@@ -126,9 +131,11 @@ class Sampling:
         demand(self.top_k >= 0, f"top_k must be 0 (all) or more, not {self.top_k}")
         demand(0 < self.top_p <= 1, f"top_p must be above 0 and at most 1, not {self.top_p}")
         demand(0 <= self.min_p <= 1, f"min_p must be between 0 and 1, not {self.min_p}")
+        penalty = self.repetition_penalty
         demand(
-            self.repetition_penalty is None or self.repetition_penalty > 0,
-            f"repetition_penalty must be above 0, not {self.repetition_penalty}",
+            penalty is None or 1 / LARGEST_PENALTY <= penalty <= LARGEST_PENALTY,
+            f"repetition_penalty must be between {1 / LARGEST_PENALTY:g} and {LARGEST_PENALTY:g}, "
+            f"not {penalty}",
         )
         # Truncation never removes the best token, which is all that greedy decoding takes.
         truncates = []

@@ -26,6 +26,7 @@ from torch.nn.functional import rms_norm
 from ...heads.layers import DecoderLayer
 from ..attention import attention_over
 from ..cache import TreeCache
+from .packed import is_plain
 
 # Names of all modules with weights. A model with any other is not of Llama's form.
 DECODER = {"embed_tokens", "layers", "norm"}
@@ -148,7 +149,7 @@ def _layer_of_form(layer: Any) -> bool:
     # A quantised layer is a class of its own, and has no matrix that could be joined.
     projections = [getattr(attention, name) for name in ATTENTION]
     projections += [getattr(layer.mlp, name) for name in MLP]
-    if any(type(projection) is not nn.Linear for projection in projections):
+    if any(not is_plain(projection) for projection in projections):
         return False
     # By default torch's attention divides by the root of a head's size.
     return abs(attention.scaling * size**0.5 - 1) < 1e-6

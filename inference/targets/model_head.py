@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...heads.errors import UserError
-from .packed import PackedLinear
+from .packed import PackedLinear, is_plain
 
 UNLIMITED = 1 << 20  # positions of a model that names no limit
 TRIAL_POSITIONS = 8  # length of the longest text of a trial on loading
@@ -238,7 +238,7 @@ class ModelHead:
         """
         whole, own = self._output, self._multiply
         packed = own if isinstance(own, PackedLinear) else None
-        if self.spread != "whole" or not (packed or type(whole) is nn.Linear):
+        if self.spread != "whole" or not (packed or is_plain(whole)):
             return lambda last: self.head(last)[..., ids]
         rows = nn.Linear(self.hidden_size, len(ids), whole.bias is not None, device="meta")
         dtype = dtype or whole.weight.dtype

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -274,12 +274,18 @@ def _times(weights: list[Tensor], packed: list[Tensor], rows: int) -> tuple[floa
     return *best, steady
 
 
+def is_plain(module: Any) -> bool:
+    """Return True for a linear layer over a matrix of numbers, which no subclass quantises."""
+    # torchao keeps a quantised matrix in a subclass of tensors, with the type of its products.
+    return type(module) is nn.Linear and not hasattr(module.weight, "__tensor_flatten__")
+
+
 def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Return each plain linear layer of a model, with its owner and its name there."""
     found = []
     for owner in model.modules():
         for name, part in owner.named_children():
-            if type(part) is nn.Linear and part.weight.is_floating_point():
+            if is_plain(part) and part.weight.is_floating_point():
                 found.append((owner, name, part))
     return found
 
@@ -294,7 +300,7 @@ def pack_linears(model: nn.Module, layers: Sequence[nn.Module] = (), least_rows:
     for layer in layers:
         for name in ("qkv", "output", "gate_up", "down"):
             linear = getattr(layer, name)
-            if type(linear) is nn.Linear:
+            if is_plain(linear):
                 packed = PackedLinear(linear, least_rows)
                 first = linear.weight.data_ptr()
                 joints.append((first, first + linear.weight.nbytes, packed))

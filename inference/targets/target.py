@@ -73,6 +73,9 @@ class Target(CausalModel, TargetSource):
     """Hash of the weights, where they cannot be read here: spread over ranks, or packed."""
     laid_out = False
     """True if its matrices, and those of drafters for it, are in the order best for decoding."""
+    reference = False
+    """True if it decodes by transformers' own pass over matrices as they are stored, and draft
+    models for it do too (`TargetConfig.fused` is false)."""
 
     def fingerprint(self) -> Fingerprint:
         return Fingerprint.of(self.model, self.tokenizer, self.name, self.digest)
@@ -150,6 +153,7 @@ def load_target(config: TargetConfig) -> Target:
         model = model.to(device)
     target = Target(model, tokenizer, config.path)
     target.spread, target.digest = config.spread, digest
+    target.reference = not config.fused
     return checked(target, fused=config.fused and config.attention is None, move=True)
 
 

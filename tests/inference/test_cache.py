@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
-from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.cache import KeptCache, TreeCache
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.tree import TreeShape
 from hypothesis import given, settings
@@ -175,3 +175,26 @@ def test_chunked_prefill_gives_the_same_features() -> None:
         parts = target.prefill(ids, lengths, TreeCache(2, 32), taps=(0, 1), chunk=7)
         torch.testing.assert_close(whole.last, parts.last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(whole.taps[1], parts.taps[1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_kept_cache_gives_nothing_of_its_last_batch_to_the_next() -> None:
+    """A slot is hidden by a weight of 0, which would not hide NaN."""
+    target, kept = TARGETS["llama"], KeptCache()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    shape = TreeShape((-1, 0, 0, 1))
+
+    def states() -> torch.Tensor:
+        cache = kept.take(1, 32, CPU, 64, static=True)
+        target.prefill(ids, [4], cache)
+        found = run_tree(target, cache, shape, torch.tensor([[9, 10, 11, 12]]))
+        kept.put(cache)
+        return found
+
+    first = states()
+    cache = kept._cache
+    assert cache is not None
+    address = cache.keys[0].data_ptr()
+    for buffer in (*cache.keys, *cache.values):
+        buffer.fill_(torch.nan)
+    torch.testing.assert_close(states(), first)
+    assert kept._cache is cache and cache.keys[0].data_ptr() == address

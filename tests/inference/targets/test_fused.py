@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 import torch
 from draftsmith.inference.cache import TreeCache
+from draftsmith.inference.drafters import load_proposer
+from draftsmith.inference.proposers.draft_model import DraftModelProposer
+from draftsmith.inference.settings import TargetConfig
 from draftsmith.inference.targets.causal_model import Hidden
-from draftsmith.inference.targets.target import Target
+from draftsmith.inference.targets.packed import linears_of
+from draftsmith.inference.targets.target import Target, load_for_decoding
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GraniteConfig
 
 from tests.architectures import ARCHITECTURES, HEADS, architecture
-from tests.conftest import tiny_target
+from tests.conftest import QUICKSTART, tiny_target
 
 FUSED = {"llama", "llama-mqa", "qwen2", "qwen3", "mistral"}
 
@@ -108,3 +112,29 @@ def test_a_prompt_in_pieces_has_the_states_of_the_whole(kind: str) -> None:
     for row, length in enumerate([12, 7]):
         for a, b in ((whole.last, pieces.last), (whole.taps[0], pieces.taps[0])):
             torch.testing.assert_close(a[row, :length], b[row, :length], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_draft_model_is_run_as_its_target_is(fused: bool) -> None:
+    """`--target.fused false` is the reference, which must hold for all that decodes."""
+    folder = str(QUICKSTART.parent / "draft_model")
+    target = load_for_decoding(TargetConfig(str(QUICKSTART), device="cpu", fused=fused))
+    proposer = load_proposer(folder, target, pytest.fail)
+    assert isinstance(proposer, DraftModelProposer)
+    assert (target.fused is not None) == (proposer.model.fused is not None) == fused
+    assert fused or not proposer.model.packed_bytes
+
+
+def test_a_matrix_of_a_quantising_subclass_is_left_alone() -> None:
+    """torchao's weights are tensors of a subclass, for which no operator here is made."""
+
+    class Quantised(Tensor):
+        def __tensor_flatten__(self) -> Any:
+            raise NotImplementedError
+
+    target = tiny_target()
+    projection = target.decoder.layers[0].self_attn.q_proj
+    projection.weight = nn.Parameter(projection.weight.data.as_subclass(Quantised), False)
+    target.fuse(move=True)
+    assert target.fused is None
+    assert projection not in [linear for *_, linear in linears_of(target.decoder)]

@@ -128,6 +128,9 @@ def of_llama_form(decoder: Any, count: int) -> bool:
     """
     if not _only(decoder, DECODER) or getattr(decoder, "rotary_emb", None) is None:
         return False
+    # A norm whose constant has another name: one of the wrong size would pass the trial.
+    if not hasattr(decoder.norm, "variance_epsilon"):
+        return False
     layers = list(decoder.layers)
     if not 0 < count <= len(layers):
         return False
@@ -170,7 +173,7 @@ class FusedNorm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = norm.weight
-        self._eps = float(getattr(norm, "variance_epsilon", 1e-6))
+        self._eps = float(norm.variance_epsilon)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:

@@ -108,7 +108,7 @@ class Sampling:
             ("seed", Integral),
             ("repetition_penalty", Real),
         ):
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if name == "repetition_penalty" and value is None:
                 continue
             # Python counts True among the integers.

@@ -24,9 +24,9 @@ from torch import Tensor
 from .device import row_of
 from .tree import TreeShape, deepest
 
-# A residual of at most this mass is reached with at most this probability, since a rule ends a path
-# there with its mass. p takes its place, so that nothing is divided by zero. It bounds nothing else:
-# a drafter's rest may be smaller and is drawn from with certainty.
+# A residual of at most this mass is reached with at most this probability, since a rule ends a
+# path there with its mass. p takes its place, so that nothing is divided by zero. It bounds nothing
+# else: what a drafter leaves may be less, and is drawn from with certainty.
 TINY = 1e-12
 
 

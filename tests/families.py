@@ -29,7 +29,9 @@ REPLY = 12
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "model_dim", "embedding_size"), 32),
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), 2),
+    **dict.fromkeys(
+        ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers"), 2
+    ),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim"), 8),
@@ -77,6 +79,8 @@ MORE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "longcat_flash": {"head_dim": 4},
     "mamba2": {"num_heads": 8},
+    # Only with longrope do its factors change there; `generate` drops the cache in any case.
+    "phi3": {"original_max_position_embeddings": POSITIONS},
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
     "whisper": {"max_target_positions": POSITIONS},
     "zaya": {"num_experts_per_tok": 1},

@@ -381,12 +381,16 @@ class CausalModel(ModelHead):
         # The model's own forward pass, with whatever it does behind its head.
         try:
             expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            expected, logits = expected.float(), self.head(self.forward(ids, positions).last).float()
+            expected, logits = (
+                expected.float(),
+                self.head(self.forward(ids, positions).last).float(),
+            )
         except UNFIT as error:
             raise UserError(
                 f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "
                 f"({first_line(error)}); name another target"
             ) from error
+        expected = whole.logits.float()
         if not bool(expected.isfinite().all()):
             raise UserError(
                 f"{self._called} gives logits that are not finite: its weights are damaged "

@@ -284,6 +284,7 @@ def linears_of(model: nn.Module) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Return each plain linear layer of a model, with its owner and its name there."""
     found = []
     for owner in model.modules():
+        part: Any
         for name, part in owner.named_children():
             if is_plain(part) and part.weight.is_floating_point():
                 found.append((owner, name, part))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import transformers
 
 from tests.conftest import ROOT
 from tests.families import FAMILIES, outcome
 
 SAMPLE = (
-    "deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_neo", "gpt_oss", "ministral3", "modernbert-decoder",
-    "phi3", "qwen3", "qwen3_next",
+    "deepseek_v3", "gemma3_text", "gemma3n_text", "gpt_neo", "gpt_oss", "ministral3",
+    "modernbert-decoder", "phi3", "qwen3", "qwen3_next",
 )  # fmt: skip
 """Latent attention, windows, several streams of states, slots in place of positions, sinks, a scale
 by position, an unknown form, and recurrent layers."""
@@ -50,6 +51,7 @@ def test_a_family_is_decoded_as_generate_does_or_refused_in_one_line(kind: str) 
     assert kind in listed()[found.partition(":")[0]], found
 
 
+@pytest.mark.skipif(not transformers.__version__.startswith("5.23."), reason="the list is of 5.23")
 def test_every_family_is_listed_once() -> None:
     names = sorted(name for kind in listed().values() for name in kind)
     assert names == FAMILIES

@@ -16,7 +16,15 @@ from draftsmith.inference.targets.target import Target, checked
 from draftsmith.train.features import packing_error
 from transformers import AutoModelForCausalLM
 
-from tests.families import BORDER, POSITIONS, TOKENIZER, outcome, reference, small_config, small_model
+from tests.families import (
+    BORDER,
+    POSITIONS,
+    TOKENIZER,
+    outcome,
+    reference,
+    small_config,
+    small_model,
+)
 
 LONGROPE: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
@@ -78,7 +86,9 @@ def test_the_fused_pass_is_tried_at_the_borders_of_the_configuration() -> None:
 def test_low_precision_does_not_hide_what_changes_at_a_border(beta: float) -> None:
     """The states differ by less there than two passes in bfloat16 may anywhere."""
     torch.manual_seed(0)
-    config = small_config("ministral3", {"hidden_size": 256, "num_hidden_layers": 6, "head_dim": 64})
+    config = small_config(
+        "ministral3", {"hidden_size": 256, "num_hidden_layers": 6, "head_dim": 64}
+    )
     config.initializer_range = 0.04
     config.rope_parameters["llama_4_scaling_beta"] = beta
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

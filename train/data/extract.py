@@ -53,16 +53,15 @@ from ..evaluation import held_out_prompts, write_text
 from ..features import FeatureSource, LiveTarget
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
-from ..method import method_for, method_named
+from ..method import AnyMethod, method_for, method_named
 from ..options import ExtractOptions as Options
-from ..parallel import load_models_whole, on_main
+from ..parallel import load_models_whole, on_main, only_launch
 from ..provenance import provenance
 from . import tables as data_module
 from .batches import Batches, collate
 from .served import ServedFeatures, ServedTarget, served_texts
 from .store import (
     AGAIN,
-    WANTED,
     Layout,
     ShardWriter,
     missing_shards,
@@ -97,6 +96,15 @@ def run(options: Options) -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     load_models_whole(accelerator)
+    with only_launch(accelerator, options.out):
+        _extract(options, config, method, accelerator)
+    accelerator.end_training()
+
+
+def _extract(
+    options: Options, config: RunConfig, method: AnyMethod, accelerator: Accelerator
+) -> None:
+    """Write the store in a folder that no other launch writes; see `run`."""
     target = target_for(config, options, accelerator)
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
@@ -137,7 +145,6 @@ def run(options: Options) -> None:
             wait_for_others(store, shards_of(layout, batches), 3 * slowest + LEAST_PATIENCE_S)
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
         log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
-    accelerator.end_training()
 
 
 def shards_of(layout: Layout, batches: Batches) -> int:
@@ -229,9 +236,9 @@ def begin(
     `UserError` for a store of another run.
     """
     facts = facts_of_run(store, options, config, target, layout, batches)
-    # Left by workers that were killed; but the trainer of a ring may be writing `wanted.json`.
+    # Left by workers that were killed.
     for folder in (store, store / "shards"):
-        remove_partials(folder, WANTED)
+        remove_partials(folder)
     if (store / MANIFEST).is_file():
         _, before = read_manifest(store)
         for name, value in facts.items():

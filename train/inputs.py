@@ -152,7 +152,11 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
         run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
     )
     target.client = Client(
-        options.server, options.server_model, options.server_layers, options.concurrency
+        options.server,
+        options.server_model,
+        options.server_layers,
+        options.concurrency,
+        hidden_size=target.hidden_size,
     )
     return target
 

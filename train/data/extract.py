@@ -109,7 +109,11 @@ def _extract(
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
-    tables = prepared_tables(accelerator, config.data, target, store / "data", config.seed)
+
+    def check(identity: str) -> None:
+        refuse_another(store, facts_of_run(options, config, target, layout, identity))
+
+    tables = prepared_tables(accelerator, config.data, target, store / "data", config.seed, check)
     # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does for
     # both, whatever the training run will have.
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
@@ -235,17 +239,13 @@ def begin(
     missing or damaged beside the shards. `held_out` makes the texts, if they are needed. Raises
     `UserError` for a store of another run.
     """
-    facts = facts_of_run(store, options, config, target, layout, batches)
+    identity = data_module.noted(store / "data").known_as()
+    facts = facts_of_run(options, config, target, layout, identity) | {"packs": batches.packs}
     # Left by workers that were killed.
     for folder in (store, store / "shards"):
         remove_partials(folder)
+    refuse_another(store, facts)
     if (store / MANIFEST).is_file():
-        _, before = read_manifest(store)
-        for name, value in facts.items():
-            if before.get(name) != value:
-                raise UserError(
-                    f"{store} holds features of another run ({name} differs); choose another folder"
-                )
         if whole_beside_shards(store):
             return
     elif (store / "shards").exists():
@@ -272,15 +272,25 @@ def begin(
         write_json(aside, facts | more)
 
 
+def refuse_another(store: Path, facts: JsonObject) -> None:
+    """Raise `UserError` if `store` has a manifest that says otherwise than `facts`."""
+    if not (store / MANIFEST).is_file():
+        return
+    _, before = read_manifest(store)
+    for name, value in facts.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{store} holds features of another run ({name} differs); choose another folder"
+            )
+
+
 def facts_of_run(
-    store: Path,
-    options: Options,
-    config: RunConfig,
-    target: TargetSource,
-    layout: Layout,
-    batches: Batches,
+    options: Options, config: RunConfig, target: TargetSource, layout: Layout, identity: str
 ) -> JsonObject:
-    """Return what the manifest holds about the run, by which another run's store is recognised."""
+    """Return what the manifest holds about the run, by which another run's store is recognised.
+
+    `identity` is that of the tables.
+    """
     return {
         "schema": SCHEMA,
         "method": options.method,
@@ -289,8 +299,7 @@ def facts_of_run(
         "taps": list(layout.taps),
         "max_length": config.data.max_length,
         "seed": config.seed,
-        "packs": batches.packs,
-        "tables": data_module.noted(store / "data").key,
+        "tables": identity,
         "held_out": {
             "prompts": config.evaluation.prompts,
             "max_new_tokens": config.evaluation.max_new_tokens,

@@ -137,7 +137,7 @@ def test_an_archive_that_swells_is_refused_before_it_is_unpacked(
 
 TENSORS_OF_NO_SIZE: dict[str, Callable[[], torch.Tensor]] = {
     "one element for all": lambda: torch.ones(1).expand(2**40),
-    "sparse": lambda: torch.sparse_coo_tensor([[0]], [1.0], (2**40,)),
+    "sparse": lambda: torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2**40,)),
     "without values": lambda: torch.ones(4, 4, device="meta"),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
 }

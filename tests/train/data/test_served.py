@@ -39,7 +39,8 @@ def ask(path: Any, max_tokens: int = 1, **more: Any) -> torch.Tensor:
         **more,
     }
     with serving(whole(json.dumps(body).encode())) as url:
-        client = Client(url, "target", LAYERS, 1, 2.0, hidden_size=WIDTH)
+        client = Client(url, "target", LAYERS, 1, 2.0)
+        client.hidden_size = WIDTH
         replies = client.ask([IDS]) if max_tokens == 1 else client.write([IDS], max_tokens)
         return next(iter(replies)).states
 

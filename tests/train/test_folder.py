@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from draftsmith.heads.locks import lock_of
 from draftsmith.train.checkpoint import RunFolder
 
 from tests.conftest import PYTHON, QUICKSTART
@@ -27,6 +26,11 @@ from tests.train.test_faults import command_of, disturb
 from tests.train.test_loop import environment, make_config, resumed_at
 
 LONG = {"max_steps": 100_000, "evaluation": {"every": 100_000, "prompts": 2, "max_new_tokens": 4}}
+
+
+def lock_of(path: Path) -> Path:
+    """In a folder, or beside a file."""
+    return path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock")
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -40,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, saved_tiny: Path) -> tuple
     config = make_config(folder, saved_tiny, max_steps=10)
     done = run(command_of(config))
     assert done.returncode == 0, done.stderr[-2000:]
-    assert not lock_of(folder / "run", True).exists(), "nothing of the lock stays"
+    assert not lock_of(folder / "run").exists(), "nothing of the lock stays"
     shutil.copytree(folder / "run", folder / "sound", symlinks=True)
     return config, folder / "sound"
 
@@ -88,7 +92,7 @@ def test_a_second_run_in_a_folder_is_one_line_and_a_killed_one_leaves_no_lock(
         first.send_signal(signal.SIGKILL)
         first.wait()
     holder.wait(20)
-    assert lock_of(out, True).exists(), "a file without a process"
+    assert lock_of(out).exists(), "a file without a process"
     done = run([*command_of(config), "--max-steps", "100001"])
     expect(done, "max_steps was 100000, now it is 100001")
 
@@ -97,7 +101,7 @@ def test_two_ranks_take_one_lock_and_both_are_told(
     ended: tuple[Path, Path], saved_tiny: Path
 ) -> None:
     config, out = ended
-    with lock_of(out, True).open("w+") as held:
+    with lock_of(out).open("w+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         held.write("process 123 on elsewhere")
         held.flush()
@@ -120,7 +124,7 @@ def test_extraction_and_regeneration_have_their_output_for_themselves(
         (store, [*extraction, "--method", "medusa", "--out", str(store)]),
         (replies, [*regeneration, "--target", str(QUICKSTART), "--out", str(replies)]),
     ):
-        lock = lock_of(path, path.is_dir())
+        lock = lock_of(path)
         with lock.open("w") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             if path is store:

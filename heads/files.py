@@ -6,12 +6,12 @@ damaged afterwards, and a file's name that was read from another file may not le
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +21,7 @@ import yaml
 from safetensors import SafetensorError
 
 from .errors import UserError, first_line
+from .locks import PARTIAL, is_abandoned, partial_path
 
 JsonObject = dict[str, Any]
 """Object of a JSON or YAML file, or of a message to or from a server: its values are anything that
@@ -48,16 +49,23 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty directory beside `path`, which becomes `path` on success.
 
     An existing `path` is replaced; on any error the new directory is removed. A reader never sees a
-    half-written directory, whenever the process is killed; while an old one is replaced, `path` is
-    absent for the moment between two renames. The directory that a killed writer leaves behind is
-    named `.NAME.HEX.partial`; `remove_partials` deletes it. Raises `UserError` if the disk is full
-    or refuses the files.
+    half-written directory, whenever the process is killed. Where the system can exchange two names
+    (Linux, most local file systems) there is an old or a new `path` at every moment; elsewhere
+    `path` is absent between two renames, and the next writer beside it puts the old one back. The
+    directory that a killed writer leaves behind is named as `partial_path` says; `remove_partials`
+    deletes it. Raises `UserError` if the disk is full or refuses the files, and for a link.
     """
     path = Path(path)
+    if path.is_symlink():
+        raise UserError(
+            f"cannot write {path}: it is a link to {os.readlink(path)}; remove the link, or name "
+            "another folder"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        put_back(path.parent)
         # In the same folder, since a rename is atomic only within one file system.
-        aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+        aside = partial_path(path)
         aside.mkdir()
     except OSError as error:
         raise UserError(
@@ -75,20 +83,11 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         # The contents reach the disk before the rename does: after a crash of the machine, a
         # directory of the right name must not hold empty files.
         sync_tree(aside)
-        if path.exists():
-            # A directory that is not empty cannot be renamed over, so the old one is renamed first.
-            old = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
-            path.rename(old)
-            aside.rename(path)
-            # The old one may have been a file.
-            if old.is_dir():
-                shutil.rmtree(old)
-            else:
-                old.unlink()
-        else:
-            aside.rename(path)
+        old = _put_in_place(aside, path)
         # The new name stands in the parent folder, which is flushed like a file.
         _sync(path.parent)
+        if old is not None:
+            _remove(old)
     # Ctrl-C too: nothing half-written may stay behind.
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
@@ -97,6 +96,44 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
                 f"cannot write {path}: {reason}; free some space or choose another output folder"
             ) from error
         raise
+
+
+def _put_in_place(aside: Path, path: Path) -> Path | None:
+    """Give the directory `aside` the name `path`; return where the old `path` is now, if any."""
+    if not path.exists():
+        aside.rename(path)
+        return None
+    if _exchange(aside, path):
+        return aside
+    # A directory that is not empty cannot be renamed over, so the old one is renamed first.
+    old = partial_path(path, "replaced")
+    path.rename(old)
+    try:
+        aside.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files or directories in one step; return false if it cannot be.
+
+    Python has no function for it, Linux has `renameat2`, and not every file system can do it.
+    """
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    if call is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD: relative to the working directory; RENAME_EXCHANGE
+    return call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _remove(path: Path) -> None:
+    """Delete a file, a link, or a directory with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_failure(error: BaseException) -> str | None:
@@ -209,12 +246,14 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     On any error the file is removed. Raises `UserError` if the disk is full or refuses it.
     """
     path = Path(path)
-    aside = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
+    aside = partial_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield aside
         _sync(aside)
         aside.rename(path)
+        # Otherwise a crash of the machine could keep a file that was written later, and not this.
+        _sync(path.parent)
     except BaseException as error:
         aside.unlink(missing_ok=True)
         if (reason := write_failure(error)) is not None:
@@ -224,18 +263,29 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def remove_partials(folder: Path, but: str = "") -> None:
+def remove_partials(folder: Path) -> None:
     """Delete the unfinished files and directories that killed writers left in `folder`.
 
-    Those of the file named `but` stay, because another process may be writing it.
+    Those of living processes stay. A directory that was about to be replaced gets its name back.
     """
+    put_back(folder)
     for leftover in folder.glob(".*.partial"):
-        if but and leftover.name.startswith(f".{but}."):
-            continue
-        if leftover.is_dir():
-            shutil.rmtree(leftover, ignore_errors=True)
-        else:
-            leftover.unlink(missing_ok=True)
+        if is_abandoned(leftover):
+            _remove(leftover)
+
+
+def put_back(folder: Path) -> None:
+    """Give directories of `folder` their names back whose replacement was killed half-way.
+
+    Those that have been replaced are deleted.
+    """
+    for old in folder.glob(".*.replaced"):
+        if is_abandoned(old):
+            path = folder / PARTIAL.sub("", old.name).removeprefix(".")
+            if path.exists():
+                _remove(old)
+            else:
+                old.rename(path)
 
 
 def sync_tree(folder: Path) -> None:

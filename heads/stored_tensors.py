@@ -6,7 +6,6 @@ Pickled files are read only where there are no safetensors, and only with torch'
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import struct
 import zipfile
@@ -120,11 +119,15 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     Raises `UserError` for a file that holds anything but a table of tensors.
     """
     try:
+        _refuse_swollen(path)
         # Files of the current format are zip archives, whose tensors are mapped and not read yet.
         content: Any = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except UserError:
+        raise
+    # The readers of pickles and archives were not written for damaged ones: any error may come.
+    except Exception as error:
         raise UserError(
             f"{path} is refused: it is damaged, or holds more than tensors, which could run code"
         ) from error
@@ -134,8 +137,32 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         or not all(isinstance(tensor, Tensor) for tensor in content.values())
     ):
         raise UserError(f"{path} is refused: it is not a table of tensors by name")
+    size = path.stat().st_size
     for name, tensor in content.items():
+        # A view of one element may have any number of rows, and a sparse tensor too.
+        plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not plain or tensor.is_quantized or tensor.numel() * tensor.itemsize > size:
+            raise UserError(
+                f"{path} is refused: {name} is larger than the file, or no plain tensor"
+            )
         yield str(name), partial(_itself, tensor)
+
+
+def _refuse_swollen(path: Path) -> None:
+    """Raise `UserError` for a zip archive that is larger unpacked than packed.
+
+    torch.save does not compress, so such a file was made by something else, perhaps to fill the
+    memory. Errors of `zipfile` are raised too.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > (size := path.stat().st_size):
+        raise UserError(
+            f"{path} is refused: it has {size:,} bytes and would take {unpacked:,} unpacked; save "
+            "the tensors again, as safetensors"
+        )
 
 
 def _itself(tensor: Tensor) -> Tensor:

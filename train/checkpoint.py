@@ -33,6 +33,7 @@ from ..heads.files import (
     write_checksums,
     write_json,
 )
+from ..heads.locks import partial_path
 from .documents import TrainerState
 from .method import rename_keys
 
@@ -90,7 +91,7 @@ class RunFolder:
         # The folder gets its final name when the main process leaves the `with`.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            self._link("last", final / "drafter")
+            self.mark_last(state.step)
         return final
 
     def load(self, accelerator: Accelerator, step: int) -> TrainerState:
@@ -149,6 +150,9 @@ class RunFolder:
     def mark_best(self, step: int) -> None:
         self._link("best", self.at(step) / "drafter")
 
+    def mark_last(self, step: int) -> None:
+        self._link("last", self.at(step) / "drafter")
+
     def prune(self, keep: int, best_step: int) -> None:
         """Delete all checkpoints but the newest `keep` and the one of `best_step`."""
         for step in self.steps()[:-keep]:
@@ -162,8 +166,7 @@ class RunFolder:
 
         The link is relative, so that a run folder can be moved.
         """
-        aside = self.path / f".{name}.partial"
-        aside.unlink(missing_ok=True)
+        aside = partial_path(self.path / name)
         aside.symlink_to(os.path.relpath(to, self.path))
         old = self.path / name
         if old.is_dir() and not old.is_symlink():  # a copy of the run that followed its links

@@ -61,12 +61,20 @@ class Counts(Document):
     what: ClassVar[str] = "the note of a run's tables of tokens"
 
     key: str
-    """Hash of everything that the tables depend on, from `data.tables.tables_key`."""
+    """Hash of everything that the tables depend on, from `data.tables.tables_key`; sources count
+    by size and time, so it shows when the tables have to be built again."""
     counts: dict[str, dict[str, Count]]
     """Number of rows for each source and outcome, such as "train" or "malformed"."""
     files: dict[str, FileFacts] = {}
     """Sizes and checksums of the tables; runs of version 0.1 noted none."""
+    identity: str | None = None
+    """Hash of the tables' content, by which a resume knows them. Older versions had none, and took
+    `key` for it."""
     schema: Annotated[int, Meta(ge=1)] = 1
+
+    def known_as(self) -> str:
+        """Return the identity, whichever version wrote the tables."""
+        return self.key if self.identity is None else self.identity
 
 
 class WrittenRow(Struct):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def inputs_of(
     `folder` is the run's output. `check` is called with the identity before anything is written.
     """
     if (store := run.features.store) is not None:
-        return stored_inputs(run, store, accelerator, check)
+        return stored_inputs(run, store, accelerator, folder, check)
     find = served_inputs if run.features.server is not None else live_inputs
     return find(run, accelerator, folder, check)
 
@@ -80,13 +81,7 @@ def live_inputs(
             f"data.max_length is {run.data.max_length}, but the target has {target.max_positions} "
             "positions; lower it"
         )
-    identity = {
-        "target": target.fingerprint().weights_hash,
-        "data": data_module.tables_key(run.data, target, run.seed),
-    }
-    # Before the tables are written: a resume with other data must leave the folder as it is.
-    check(identity)
-    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed)
+    tables, identity = checked_tables(run, accelerator, target, folder, check)
     return Inputs(
         target,
         tables,
@@ -95,21 +90,48 @@ def live_inputs(
     )
 
 
+def checked_tables(
+    run: RunConfig,
+    accelerator: Accelerator,
+    target: TargetSource,
+    folder: Path,
+    check: Callable[[dict[str, str]], None],
+) -> tuple[data_module.Tables, dict[str, str]]:
+    """Return the tables of a run and its identity: hashes of target and data.
+
+    `check` is called with both before the tables are written: a resume with other data must leave
+    the folder as it is. Raises `UserError` as `prepared_tables` does.
+    """
+    weights = {"target": target.fingerprint().weights_hash}
+    check(weights)
+    tables = prepared_tables(
+        accelerator,
+        run.data,
+        target,
+        folder / "data",
+        run.seed,
+        lambda identity: check({"data": identity}),
+    )
+    return tables, weights | {"data": data_module.noted(folder / "data").known_as()}
+
+
 def prepared_tables(
     accelerator: Accelerator,
     data: Data,
     target: TargetSource,
     folder: Path,
     seed: int,
+    check: Callable[[str], None],
 ) -> data_module.Tables:
     """Return the tables in `folder`, which the main process builds if they are not there.
 
-    Raises `UserError` on every rank if the data cannot be used; see `tables.prepare`.
+    `check` is called there with their identity before they are written. Raises `UserError` on every
+    rank if the data cannot be used; see `tables.prepare`.
     """
 
     def prepare() -> None:
         # returns nothing: what it returned would be sent to every rank, and each reads the files
-        data_module.prepare(data, target, folder, seed)
+        data_module.prepare(data, target, folder, seed, check)
 
     on_main(accelerator, prepare)
     return data_module.load(folder)
@@ -120,12 +142,7 @@ def served_inputs(
 ) -> Inputs:
     """Return the inputs of a run whose target is run by a server; see `data/served.py`."""
     target = served_target(run, accelerator)
-    identity = {
-        "target": target.fingerprint().weights_hash,
-        "data": data_module.tables_key(run.data, target, run.seed),
-    }
-    check(identity)
-    tables = prepared_tables(accelerator, run.data, target, folder / "data", run.seed)
+    tables, identity = checked_tables(run, accelerator, target, folder, check)
     prompts = held_out_prompts(tables.held_out, run.evaluation.prompts, target.max_positions - 2)
     longest = run.evaluation.max_new_tokens
 
@@ -152,7 +169,11 @@ def served_target(run: RunConfig, accelerator: Accelerator) -> ServedTarget:
         run.target.path, resolve_device(str(accelerator.device)), run.target.dtype
     )
     target.client = Client(
-        options.server, options.server_model, options.server_layers, options.concurrency
+        options.server,
+        options.server_model,
+        options.server_layers,
+        options.concurrency,
+        hidden_size=target.hidden_size,
     )
     return target
 
@@ -199,7 +220,11 @@ def embedding_and_head_in(path: str, device: torch.device, dtype: str) -> Served
 
 
 def stored_inputs(
-    run: RunConfig, store: str, accelerator: Accelerator, check: Callable[[dict[str, str]], None]
+    run: RunConfig,
+    store: str,
+    accelerator: Accelerator,
+    folder: Path,
+    check: Callable[[dict[str, str]], None],
 ) -> Inputs:
     """Return the inputs of a run that reads a feature store.
 
@@ -216,6 +241,12 @@ def stored_inputs(
             )
     target = load_stored(store, str(accelerator.device))
     identity = {"target": manifest.target.weights_hash, "data": manifest.tables}
+    # A run that goes on from a store has tables of its own, which an older version may have named
+    # otherwise than the store's, though they are the same.
+    with suppress(UserError):  # none, or damaged ones
+        own = data_module.noted(folder / "data")
+        if own.files and own.files == data_module.noted(Path(store, "data")).files:
+            identity["data"] = own.known_as()
     check(identity)
     main = accelerator.is_main_process
 

@@ -14,22 +14,21 @@ import math
 import os
 import shutil
 import signal
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from ..heads.artifact import OWN_FILE, Artifact, not_a_drafter
 from ..heads.errors import UserError, first_line
-from ..heads.files import JsonObject, check_output_folder
+from ..heads.files import JsonObject, check_output_folder, whole_file
 from ..inference.console import Progress
 from ..inference.conversations.sources import source_files
-from ..inference.evaluation.training_log import METRICS_FILE
+from ..inference.evaluation.training_log import METRICS_FILE, mend_metrics
 from ..inference.targets.stored import manifest_of
 from ..inference.targets.target import resolve_device
 from ..inference.targets.target_files import check_there
@@ -43,7 +42,14 @@ from .inputs import inputs_of
 from .log_lines import evaluation_line, step_line
 from .method import AnyMethod
 from .objectives import Sums, acceptance_lengths, add_sums
-from .parallel import end_training, engine_of, load_models_whole, on_main
+from .parallel import (
+    end_training,
+    engine_of,
+    load_models_whole,
+    make_accelerator,
+    on_main,
+    only_launch,
+)
 from .profiling import profiler
 from .schedule import rate_at
 from .trainer import Trainer
@@ -59,11 +65,17 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     `config_yaml` is the resolved config. Raises `Stopped` after a last checkpoint if the run was
     asked to end, and `UserError` for what the user can mend.
     """
-    folder = RunFolder(run.out)
     check_before_loading(run)
     check_affordable(run, method, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = make_accelerator(run)
     load_models_whole(accelerator)
+    with only_launch(accelerator, run.out):
+        return _train(run, method, config_yaml, accelerator)
+
+
+def _train(run: RunConfig, method: AnyMethod, config_yaml: str, accelerator: Accelerator) -> Path:
+    """Train in a folder that no other launch writes; see `train`."""
+    folder = RunFolder(run.out)
     # One rank looks and decides for all, which have to go on from the same step: a shared file
     # system may show a folder to some machines later than to others.
     resume_from = on_main(
@@ -105,8 +117,9 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
     )
     # Not earlier: a run that is refused above leaves the config of the folder as it was.
     if accelerator.is_main_process:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        (folder.path / "config.yaml").write_text(config_yaml)
+        with whole_file(folder.path / "config.yaml") as aside:
+            aside.write_text(config_yaml)
+        mend_metrics(folder.path / METRICS_FILE)
     if run.tracker != "none":
         accelerator.init_trackers(run.project, config={"config": config_yaml})
     _announce(trainer, batches, total_steps, state)
@@ -119,29 +132,6 @@ def train(run: RunConfig, method: AnyMethod, config_yaml: str) -> Path:
         raise Stopped(trainer.stop.status or 128 + signal.SIGTERM)
     trainer.source.finish()
     return folder.path / "best"
-
-
-def make_accelerator(run: RunConfig) -> Accelerator:
-    """Return accelerate's view of this launch, which also starts the process group."""
-    try:
-        return _accelerator(run)
-    except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
-        raise UserError(
-            f"this launch needs a package that cannot be imported: {first_line(error)}"
-        ) from error
-
-
-def _accelerator(run: RunConfig) -> Accelerator:
-    return Accelerator(
-        # draftsmith sets the precision itself, see `parallel.py`.
-        mixed_precision="no",
-        gradient_accumulation_steps=run.accumulation,
-        log_with=None if run.tracker == "none" else run.tracker,
-        project_dir=run.out,
-        # The other ranks wait while one prepares the data; ten minutes, the default, may not be
-        # enough.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
-    )
 
 
 def resumed_accumulation(
@@ -185,9 +175,11 @@ def resume(folder: RunFolder, step: int, trainer: Trainer) -> TrainerState:
             state.best_step,
         )
         state.best_step, state.best_tau = -1, 0.0
-    if state.best_step >= 0 and trainer.accelerator.is_main_process:
+    if trainer.accelerator.is_main_process:
         # The process may have died after the checkpoint was complete and before it was linked.
-        folder.mark_best(state.best_step)
+        folder.mark_last(step)
+        if state.best_step >= 0:
+            folder.mark_best(state.best_step)
     trainer.gather()
     return state
 

@@ -292,8 +292,9 @@ class ExportOptions:
     report: list[str] = field(default_factory=list)
     """JSON file of draftsmith evaluate, whose figures go into the card; may be given several
     times."""
-    license: str = "other"
-    """Licence in the card, by the hub's name for it, such as apache-2.0."""
+    license: str | None = None
+    """Licence in the card, by the hub's name for it, such as apache-2.0; if not given, the card
+    names none."""
     draft_vocab_size: int | None = None
     """Number of tokens that an EAGLE-3 drafter keeps: the special tokens, and the most frequent
     ones in `vocab_data`."""
@@ -319,7 +320,7 @@ class ExportOptions:
             )
         if self.draft_vocab_size is not None and self.target is None:
             raise UserError("--draft-vocab-size needs --target, whose tokenizer counts the tokens")
-        if not LICENCE.fullmatch(self.license):
+        if self.license is not None and not LICENCE.fullmatch(self.license):
             raise UserError(
                 f"license {self.license!r} is no name that the hub knows, such as apache-2.0, mit "
                 "or other"

@@ -9,20 +9,47 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 from torch import Tensor, nn
 
-from ..heads.errors import UserError
-from .config import Optim
+from ..heads.errors import UserError, first_line
+from ..heads.locks import only_writer
+from .config import Optim, RunConfig
 from .objectives import TrainingModule
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+def make_accelerator(run: RunConfig) -> Accelerator:
+    """Return accelerate's view of this launch, which also starts the process group."""
+    try:
+        return _accelerator(run)
+    except ImportError as error:  # of an engine that the launch asks for, such as DeepSpeed
+        raise UserError(
+            f"this launch needs a package that cannot be imported: {first_line(error)}"
+        ) from error
+
+
+def _accelerator(run: RunConfig) -> Accelerator:
+    return Accelerator(
+        # draftsmith sets the precision itself, see `parallel.py`.
+        mixed_precision="no",
+        gradient_accumulation_steps=run.accumulation,
+        log_with=None if run.tracker == "none" else run.tracker,
+        project_dir=run.out,
+        # The other ranks wait while one prepares the data; ten minutes, the default, may not be
+        # enough.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=6))],
+    )
 
 
 def engine_of(accelerator: Accelerator) -> str:
@@ -190,3 +217,15 @@ def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     if outcome[1] is not None:
         raise UserError(outcome[1])
     return outcome[0]
+
+
+@contextmanager
+def only_launch(accelerator: Accelerator, folder: str) -> Iterator[None]:
+    """Keep other launches from writing `folder`; all ranks call this, the main process locks it.
+
+    Raises `UserError` on every rank if another launch has it.
+    """
+    remedy = "wait until that has ended, or choose another --out"
+    with ExitStack() as held:
+        on_main(accelerator, lambda: held.enter_context(only_writer(Path(folder), True, remedy)))
+        yield

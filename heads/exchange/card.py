@@ -51,16 +51,19 @@ def card(
     artifact: Artifact,
     order: ExportRequest,
     recipe: Recipe,
-    licence: str,
+    licence: str | None,
     measured: Sequence[CardFigures],
 ) -> str:
     """Return the text of the card, with the header that the Hugging Face hub reads.
 
-    `licence` is the hub's name of one. `measured` are the table's rows, possibly none.
+    `licence` is the hub's name of one; None leaves it out, since nobody has said which it is.
+    `measured` are the table's rows, possibly none.
     """
     kind = kind_of(artifact.drafter)
     stored = max(weight.dtype.itemsize for weight in artifact.drafter.parameters())
-    header = ["---", f"license: {licence}"]
+    header = ["---"]
+    if licence is not None:
+        header.append(f"license: {licence}")
     # The hub links `base_model` to a repository, so a local folder is not named there.
     if order.target.count("/") == 1 and not Path(order.target).exists():
         header.append(f"base_model: {order.target}")

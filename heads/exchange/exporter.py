@@ -33,7 +33,7 @@ CARD = "README.md"
 def export(
     artifact: Artifact,
     order: ExportRequest,
-    licence: str = "other",
+    licence: str | None = None,
     measured: Sequence[CardFigures] = (),
     head: Tensor | None = None,
 ) -> Recipe:

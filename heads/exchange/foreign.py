@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..documents import DocumentError, convert
 from ..embedding_and_head import EmbeddingAndHead
 from ..errors import UserError
 from ..files import JsonObject
-from ..layout import fill_from, place
+from ..layout import check_same, fill_from, place
 
 # Largest difference between two matrices that count as equal, relative to the largest element:
 # bfloat16 has 8 bits, so a matrix that was rounded to it on the way is still the target's.
@@ -82,11 +83,24 @@ class Checkpoint:
         dtypes = (t.dtype for t in self.tensors.values() if t.is_floating_point())
         return reduce(torch.promote_types, dtypes)
 
-    def finished(self, drafter: Any, layout: str) -> Public:
-        """Fill the untrained `drafter` with the tensors and return it with what is known of it.
+    def finished(self, drafter_type: Any, native: JsonObject, layout: str) -> Public:
+        """Return the drafter of the native config `native`, filled with the tensors.
 
-        Raises `UserError` unless the tensors are exactly the drafter's by name and shape.
+        `drafter_type` is its class, with the interface of `layout.EngineLayout`. Raises
+        `UserError` for a size out of bounds, and unless the tensors are exactly the drafter's by
+        name and shape; both before anything of these sizes is made.
         """
+        try:
+            convert(native, drafter_type.document)
+        except DocumentError as error:
+            raise UserError(f"{self.path} garbles a field: {error}") from error
+        lender = self.target.embedding_and_head
+        # Without memory first: a size that no tensor has must not be allocated.
+        with torch.device("meta"):
+            outline = drafter_type.from_serving_config(native, lender).serving_state()
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        check_same(outline, shapes, self.folder)
+        drafter = drafter_type.from_serving_config(native, lender)
         # Files of mixed types exist, and a drafter has one type: the one that rounds nothing.
         dtype = self.dtype
         # Before `serving_state` is asked for: it gives views of the weights as they are then.
@@ -100,6 +114,17 @@ class Checkpoint:
         drafter.check()
         drafter.eval().requires_grad_(False)
         return Public(drafter, layout, dtype, self.notes)
+
+    def demand_parts(self, count: int, what: str) -> None:
+        """Raise `UserError` for more parts, such as layers, than there are tensors.
+
+        Names and config may ask for any number of them, and each takes memory and time to make.
+        """
+        if count > len(self.tensors):
+            raise UserError(
+                f"{self.folder} asks for {count:,} {what} and holds {len(self.tensors)} tensors; "
+                "its names or its config are damaged, copy or download it again"
+            )
 
 
 def rope_of(found: Checkpoint) -> JsonObject:

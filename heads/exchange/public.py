@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from ..artifact import CONFIG_ERRORS
 from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
 from ..errors import UserError
 from ..files import JsonObject, read_json
-from ..medusa import MedusaConfig, MedusaHeads
+from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
 from .foreign import (
     Answers,
@@ -88,7 +89,7 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
     except UserError:
         raise
     # A config that lacks a key, or holds a value of another type, fails somewhere in the reader.
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (AttributeError, *CONFIG_ERRORS) as error:
         what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 
@@ -157,18 +158,21 @@ def medusa(found: Checkpoint) -> Public:
         same_matrix(found, "lm_heads.0.weight", matrix, found.target.head)
     # A block is square, so the rows of the first one give the width.
     hidden = len(tensors["0.0.linear.weight"])
+    same_size(found, "hidden_size", hidden, found.target.hidden_size)
     _medusa_biases(found, heads, layers, hidden)
     if inside:
         found.notes.append(
             "the heads stand in a whole model, with which they were trained: give that very model "
             "as target"
         )
-    head = found.target.embedding_and_head.head if shared else None
-    drafter = MedusaHeads(
-        MedusaConfig(heads, layers, shared), hidden, found.target.vocab_size, head
-    )
-    same_size(found, "hidden_size", hidden, found.target.hidden_size)
-    return found.finished(drafter, "medusa v1.0" if inside else "medusa v0.1")
+    native = {
+        "medusa_num_heads": heads,
+        "medusa_num_layers": layers,
+        "original_lm_head": shared,
+        "hidden_size": hidden,
+        "vocab_size": found.target.vocab_size,
+    }
+    return found.finished(MedusaHeads, native, "medusa v1.0" if inside else "medusa v0.1")
 
 
 def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
@@ -191,6 +195,7 @@ def _medusa_sizes(found: Checkpoint, inside: bool) -> tuple[int, int, bool]:
         )
     heads = 1 + max(head for head, _ in blocks)
     layers = 1 + max(layer for _, layer in blocks)
+    found.demand_parts(heads * layers, "blocks")
     for key, count in (("medusa_num_heads", heads), ("medusa_num_layers", layers)):
         declared = found.config.get(key)
         if declared is None or declared == count:
@@ -242,9 +247,7 @@ def eagle1(found: Checkpoint) -> Public:
             "config.json says that fc has a bias, of which there is none: none is taken"
         )
     native = _llama_layers(found, version=1) | {"bias": bias}
-    return found.finished(
-        EagleDrafter.from_serving_config(native, found.target.embedding_and_head), "eagle1"
-    )
+    return found.finished(EagleDrafter, native, "eagle1")
 
 
 def eagle3(found: Checkpoint) -> Public:
@@ -375,9 +378,7 @@ def _eagle3(
         "eagle_aux_hidden_state_layer_ids": taps,
         "target_hidden_size": wide,
     }
-    return found.finished(
-        EagleDrafter.from_serving_config(native, found.target.embedding_and_head), layout
-    )
+    return found.finished(EagleDrafter, native, layout)
 
 
 def _plain_taps(found: Checkpoint, inner: JsonObject) -> list[int]:
@@ -439,6 +440,7 @@ def _llama_layers(found: Checkpoint, version: int) -> JsonObject:
     for name in tensors:
         if match := LAYER.match(name):
             layers = max(layers, 1 + int(match[1]))
+    found.demand_parts(layers, "layers")
     if config.get("num_hidden_layers", 1) != layers:
         found.notes.append(
             f"config.json says {config['num_hidden_layers']} layers, the file holds {layers}: "

@@ -142,9 +142,10 @@ def _read(
             f"config names {taps}"
         )
     kind = DSparkDrafter if spark else DFlashDrafter
-    return found.finished(
-        kind.from_serving_config(_native(found, taps), target.embedding_and_head), layout
-    )
+    native = _native(found, taps)
+    found.demand_parts(native["num_hidden_layers"], "layers")
+    # Its class has one name, whatever the project calls it.
+    return found.finished(kind, native | {"architectures": [kind.architecture]}, layout)
 
 
 def _check_sizes(found: Checkpoint) -> None:

@@ -26,6 +26,7 @@ HUB = "https://huggingface.co/"
 DRAFTER_FILE = "draftsmith.json"
 # name of a tensor that belongs to a decoder layer; the group is the layer's number
 LAYER = re.compile(r"(?:model\.|transformer\.)?(?:layers|h)\.(\d+)\.")
+MEGATRON = "megatron.core"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -182,7 +183,7 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
     Raises `UserError`, also if peft is not installed.
     """
     try:
-        from peft import PeftModel
+        from peft import PeftConfig, PeftModel
     except ImportError as error:
         raise UserError(
             "a LoRA adapter needs peft; install it with: pip install 'draftsmith[lora]'"
@@ -193,7 +194,18 @@ def merge_adapter(model: nn.Module, adapter: str) -> nn.Module:
             "code"
         )
     with clear_errors(adapter, "adapter"):
-        return cast(Any, PeftModel.from_pretrained(cast(Any, model), adapter)).merge_and_unload()
+        found = PeftConfig.from_pretrained(adapter)
+    # peft imports a module of this name; its default is written by every adapter, and not used.
+    if getattr(found, "megatron_config", None) or (
+        getattr(found, "megatron_core", None) not in (None, MEGATRON)
+    ):
+        raise UserError(
+            f"adapter {adapter} names a module to import (megatron_core), which is refused; save "
+            "it again without megatron_config and megatron_core"
+        )
+    with clear_errors(adapter, "adapter"):
+        merged = PeftModel.from_pretrained(cast(Any, model), adapter, config=found)
+        return cast(Any, merged).merge_and_unload()
 
 
 FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}

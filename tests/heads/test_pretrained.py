@@ -11,7 +11,7 @@ from draftsmith.heads.files import inside
 ROOT = Path(pretrained.__file__).parents[1]
 LOADS = {"from_pretrained", "from_config"}
 # plain JSON; a tensor in memory; an adapter's safetensors; ours, which reads JSON and hashes files
-HARMLESS = {"GenerationConfig", "Embedding", "PeftModel", "Drafter"}
+HARMLESS = {"GenerationConfig", "PeftConfig", "Embedding", "PeftModel", "Drafter"}
 KEYWORDS = {"read_causal_lm": {"trust_remote_code", "use_safetensors"}}
 
 

@@ -264,3 +264,35 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, monkeypatch: pytest.Monkey
             assert told_in_a_table or found.wrong() is None, (arguments, found.wrong())
             refused = found.code == 2 or folder.endswith("tokenizer") or arguments[1] == "plan"
             assert refused, (arguments, found)
+
+
+def test_an_adapter_imports_no_module(
+    tmp_path: Path, saved_tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft would import one that begins with `megatron.`, and older versions any."""
+    from draftsmith.inference.settings import TargetConfig
+    from draftsmith.inference.targets.target import load_target
+    from peft import LoraConfig, get_peft_model
+
+    base = load_target(TargetConfig(str(saved_tiny), device="cpu"))
+    adapted = get_peft_model(base.model, LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    file, sentinel = tmp_path / "adapter" / "adapter_config.json", tmp_path / "sentinel"
+    facts = json.loads(file.read_text())
+    assert facts["megatron_core"] == "megatron.core", "every adapter has it"
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    for name in ("core", "evil"):
+        (tmp_path / "megatron" / f"{name}.py").write_text(f"open({str(sentinel)!r}, 'w').close()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for core, config in (
+        ("megatron.core", {"x": 1}),
+        ("megatron.evil", {"x": 1}),
+        ("megatron.evil", None),
+    ):
+        file.write_text(json.dumps(facts | {"megatron_core": core, "megatron_config": config}))
+        with pytest.raises(UserError, match="names a module to import .megatron_core."):
+            load_target(TargetConfig(str(saved_tiny), adapter=str(file.parent), device="cpu"))
+        assert not sentinel.exists()
+    file.write_text(json.dumps(facts))
+    load_target(TargetConfig(str(saved_tiny), adapter=str(file.parent), device="cpu"))

@@ -53,16 +53,15 @@ from ..evaluation import held_out_prompts, write_text
 from ..features import FeatureSource, LiveTarget
 from ..inputs import on_rank, prepared_tables, served_target
 from ..loop import check_before_loading
-from ..method import method_for, method_named
+from ..method import AnyMethod, method_for, method_named
 from ..options import ExtractOptions as Options
-from ..parallel import load_models_whole, on_main
+from ..parallel import load_models_whole, on_main, only_launch
 from ..provenance import provenance
 from . import tables as data_module
 from .batches import Batches, collate
 from .served import ServedFeatures, ServedTarget, served_texts
 from .store import (
     AGAIN,
-    WANTED,
     Layout,
     ShardWriter,
     missing_shards,
@@ -97,11 +96,24 @@ def run(options: Options) -> None:
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=6))
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[patience])
     load_models_whole(accelerator)
+    with only_launch(accelerator, options.out):
+        _extract(options, config, method, accelerator)
+    accelerator.end_training()
+
+
+def _extract(
+    options: Options, config: RunConfig, method: AnyMethod, accelerator: Accelerator
+) -> None:
+    """Write the store in a folder that no other launch writes; see `run`."""
     target = target_for(config, options, accelerator)
     taps, all_last = method.features_of(config, target)
     layout = Layout(taps, all_last, options.dtype, options.rows_per_shard, options.ring)
     store = Path(options.out)
-    tables = prepared_tables(accelerator, config.data, target, store / "data", config.seed)
+
+    def check(identity: str) -> None:
+        refuse_another(store, facts_of_run(options, config, target, layout, identity))
+
+    tables = prepared_tables(accelerator, config.data, target, store / "data", config.seed, check)
     # Packs, and their order in the stream, do not depend on ranks and accumulation, so 1 does for
     # both, whatever the training run will have.
     batches = Batches(tables.train, config.data.max_length, config.batch_rows, 1, 1, config.seed)
@@ -137,7 +149,6 @@ def run(options: Options) -> None:
             wait_for_others(store, shards_of(layout, batches), 3 * slowest + LEAST_PATIENCE_S)
         size = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
         log.info("%s: features of %d packed rows, %.2f GB", store, batches.packs, size / 1e9)
-    accelerator.end_training()
 
 
 def shards_of(layout: Layout, batches: Batches) -> int:
@@ -228,17 +239,13 @@ def begin(
     missing or damaged beside the shards. `held_out` makes the texts, if they are needed. Raises
     `UserError` for a store of another run.
     """
-    facts = facts_of_run(store, options, config, target, layout, batches)
-    # Left by workers that were killed; but the trainer of a ring may be writing `wanted.json`.
+    identity = data_module.noted(store / "data").known_as()
+    facts = facts_of_run(options, config, target, layout, identity) | {"packs": batches.packs}
+    # Left by workers that were killed.
     for folder in (store, store / "shards"):
-        remove_partials(folder, WANTED)
+        remove_partials(folder)
+    refuse_another(store, facts)
     if (store / MANIFEST).is_file():
-        _, before = read_manifest(store)
-        for name, value in facts.items():
-            if before.get(name) != value:
-                raise UserError(
-                    f"{store} holds features of another run ({name} differs); choose another folder"
-                )
         if whole_beside_shards(store):
             return
     elif (store / "shards").exists():
@@ -265,15 +272,25 @@ def begin(
         write_json(aside, facts | more)
 
 
+def refuse_another(store: Path, facts: JsonObject) -> None:
+    """Raise `UserError` if `store` has a manifest that says otherwise than `facts`."""
+    if not (store / MANIFEST).is_file():
+        return
+    _, before = read_manifest(store)
+    for name, value in facts.items():
+        if before.get(name) != value:
+            raise UserError(
+                f"{store} holds features of another run ({name} differs); choose another folder"
+            )
+
+
 def facts_of_run(
-    store: Path,
-    options: Options,
-    config: RunConfig,
-    target: TargetSource,
-    layout: Layout,
-    batches: Batches,
+    options: Options, config: RunConfig, target: TargetSource, layout: Layout, identity: str
 ) -> JsonObject:
-    """Return what the manifest holds about the run, by which another run's store is recognised."""
+    """Return what the manifest holds about the run, by which another run's store is recognised.
+
+    `identity` is that of the tables.
+    """
     return {
         "schema": SCHEMA,
         "method": options.method,
@@ -282,8 +299,7 @@ def facts_of_run(
         "taps": list(layout.taps),
         "max_length": config.data.max_length,
         "seed": config.seed,
-        "packs": batches.packs,
-        "tables": data_module.noted(store / "data").key,
+        "tables": identity,
         "held_out": {
             "prompts": config.evaluation.prompts,
             "max_new_tokens": config.evaluation.max_new_tokens,

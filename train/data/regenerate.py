@@ -21,6 +21,7 @@ from typing import Any
 
 from ...heads.errors import UserError
 from ...heads.files import check_output, check_output_folder
+from ...heads.locks import only_writer
 from ...inference.console import Progress
 from ...inference.conversations.formats import RowError
 from ...inference.conversations.rows import SHARES, LeftOut, warn_of_plain_text
@@ -46,11 +47,17 @@ def run(options: Options) -> None:
     if Path(options.out).exists() and Path(options.out).resolve() == Path(options.data).resolve():
         raise UserError("--out must be another file than --data")
     share = Share.of(options)
-    out = share.file
     rows = list(rows_of(options.data))[: options.limit]
     if not rows:
         raise UserError(f"{options.data} holds no rows")
-    facts = provenance_of(options)
+    # Of a share too, whose file nobody else writes.
+    with only_writer(share.file, False, "wait until that has ended, or choose another --out"):
+        _regenerate(options, share, rows)
+
+
+def _regenerate(options: Options, share: Share, rows: list[tuple[str, Any]]) -> None:
+    """Write the replies to `rows` that the file of this share lacks; see `run`."""
+    out, facts = share.file, provenance_of(options)
     # A file of a share has a name that nothing else has.
     finished, last = mend(out, ours=options.share is not None)
     written = {out: last}
@@ -74,7 +81,6 @@ def run(options: Options) -> None:
         )
     if not tasks:
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
     with (
         out.open("a", encoding="utf-8") as file,
         Progress(total=len(tasks), desc="target writes", unit=" conversations") as progress,

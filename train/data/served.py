@@ -13,21 +13,24 @@ Shapes: S positions of a text, F layers that the server gives, Ht hidden size of
 from __future__ import annotations
 
 import fcntl
+import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_bytes
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...heads.errors import UserError
+from ...heads.documents import Token, convert
+from ...heads.errors import UserError, first_line
 from ...heads.files import JsonObject
+from ...heads.stored_tensors import header
 from ...heads.vocabulary import spread_ids
 from ...inference.console import Progress
 from ...inference.targets.causal_model import Hidden
@@ -35,6 +38,29 @@ from ...inference.targets.stored import HeldOutText, StoredTarget
 from ...inference.targets.target import TargetSource
 from ..features import Features
 from .batches import PADDING, Batch
+
+NAMES = ("token_ids", "hidden_states")  # of the tensors in a file of the server
+ID_TYPES = ("I64", "I32")  # by the names of safetensors
+STATE_TYPES = ("F32", "BF16", "F16")
+
+
+class _Choice(Struct):
+    """Text that the server wrote."""
+
+    token_ids: Annotated[list[Token], Meta(min_length=1)]
+
+
+class _Handed(Struct):
+    """What vLLM's connector says about the states."""
+
+    hidden_states_path: Annotated[str, Meta(pattern=r"^[^\0]+$")] | None = None
+
+
+class _Answer(Struct):
+    """Answer of the server to one request, as far as it is read."""
+
+    choices: Annotated[list[_Choice], Meta(min_length=1)]
+    kv_transfer_params: _Handed | None = None
 
 
 @dataclass
@@ -52,13 +78,21 @@ class Client:
     """Client of a server for hidden states: requests, and the files with their results."""
 
     def __init__(
-        self, url: str, model: str, layers: list[int], concurrency: int, timeout_s: float = 600.0
+        self,
+        url: str,
+        model: str,
+        layers: list[int],
+        concurrency: int,
+        timeout_s: float = 600.0,
+        hidden_size: int | None = None,
     ) -> None:
         """`layers` are the ids that the server was started with, the number of layers among them.
 
         `concurrency` requests are under way at a time; `timeout_s` is the limit of each.
+        `hidden_size` is the target's width, which states have to have; None if it is not known.
         """
         self.layers, self._model, self._timeout = layers, model, timeout_s
+        self.hidden_size = hidden_size
         self._http = httpx.Client(base_url=url.rstrip("/"), timeout=timeout_s)
         self._pool = ThreadPoolExecutor(concurrency)
 
@@ -98,40 +132,42 @@ class Client:
                 "check its limits"
             )
         try:
-            body = answer.json()
-            path = (body.get("kv_transfer_params") or {}).get("hidden_states_path")
-            written = body["choices"][0]["token_ids"]
-        except (ValueError, KeyError, IndexError, AttributeError) as error:
+            reply = convert(answer.json(), _Answer)
+        except (ValueError, RecursionError) as error:
             raise UserError(
-                f"server {self._http.base_url} answers in an unknown form ({error!r}); is it a "
-                "vLLM?"
+                f"server {self._http.base_url} answers in an unknown form ({first_line(error)}); "
+                "is it a vLLM?"
             ) from error
+        path = (reply.kv_transfer_params or _Handed()).hidden_states_path
         if path is None:
             raise UserError(
                 f"server {self._http.base_url} gives no hidden states; start it with the "
                 "speculative method extract_hidden_states"
             )
-        tensors = self._fetch(Path(path))
-        read_ids = tensors["token_ids"].tolist()
-        # A server that gives the states of prompts only: ask again, with the reply in the prompt.
-        if read_ids == ids and max_tokens > 1 and len(written) > 1:
-            return FeatureReply(ids + written, self._one((ids + written)[:-1], 1).states)
-        if read_ids != (ids if max_tokens == 1 else (ids + written)[:-1]):
-            raise UserError(
-                f"server {self._http.base_url} sent the states of another text; use one prompt a "
-                "request and no prefix"
-            )
-        return FeatureReply(ids + written, tensors["hidden_states"])
+        text = ids + reply.choices[0].token_ids
+        # A server that gives the states of prompts only: it is asked again, with the reply in the
+        # prompt.
+        expected = [ids] if max_tokens == 1 else [text[:-1], ids]
+        states = self._fetch(Path(path), expected)
+        if len(states) < len(expected[0]):
+            states = self._one(text[:-1], 1).states
+        return FeatureReply(text, states)
 
-    def _fetch(self, path: Path) -> dict[str, Tensor]:
-        """Return the tensors that the server has put into a file, and delete it.
+    def _fetch(self, path: Path, texts: list[list[int]]) -> Tensor:
+        """Return the states `[S, F, Ht]` that the server has put into a file, and delete it.
 
-        The server holds a lock on a second file while it writes; it deletes neither. Raises
-        `UserError` for a file that cannot be read, is late, or holds something else.
+        The server names the file, so it may be any: it is read only if its header fits, and deleted
+        only if it holds the states of one of `texts`, each a list of token ids. The server holds a
+        lock on a second file while it writes; it deletes neither. Raises `UserError` for a file
+        that cannot be read, is late, or holds something else; such a file stays.
         """
         lock = Path(f"{path}.lock")
         deadline = time.monotonic() + self._timeout
         try:
+            # Opening a pipe would wait for its writer.
+            for file in (path, lock):
+                if not stat.S_ISREG(file.lstat().st_mode):
+                    raise OSError(f"{file} is no ordinary file")
             with lock.open("rb") as file:
                 while True:
                     try:
@@ -144,27 +180,54 @@ class Client:
                                 "server"
                             ) from None
                         time.sleep(0.001)
-            # Into memory instead of mapped, since the file is deleted below.
-            tensors = load_bytes(path.read_bytes())
+            self._check_header(path, texts)
+            with safe_open(path, framework="pt") as opened:
+                # Copied instead of mapped, since the file is deleted below.
+                tensors = {name: opened.get_tensor(name).clone() for name in NAMES}
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"cannot read {path}, where the server put the states ({error}); run where that "
                 "folder is to be seen"
             ) from error
+        if tensors["token_ids"].tolist() not in texts:
+            raise UserError(
+                f"server {self._http.base_url} sent the states of another text in {path}; use one "
+                "prompt a request and no prefix"
+            )
         for file_to_delete in (path, lock):
             file_to_delete.unlink(missing_ok=True)
-        if len(tensors["hidden_states"]) != len(tensors["token_ids"]):
+        return tensors["hidden_states"]
+
+    def _check_header(self, path: Path, texts: list[list[int]]) -> None:
+        """Raise `UserError` unless the header of a file is that of the states of one of `texts`."""
+        found = header(path)
+        if found.keys() != set(NAMES):
             raise UserError(
-                f"{path} has {len(tensors['hidden_states'])} states for "
-                f"{len(tensors['token_ids'])} tokens; check the server"
+                f"{path}, which the server names, holds {', '.join(sorted(found)[:3])} and not "
+                f"{' and '.join(NAMES)}; check the server"
             )
-        if tensors["hidden_states"].shape[1] != len(self.layers):
+        ids, states = (found[name] for name in NAMES)
+        if len(states.shape) != 3 or states.shape[:1] != ids.shape:
             raise UserError(
-                f"the server gives states of {tensors['hidden_states'].shape[1]} layers, "
-                f"features.server_layers names {len(self.layers)}; name those that it was started "
-                "with"
+                f"{path} has states {states.shape} for token ids {ids.shape}; check the server"
             )
-        return tensors
+        positions, layers, width = states.shape
+        if layers != len(self.layers):
+            raise UserError(
+                f"the server gives states of {layers} layers, features.server_layers names "
+                f"{len(self.layers)}; name those that it was started with"
+            )
+        if ids.dtype not in ID_TYPES or states.dtype not in STATE_TYPES:
+            raise UserError(
+                f"{path} has token ids of type {ids.dtype} and states of type {states.dtype}; "
+                "check the server"
+            )
+        if positions not in map(len, texts) or self.hidden_size not in (None, width):
+            wanted = " or ".join(str(len(text)) for text in texts)
+            raise UserError(
+                f"{path} has states of {positions} tokens and width {width}, the text has {wanted} "
+                f"and the target {self.hidden_size or width}; check the server"
+            )
 
 
 class ServedTarget(StoredTarget):

@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -123,32 +124,48 @@ class Tables:
     """Number of rows by source and by what became of them."""
 
 
-def prepare(data: Data, target: TargetSource, folder: Path, seed: int) -> Tables:
+def prepare(
+    data: Data,
+    target: TargetSource,
+    folder: Path,
+    seed: int,
+    check: Callable[[str], None] = lambda identity: None,
+) -> Tables:
     """Return the tables in `folder`, built anew if something that they depend on has changed.
 
-    Damaged tables are built anew too, with a warning. Raises `UserError` for a source that cannot
-    be read or that loses more rows than `data.max_lost_share` (naming the first), and if nothing is
-    left to learn from or to hold out.
+    Damaged tables are built anew too, with a warning. `check` is called with the identity of the
+    tables before anything is written; what it raises leaves `folder` as it was. Raises `UserError`
+    for a source that cannot be read or that loses more rows than `data.max_lost_share` (naming the
+    first), and if nothing is left to learn from or to hold out.
     """
     key = tables_key(data, target, seed)
+    before = found = None
     if folder.exists():
         try:
-            if noted(folder).key == key:
-                return load(folder)
+            before = noted(folder)
+            found = load(folder) if before.key == key else None
         except UserError as error:
             # The message without its remedy, which is what happens here anyway.
             log.warning(
                 "%s: the tables are built again from data.sources", str(error).partition("; ")[0]
             )
+    if found is not None and before is not None:
+        check(before.known_as())
+        return found
     tables = build(data, target, seed)
     with whole_directory(folder) as aside:
         for name, table in (("train", tables.train), ("held_out", tables.held_out)):
             arrays = {part: np.ascontiguousarray(array) for part, array in vars(table).items()}
             save_file(arrays, aside / f"{name}.safetensors")
-        write_json(
-            aside / COUNTS_FILE,
-            {"schema": 1, "key": key, "counts": tables.counts, "files": facts_of(aside)},
-        )
+        files = facts_of(aside)
+        if before is not None and files == to_builtins(before.files):
+            # A source that was touched or copied is read again, and gives the same tables.
+            identity = before.known_as()
+        else:
+            identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+        check(identity)
+        noting = {"schema": 1, "key": key, "identity": identity, "counts": tables.counts}
+        write_json(aside / COUNTS_FILE, {**noting, "files": files})
     return tables
 
 
@@ -184,7 +201,10 @@ def again_for(folder: Path) -> str:
 
 
 def tables_key(data: Data, target: TargetSource, seed: int) -> str:
-    """Return a hash of all that the tables depend on: settings, files, tokenizer and template."""
+    """Return a hash of all that the tables depend on: settings, files, tokenizer and template.
+
+    Tables of equal keys are equal; those of different keys may be equal too.
+    """
     facts = [
         asdict(data),
         seed,
@@ -195,7 +215,7 @@ def tables_key(data: Data, target: TargetSource, seed: int) -> str:
         # A data set on the hub has no files here; its name stands in the settings.
         for file in source_files(source.path) or []:
             # Size and time instead of the contents, which would have to be read whole at every
-            # start.
+            # start. Where they differ, the tables are built again and compared (`prepare`).
             facts.append([str(file), file.stat().st_size, file.stat().st_mtime_ns])
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

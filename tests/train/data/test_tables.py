@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
-from draftsmith.train.data.tables import TokenTable, build, load, prepare
+from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -305,3 +306,31 @@ def test_damaged_tables_are_built_again_and_nothing_else_is(
         path.name: path.read_bytes() for path in folder.iterdir()
     } == sound and "built again" in caplog.text
     assert np.array_equal(again.train.ids, first.train.ids) and again.counts == first.counts
+
+
+def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: Path) -> None:
+    """And those of an older version keep the one that its checkpoints have."""
+    config, folder = data(tmp_path, GOOD), tmp_path / "run" / "data"
+    seen: list[str] = []
+    prepare(config, TARGET, folder, 0, seen.append)
+    for older in (False, True):
+        note = json.loads((folder / "counts.json").read_text())
+        if older:
+            del note["identity"]
+            (folder / "counts.json").write_text(json.dumps(note))
+            seen.append(note["key"])
+        os.utime(tmp_path / "train.jsonl", (1, 1 + older))
+        prepare(config, TARGET, folder, 0, seen.append)
+        assert seen[-1] == seen[-2] == noted(folder).known_as()
+        assert noted(folder).key != note["key"], "found without reading the sources again"
+    sound = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def refuse(identity: str) -> None:
+        assert identity not in seen
+        raise UserError("other data")
+
+    write(tmp_path / "train.jsonl", GOOD[:100])
+    with pytest.raises(UserError, match="other data"):
+        prepare(config, TARGET, folder, 0, refuse)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
+    assert [path.name for path in folder.parent.iterdir()] == ["data"]

@@ -1,0 +1,94 @@
+"""Files and folders that are whole or absent, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from draftsmith.heads import files
+from draftsmith.heads.errors import UserError
+from draftsmith.heads.files import remove_partials, whole_directory, whole_file
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from draftsmith.heads import files
+from draftsmith.heads.files import whole_directory
+path, renames, exchange = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
+rename = Path.rename
+if not exchange:
+    files._exchange = lambda one, other: False
+def killing(self, target):
+    global renames
+    if renames == 0:
+        os._exit(9)
+    renames -= 1
+    return rename(self, target)
+Path.rename = killing
+with whole_directory(path) as aside:
+    (aside / "file").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_kill_while_a_folder_is_replaced_leaves_the_old_or_the_new(
+    renames: int, exchange: bool, tmp_path: Path
+) -> None:
+    """Killed in place of its rename of that number. What is left behind is put right by the next
+    that cleans up."""
+    path = tmp_path / "x"
+    path.mkdir()
+    (path / "file").write_text("old")
+    command = [sys.executable, "-c", KILLED, str(path), str(renames), str(exchange)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 9), done.stderr
+    if exchange:
+        assert (path / "file").exists(), "there is one at every moment"
+    remove_partials(tmp_path)
+    assert (path / "file").read_text() == ("new" if done.returncode == 0 else "old")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "x").symlink_to("there")
+    (tmp_path / "y").symlink_to("nowhere")
+    for name in ("x", "y"):
+        with (
+            pytest.raises(UserError, match=f"{name}: it is a link to .*remove the link"),
+            whole_directory(tmp_path / name) as aside,
+        ):
+            (aside / "file").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there", "x", "y"]
+    assert (tmp_path / "x").is_symlink() and not list((tmp_path / "there").iterdir())
+
+
+def test_the_folder_of_a_file_is_flushed_after_its_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        at = os.readlink(f"/proc/self/fd/{descriptor}")
+        flushed.append((at, (tmp_path / "f").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    with whole_file(tmp_path / "f") as aside:
+        aside.write_text("x")
+    assert flushed == [(str(aside), False), (str(tmp_path), True)]
+
+
+def test_two_names_are_exchanged_here(tmp_path: Path) -> None:
+    """Otherwise the test of a kill would try one way only."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    if not files._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system cannot exchange two names")
+    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()

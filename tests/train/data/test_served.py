@@ -1,0 +1,138 @@
+"""Files of hidden states that a server names: taken and deleted where they hold the states of the
+text that was asked for, else refused in one line and left as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draftsmith.heads.errors import UserError
+from draftsmith.train.data.served import Client
+from safetensors.torch import save, save_file
+
+from tests.robust.test_servers import serving, whole
+
+IDS, REPLY, LAYERS, WIDTH = [5, 6, 7], [9], [2, 8], 4
+STATES = torch.arange(3 * 2 * WIDTH).reshape(3, 2, WIDTH).float()
+SOUND = {"token_ids": torch.tensor(IDS), "hidden_states": STATES}
+Tensors = dict[str, torch.Tensor]
+
+
+def named(folder: Path, tensors: Tensors) -> Path:
+    """A file of the server, with the lock that it leaves beside it."""
+    path = folder / "cmpl-1.safetensors"
+    save_file(tensors, path)
+    Path(f"{path}.lock").touch()
+    return path
+
+
+def ask(path: Any, max_tokens: int = 1, **more: Any) -> torch.Tensor:
+    """The states that a client gets from a server that answers with `path`."""
+    body = {
+        "choices": [{"token_ids": REPLY}],
+        "kv_transfer_params": {"hidden_states_path": str(path)},
+        **more,
+    }
+    with serving(whole(json.dumps(body).encode())) as url:
+        client = Client(url, "target", LAYERS, 1, 2.0)
+        client.hidden_size = WIDTH
+        replies = client.ask([IDS]) if max_tokens == 1 else client.write([IDS], max_tokens)
+        return next(iter(replies)).states
+
+
+def test_the_states_of_the_text_are_taken_and_their_files_deleted(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        path = named(tmp_path, SOUND | {"hidden_states": STATES.to(dtype)})
+        assert torch.equal(ask(path), STATES.to(dtype))
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_reply_comes_with_the_states_of_all_tokens_but_the_last(tmp_path: Path) -> None:
+    longer = {
+        "token_ids": torch.tensor([*IDS, 9]),
+        "hidden_states": torch.cat([STATES, STATES[:1]]),
+    }
+    path = named(tmp_path, longer)
+    found = ask(path, 4, choices=[{"token_ids": [9, 11]}])
+    assert torch.equal(found, longer["hidden_states"]) and not list(tmp_path.iterdir())
+
+
+WRONG: dict[str, tuple[Tensors, str]] = {
+    "a model": ({"model.norm.weight": torch.ones(4)}, "holds model.norm.weight and not token_ids"),
+    "no states": ({"token_ids": torch.tensor(IDS)}, "holds token_ids and not"),
+    "one tensor more": (SOUND | {"x": torch.ones(1)}, "and not token_ids and hidden_states"),
+    "another text": (SOUND | {"token_ids": torch.tensor([5, 6, 8])}, "states of another text"),
+    "a shorter text": ({name: t[:2].clone() for name, t in SOUND.items()}, "states of 2 tokens"),
+    "fewer states": (SOUND | {"hidden_states": STATES[:2].clone()}, "for token ids"),
+    "another width": (SOUND | {"hidden_states": torch.ones(3, 2, 5)}, "width 5"),
+    "another number of layers": (SOUND | {"hidden_states": torch.ones(3, 3, 4)}, "of 3 layers"),
+    "states without layers": (SOUND | {"hidden_states": torch.ones(3, 8)}, "has states"),
+    "whole numbers": (SOUND | {"hidden_states": STATES.int()}, "states of type I32"),
+    "ids that are floats": (SOUND | {"token_ids": torch.tensor(IDS).float()}, "ids of type F32"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_file_of_something_else_is_named_and_stays(case: str, tmp_path: Path) -> None:
+    tensors, says = WRONG[case]
+    path = named(tmp_path, tensors)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=says):
+        ask(path)
+    assert path.read_bytes() == before and Path(f"{path}.lock").exists()
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("other"))
+    path.symlink_to(path.with_name("other"))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda path: path.write_bytes(save(SOUND)[:-3]),
+    "too long": lambda path: path.write_bytes(save(SOUND) + b"more"),
+    "empty": lambda path: path.write_bytes(b""),
+    "no safetensors": lambda path: path.write_bytes(b"private key"),
+    "a pipe": pipe,
+    "a link": link,
+    "no lock": lambda path: Path(f"{path}.lock").unlink(),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_file_that_is_damaged_or_none_stays(case: str, tmp_path: Path) -> None:
+    path = named(tmp_path, SOUND)
+    DAMAGE[case](path)
+    left = sorted(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"cannot (read|load) .*cmpl-1.safetensors"):
+        ask(path)
+    assert sorted(tmp_path.iterdir()) == left
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"choices": [{"token_ids": "abc"}]},
+        {"choices": [{"token_ids": []}]},
+        {"choices": [{"token_ids": [10**12]}]},
+        {"choices": 3},
+        {"kv_transfer_params": []},
+        {"kv_transfer_params": {"hidden_states_path": ["x"]}},
+        {"kv_transfer_params": {"hidden_states_path": "a\0b"}},
+        {"kv_transfer_params": None},
+    ],
+)
+def test_an_answer_of_another_form_is_one_line(more: dict[str, Any], tmp_path: Path) -> None:
+    path = named(tmp_path, SOUND)
+    with pytest.raises(UserError, match="unknown form|gives no hidden states|cannot read"):
+        ask(path, **more)
+    assert path.exists()

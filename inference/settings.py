@@ -108,17 +108,18 @@ class Sampling:
             ("seed", Integral),
             ("repetition_penalty", Real),
         ):
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             if name == "repetition_penalty" and value is None:
                 continue
             # Python counts True among the integers.
-            demand(
-                isinstance(value, kind) and not isinstance(value, bool),
-                f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}",
-            )
+            what = f"{name} must be a {'number' if kind is Real else 'whole number'}, not {value!r}"
+            demand(isinstance(value, kind) and not isinstance(value, bool), what)
             # transformers' processors take Python's own numbers and no others.
-            own = float(value) if kind is Real else int(value)
-            object.__setattr__(self, name, own)
+            try:
+                convert: Any = float if kind is Real else int
+                object.__setattr__(self, name, convert(value))
+            except OverflowError as error:  # a whole number beyond every float
+                raise UserError(what) from error
         demand(
             0 <= self.temperature < float("inf"),
             f"temperature must be 0 or more, not {self.temperature}",

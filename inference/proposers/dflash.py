@@ -32,7 +32,8 @@ from ..sampling import Draws
 from ..targets.causal_model import PREFILL_CHUNK
 from ..tree import DraftTree, TreeShape, named
 from ..tree_settings import TreeSettings, positive
-from .growth import Continue, Slots, cut, grow_chain
+from .chains import cut, grow_chain
+from .growth import Continue, Slots
 from .tree_plan import Planned, TreePlan
 
 DEFAULT_NODES = 16

@@ -13,11 +13,11 @@ from ...heads.errors import UserError
 from ..sampling import Draws
 from ..tree import DraftTree, TreeShape
 from ..tree_settings import MOST, Ranks, TreeSettings, positive
+from .chains import grow_chain
 from .growth import (
     Continue,
     Slots,
     grow,
-    grow_chain,
     grow_dynamic,
     grow_fixed,
     shape_of_ranks,

@@ -380,11 +380,8 @@ class CausalModel(ModelHead):
         positions = torch.arange(start, start + 8, device=self.device)[None]
         # The model's own forward pass, with whatever it does behind its head.
         try:
-            expected = self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
-            expected, logits = (
-                expected.float(),
-                self.head(self.forward(ids, positions).last).float(),
-            )
+            whole = self.model(input_ids=ids, position_ids=positions, use_cache=False)
+            logits = self.head(self.forward(ids, positions).last).float()
         except UNFIT as error:
             raise UserError(
                 f"{self._called} ({self.config.model_type}) cannot be run as a decoder and a head "

@@ -51,6 +51,7 @@ def test_numbers_of_any_type_are_what_they_are(
         ("repetition_penalty", float("nan")),
         ("repetition_penalty", 1e-300),
         ("min_p", float("nan")),
+        ("temperature", 10**400),
     ],
 )
 def test_bools_infinities_and_what_is_out_of_range_are_refused(name: str, value: Any) -> None:

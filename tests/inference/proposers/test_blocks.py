@@ -16,7 +16,8 @@ from draftsmith.inference.decode import Request, generate
 from draftsmith.inference.evaluation.tuning.candidates import candidates
 from draftsmith.inference.evaluation.tuning.replay_roots import KnownText, KnownTexts, nodes_needed
 from draftsmith.inference.metrics import emitted_per_round
-from draftsmith.inference.proposers.growth import Level, Slots, cut
+from draftsmith.inference.proposers.chains import cut
+from draftsmith.inference.proposers.growth import Level, Slots
 from draftsmith.inference.sampling import Draws
 from draftsmith.inference.settings import GREEDY, Sampling
 from draftsmith.inference.tree import DraftTree, TreeShape

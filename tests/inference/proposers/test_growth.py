@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 import torch
 from draftsmith.heads.errors import UserError
+from draftsmith.inference.proposers.chains import grow_chain
 from draftsmith.inference.proposers.growth import (
     Level,
     best_first,
     grow,
-    grow_chain,
     grow_dynamic,
     grow_fixed,
     shape_of_ranks,

@@ -174,7 +174,7 @@ def test_what_is_given_up_leaves_the_queue_and_the_batch(
     assert len(after.result()[0]) == 4
 
 
-def test_a_thread_that_dies_leaves_nobody_waiting(
+def test_an_unforeseen_error_leaves_nobody_waiting_and_the_thread_alive(
     engine: Engine, quickstart: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (prompt,) = prompts_of(quickstart, 1)
@@ -187,12 +187,41 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
         raise SystemError("unforeseen")
 
     monkeypatch.setattr(engine, "_advance", broken)
+    with pytest.raises(RuntimeError, match="an internal error"):
+        first.result()
+    monkeypatch.undo()
+    assert engine.alive and engine.running == engine.waiting == 0
+    after = Listener(prompt, 4, endless)
+    engine.submit([after.job])
+    assert len(after.result()[0]) == 4
+
+
+def test_an_error_before_the_first_round_reaches_its_clients(
+    engine: Engine, quickstart: Target
+) -> None:
+    """A drafter that there is not fails between the queue and the batch."""
+    (prompt,) = prompts_of(quickstart, 1)
+    broken = [Listener(prompt, 4, BatchSettings("no such drafter")) for _ in range(2)]
+    engine.submit([listener.job for listener in broken])
+    for listener in broken:
+        with pytest.raises(RuntimeError, match="an internal error"):
+            listener.result()
+    sound = Listener(prompt, 4, BatchSettings("ngram"))
+    engine.submit([sound.job])
+    assert engine.alive and len(sound.result()[0]) == 4
+
+
+def test_a_closed_engine_takes_nothing(engine: Engine, quickstart: Target) -> None:
+    (prompt,) = prompts_of(quickstart, 1)
+    first = Listener(prompt, 900, BatchSettings("none", ignore_eos=True))
+    engine.submit([first.job])
+    assert first.events.get(timeout=60)
+    engine.close()
     with pytest.raises(RuntimeError, match="the server is stopping"):
         first.result()
-    engine._thread.join(timeout=60)
     assert not engine.alive and engine.running == engine.waiting == 0
     with pytest.raises(EngineClosed):
-        engine.submit([Listener(prompt, 4, endless).job])
+        engine.submit([Listener(prompt, 4, BatchSettings("none")).job])
 
 
 def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstart: Target) -> None:
@@ -201,6 +230,6 @@ def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstar
     sound = Listener(prompts[0], 4, BatchSettings("ngram"))
     engine.submit([broken.job])
     engine.submit([sound.job])
-    with pytest.raises(RuntimeError, match="no token id"):
+    with pytest.raises(RuntimeError, match="an internal error"):
         broken.result()
     assert len(sound.result()[0]) == 4

@@ -205,7 +205,7 @@ REFUSED = [
     ({"messages": [{"role": "user"}]}, 400, "the content of a message of role user is no text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "no text"),
     ({"messages": [{"role": "user", "content": "a b " * 2000}]}, 400, "leaves no room in 1024"),
-    ({"stop": [""]}, 400, "at least one character"),
+    ({"stop": [""]}, 400, "`str` of length >= 1 - at `$.stop[0]`"),
     ({"max_tokens": 0}, 400, "$.max_tokens"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of a chat template"),
     ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is the assist"),

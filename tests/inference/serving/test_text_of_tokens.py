@@ -75,7 +75,7 @@ def test_a_stop_string_costs_nothing_before_it_is_looked_for(tokenizer: Any) -> 
 
 
 def test_bytes_that_are_no_text_are_shown_as_they_come(tokenizer: Any) -> None:
-    """4,000 tokens of invalid UTF-8 with text behind: shown within a few tokens, as fast as text."""
+    """4,000 tokens of invalid UTF-8 with text behind: shown soon, and as fast as text."""
     name = BYTES[0xFF] if "<0xFF>" in tokenizer.get_vocab() else "ÿ"
     wrong = tokenizer.convert_tokens_to_ids(name)
     end = tokenizer(" ab", add_special_tokens=False)["input_ids"]

@@ -25,7 +25,7 @@ from .counters import ServerCounters
 log = logging.getLogger(__name__)
 
 BATCHES = 2  # batches that begin without waiting for further requests
-PATIENCE_S = 0.1
+PATIENCE_S = 0.25
 """Time in which requests collect for one batch more than `BATCHES`; it doubles with each further
 one. Many small batches are slower than few large ones."""
 PADDED = 8192

@@ -192,7 +192,9 @@ def allowed(handler: Handler, service: Service) -> Handler:
         try:
             return await handler(request)
         except RequestError as error:
-            return failure(error, error.status, error.param, error.code)
+            # The rest of a body that came too late is not waited for.
+            close = {"Connection": "close"} if error.status == 408 else None
+            return failure(error, error.status, error.param, error.code, close)
         except QueueFull:
             full = f"{service.engine.queue} requests wait already; try again later"
             return failure(full, 503, code="queue_full", headers={"Retry-After": "1"})

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 
 from .engine import Engine
 
-IDLE_S = 10.0
+IDLE_S = 5.0
 """Time in which a connection has to bring a whole request's head, after it was opened and after
 each answer. How long a body may take says `intake.LATEST_S`."""
 SPARE = 256

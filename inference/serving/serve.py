@@ -6,6 +6,7 @@ no further requests, and prompts have no common prefix cache.
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import os
 import socket
@@ -65,6 +66,10 @@ def run(options: Options) -> None:
             key,
             hosts,
         )
+        # What has been loaded stays. Python's collector would look through all of it again and
+        # again while a request of many values is parsed, and nothing else runs meanwhile.
+        gc.collect()
+        gc.freeze()
         announce(service, host, port)
         try:
             connections.Server(app_module.app_of(service), engine).run(sockets=[bound])

@@ -144,8 +144,9 @@ _BYTES: WeakKeyDictionary[Any, dict[int, bytes]] = WeakKeyDictionary()
 
 
 def _bytes_of(tokenizer: Any, token: int) -> bytes:
-    name = tokenizer.convert_ids_to_tokens(token)
-    if name is None:  # models may have more rows than their tokenizer has tokens
+    # Models may have more rows than their tokenizer has tokens.
+    name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    if name is None:
         return b""
     # Behind other text, since a token at the beginning of a text may lose its space there.
     before = tokenizer.convert_ids_to_tokens(tokenizer(BASE, add_special_tokens=False)["input_ids"])

@@ -50,7 +50,8 @@ class Choice:
     """One reply as its client gets it: its text so far, and its times as the server sees them."""
 
     def __init__(self, job: Job, engine: Engine, skip_special: bool) -> None:
-        self.reply = Reply(list(job.request.prompt_ids))
+        # Without the prompt, which the job has: a request may ask for many replies to a long one.
+        self.reply = Reply([])
         self._text = StreamedText(engine.target.tokenizer, job.settings.stop)
         self._hidden = engine.hidden if skip_special else frozenset[int]()
         self._asked = time.perf_counter()

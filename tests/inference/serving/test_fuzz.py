@@ -172,7 +172,7 @@ HOSTILE: list[tuple[str, str, bytes, int]] = [
     ),
     ("15 MiB of text", TEXT, text("a" * (15 << 20)), 413),
     ("500,000 tokens", TEXT, text([5] * 500_000), 400),
-    ("100,000 messages", CHAT, chat(messages=[{"role": "user", "content": ""}] * 100_000), 400),
+    ("60,000 messages", CHAT, chat(messages=[{"role": "user", "content": ""}] * 60_000), 400),
     ("a stop of 20,000 characters", TEXT, text("def", stop="ab" * 10_000), 400),
     ("five stops", TEXT, text("def", stop=list("abcde")), 400),
     ("the most stops", TEXT, text("def", stop=[c * 256 for c in "abcd"]), 200),

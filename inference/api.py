@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ from .compiled import prepare_to_compile
 from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, Step, decode, generate
-from .detokenize import StreamedText
+from .detokenize import StreamedText, special_ids
 from .drafters import load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .proposer import Proposer
@@ -61,6 +61,7 @@ Prompt = str | Sequence[int] | Sequence[dict[str, Any]] | Array
 class Reply(Generation):
     """Generation with its text, which ends before an end token or a stop string.
 
+    Special tokens are left out of it, as transformers' `decode(skip_special_tokens=True)` does.
     As in transformers, a stop string may begin in the prompt. The end of it that belongs to the
     reply stays in the text then.
     """
@@ -119,14 +120,14 @@ class Stream:
         self,
         steps: Generator[list[Step], Any, None],
         requests: Sequence[Request],
-        target: Target,
+        decoder: Decoder,
         stops: Sequence[str],
         single: bool,
     ) -> None:
-        self._steps, self._target, self._single = steps, target, single
+        self._steps, self._hidden, self._single = steps, decoder.hidden, single
         self.replies = [Reply(list(request.prompt_ids)) for request in requests]
         """The replies so far, in the order of the prompts."""
-        self._texts = [StreamedText(target.tokenizer, stops) for _ in requests]
+        self._texts = [StreamedText(decoder.target.tokenizer, stops) for _ in requests]
         self._started = time.perf_counter()
         self._ready: deque[Any] = deque()
 
@@ -149,7 +150,7 @@ class Stream:
         for index, step, reason in steps:
             reply = self.replies[index]
             reply.take(step, reason, elapsed)
-            tokens = [token for token in step.tokens if token not in self._target.eos_ids]
+            tokens = [token for token in step.tokens if token not in self._hidden]
             if piece := self._texts[index].add(tokens, last=reason is not None):
                 reply.text += piece
                 self._ready.append(piece if self._single else (index, piece))
@@ -213,6 +214,11 @@ class Decoder:
 
     def __repr__(self) -> str:
         return f"Decoder({self.target.name!r}, drafts with {self.proposer.name})"
+
+    @cached_property
+    def hidden(self) -> frozenset[int]:
+        """Tokens that are no text of a reply: end tokens, and the tokenizer's special tokens."""
+        return self.target.eos_ids | special_ids(self.target.tokenizer)
 
     def generate(
         self,
@@ -290,7 +296,7 @@ class Decoder:
             None,
             stops,
         )
-        return Stream(steps, requests, self.target, stops, single)
+        return Stream(steps, requests, self, stops, single)
 
     def astream(self, *arguments: Any, **options: Any) -> AsyncStream:
         """Return `stream` as an asynchronous iterator, for which a thread decodes.
@@ -352,10 +358,10 @@ class Decoder:
             raise UserError(f"a prompt cannot be encoded: {error}") from error
 
     def _text(self, generation: Generation, stops: Sequence[str]) -> str:
-        """Return the text of a reply, without end tokens and cut at a stop string."""
+        """Return the text of a reply, without special tokens and cut at a stop string."""
         text = StreamedText(self.target.tokenizer, stops)
         return text.add(
-            [token for token in generation.token_ids if token not in self.target.eos_ids], last=True
+            [token for token in generation.token_ids if token not in self.hidden], last=True
         )
 
 

@@ -16,7 +16,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import StopStringCriteria
 
 from ..heads.errors import UserError
 from .accept import judge
@@ -24,6 +23,7 @@ from .cache import TreeCache
 from .clock import Clock
 from .compiled import compiled
 from .decision import Decision, pack, unpack
+from .detokenize import StopStrings
 from .device import read_later, send
 from .noise import row_keys
 from .proposer import Accepted, Prompts, Proposer
@@ -49,6 +49,8 @@ class Request:
     """Number of the reply among those to the same prompt."""
     max_new_tokens: int | None = None
     """Limit of this reply's tokens; that of the batch if None."""
+    seed: int | None = None
+    """Seed of this reply's noise; that of the batch if None."""
 
 
 @dataclass(kw_only=True)
@@ -268,18 +270,13 @@ class _EndConditions:
 
     def __init__(self, eos_ids: frozenset[int], stop: Sequence[str], tokenizer: Any) -> None:
         self._eos_ids = eos_ids
-        self._stop = StopStringCriteria(tokenizer, list(stop)) if stop else None
+        self._stop = StopStrings(tokenizer, stop) if stop else None
 
     def reason(self, token: int, tokens: list[int]) -> str | None:
         """Return why a reply ends with `token`, the last of `tokens`; None if it goes on."""
         if token in self._eos_ids:
             return "eos"
-        if self._stop is not None:
-            # A stop string spans at most so many tokens, so only the last of them are looked at.
-            last: Any = torch.tensor([tokens[-self._stop.maximum_token_len :]])
-            if bool(self._stop(last, None).any()):
-                return "stop"
-        return None
+        return "stop" if self._stop is not None and self._stop.end_with(tokens) else None
 
 
 class _Batch:
@@ -376,7 +373,11 @@ class _Batch:
         in_prompt = torch.arange(ids.shape[1], device=ids.device) < row_lengths[:, None]
         text = torch.where(in_prompt, ids, ids[:, :1])
         names = [(row.request.id, row.request.sample) for row in self.rows]
-        keys = row_keys(self.sampling.seed, names, ids.device)
+        seeds = []
+        for row in self.rows:
+            own = row.request.seed
+            seeds.append(self.sampling.seed if own is None else own)
+        keys = row_keys(seeds, names, ids.device)
         # The last prompt token is the root of the first choice, at position length - 1.
         return Draws(self.sampling, keys, text, row_lengths - 1)
 

@@ -51,14 +51,20 @@ def mix_int(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def row_keys(seed: int, requests: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return one int64 key `[B]` for each (request id, sample index) of `requests`."""
+def row_keys(
+    seed: int | Sequence[int], requests: Sequence[tuple[int, int]], device: torch.device
+) -> Tensor:
+    """Return one int64 key `[B]` for each (request id, sample index) of `requests`.
+
+    `seed` is that of all of them, or there is one for each.
+    """
     keys = []
-    for request, sample in requests:
+    seeds = seed if isinstance(seed, Sequence) else [seed] * len(requests)
+    for own, (request, sample) in zip(seeds, requests, strict=True):
         key = 0
         # The inner hash spreads small numbers, and chaining makes their order count: (1, 2) and
         # (2, 1) have different keys.
-        for number in (seed, request, sample):
+        for number in (own, request, sample):
             key = mix_int(key + _GOLDEN + mix_int(number + _GOLDEN))
         keys.append(_signed(key))
     # Hashed on the host: a batch has few rows, and only once.

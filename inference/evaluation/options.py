@@ -332,7 +332,11 @@ class ServeOptions:
     port: int = 8000
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """Key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none without that."""
+    """Key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none without that.
+    Every user of this machine sees it in the list of processes: a file or the variable is
+    better."""
+    api_key_file: str | None = None
+    """File that holds the key, in place of --api-key."""
     name: str | None = None
     """Name of the target as a model; the last part of its path if not given."""
     profile: str | None = None
@@ -342,9 +346,9 @@ class ServeOptions:
     max_new_tokens: int = 1024
     """Longest reply, in tokens, of a request that gives no limit."""
     max_batch: int = 16
-    """Requests decoded together, at most."""
+    """Replies decoded at a time, at most, in all batches together."""
     queue: int = 256
-    """Requests that may wait; more are refused with status 503."""
+    """Replies that may wait; more are refused with status 503."""
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_batch", "queue"):
@@ -353,3 +357,7 @@ class ServeOptions:
                 raise UserError(f"--{option} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.port < 1 << 16:
             raise UserError(f"--port must be between 0 and 65535, not {self.port}")
+        if self.api_key == "":
+            raise UserError("--api-key is empty; give a key, or leave the option out")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise UserError("give either --api-key or --api-key-file")

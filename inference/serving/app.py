@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,20 +24,23 @@ from starlette.types import Receive, Scope, Send
 
 from ...heads.files import JsonObject
 from ..settings import Sampling
-from .engine import STOPPING, BatchSettings, Engine, EngineClosed, QueueFull
+from .engine import INTERNAL, STOPPING, BatchSettings, Engine, EngineClosed, QueueFull
+from .errors import RequestError, error_of, failure, similar
+from .intake import Intake
+from .openapi import Endpoint, Handler, description
 from .protocol import (
     ChatRequest,
+    Common,
     CompletionRequest,
-    RequestError,
+    Limits,
     read_request,
     requests_of,
     sampling_of,
     stops_of,
 )
-from .replies import ClientLeft, DecodingFailed, Pending
+from .replies import Asked, ClientLeft, DecodingFailed, Pending
 
 PAGE = Path(__file__).with_name("page")
-LARGEST_BODY = 16 << 20  # bytes
 LEFT = 499  # status in the server's own log: the client has left, and nobody reads it
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -44,7 +48,8 @@ POLICY = (
 )
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-Handler = Callable[[Request], Awaitable[Response]]
+VERSION = f"draftsmith {metadata.version('draftsmith')}"
+REFUSALS = ("400", "404", "408", "413", "415", "503")
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Service:
     hosts: list[str] = field(default_factory=lambda: ["*"])
     """Names under which the server may be addressed."""
     started: int = field(default_factory=lambda: int(time.time()))
+    intake: Intake = field(default_factory=Intake)
 
     @property
     def models(self) -> dict[str, str]:
@@ -71,49 +77,38 @@ class Service:
         named = {f"{self.name}:{drafter}": drafter for drafter in self.engine.proposers}
         return {self.name: self.default, **named}
 
+    @cached_property
+    def limits(self) -> Limits:
+        """What a request may ask for."""
+        # A token's name has at least as many characters as its text.
+        longest_token = max(map(len, self.engine.target.tokenizer.get_vocab()))
+        return Limits(self.name, self.engine.queue, self.longest, longest_token)
+
 
 def app_of(service: Service) -> Starlette:
     """Return the application, whose engine the caller closes."""
     engine = service.engine
-
-    async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": listed(service)})
-
-    async def one_model(request: Request) -> Response:
-        name = request.path_params["model"]
-        found = [entry for entry in listed(service) if entry["id"] == name]
-        return JSONResponse(found[0]) if found else failure(f"there is no model {name!r}", 404)
-
-    async def chat(request: Request) -> Response:
-        return await complete(request, ChatRequest, service)
-
-    async def completions(request: Request) -> Response:
-        return await complete(request, CompletionRequest, service)
-
-    async def health(request: Request) -> Response:
-        return JSONResponse(
-            {"status": "ok" if engine.alive else "the decoding thread has ended"},
-            200 if engine.alive else 503,
-        )
-
-    async def version(request: Request) -> Response:
-        return JSONResponse({"version": f"draftsmith {metadata.version('draftsmith')}"})
-
-    async def counters(request: Request) -> Response:
-        return Response(engine.counters.text(), media_type="text/plain; version=0.0.4")
-
     engine.counters.watch(lambda: engine.running, lambda: engine.waiting)
+    endpoints = endpoints_of(service)
+    document = description(endpoints, VERSION, service.api_key is not None)
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(document)
+
+    routes = [Route(path, page_file, name=path) for path in FILES]
+    for endpoint in endpoints:
+        handler = allowed(endpoint.handler, service) if endpoint.keyed else endpoint.handler
+        path = endpoint.path.replace("{model}", "{model:path}")  # a name may have slashes
+        routes.append(Route(path, handler, methods=[endpoint.method]))
+    routes.append(Route("/openapi.json", openapi))
+    paths = ", ".join([*(endpoint.path for endpoint in endpoints), "/openapi.json"])
+
+    async def unknown_path(request: Request, error: Exception) -> Response:
+        message = f"there is no {request.url.path}; there are {paths}, and the page at /"
+        return failure(message, 404, code="unknown_url")
+
     return Starlette(
-        routes=[
-            *(Route(path, page_file, name=path) for path in FILES),
-            Route("/v1/models", allowed(models, service)),
-            Route("/v1/models/{model:path}", allowed(one_model, service)),
-            Route("/v1/chat/completions", allowed(chat, service), methods=["POST"]),
-            Route("/v1/completions", allowed(completions, service), methods=["POST"]),
-            Route("/health", health),
-            Route("/version", version),
-            Route("/metrics", counters),
-        ],
+        routes=routes,
         # A name that another site's owner lets point at this machine must not reach the server.
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=service.hosts)],
         exception_handlers={
@@ -122,6 +117,45 @@ def app_of(service: Service) -> Starlette:
             Exception: unforeseen,
         },
     )
+
+
+def endpoints_of(service: Service) -> list[Endpoint]:
+    """Return the paths of the API, of which the routes and `/openapi.json` are made."""
+    engine = service.engine
+
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": listed(service)})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        found = [entry for entry in listed(service) if entry["id"] == name]
+        if not found:
+            raise no_model(name, service)
+        return JSONResponse(found[0])
+
+    async def health(request: Request) -> Response:
+        return JSONResponse(
+            {"status": "ok" if engine.alive else "the decoding thread has ended"},
+            200 if engine.alive else 503,
+        )
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": VERSION})
+
+    async def counters(request: Request) -> Response:
+        return Response(engine.counters.text(), media_type="text/plain; version=0.0.4")
+
+    chat = partial(complete, kind=ChatRequest, service=service)
+    completions = partial(complete, kind=CompletionRequest, service=service)
+    return [
+        Endpoint("/v1/chat/completions", chat, "Reply to messages.", ChatRequest, REFUSALS),
+        Endpoint("/v1/completions", completions, "Continue texts.", CompletionRequest, REFUSALS),
+        Endpoint("/v1/models", models, "The target, and under it each drafter."),
+        Endpoint("/v1/models/{model}", one_model, "One model.", errors=("404",)),
+        Endpoint("/metrics", counters, "Counters for Prometheus.", media="text/plain"),
+        Endpoint("/health", health, "Whether the server decodes.", keyed=False),
+        Endpoint("/version", version, "The version of draftsmith.", keyed=False),
+    ]
 
 
 async def page_file(request: Request) -> Response:
@@ -136,28 +170,15 @@ async def page_file(request: Request) -> Response:
     return Response((PAGE / name).read_text(), media_type=TYPES[Path(name).suffix], headers=headers)
 
 
-async def unknown_path(request: Request, error: Exception) -> Response:
-    """Return the answer to a path that there is not."""
-    there = "/v1/chat/completions, /v1/completions, /v1/models, /health, /version and /metrics"
-    return failure(f"there is no {request.url.path}; there are {there}, and the page at /", 404)
-
-
 async def refused(request: Request, error: Exception) -> Response:
     """Return the answer to a request that the framework refuses, such as a GET in place of POST."""
     assert isinstance(error, HTTPException)
-    return failure(error.detail, error.status_code, dict(error.headers or {}))
+    return failure(error.detail, error.status_code, headers=dict(error.headers or {}))
 
 
 async def unforeseen(request: Request, error: Exception) -> Response:
     """Return the answer to a request that met an internal error, which the server's log shows."""
-    return failure(f"an internal error: {type(error).__name__}; see the server's log", 500)
-
-
-def failure(message: str | Exception, status: int, headers: dict[str, str] | None = None):
-    """Return an error in OpenAI's form."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": str(message), "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status, headers)
+    return failure(INTERNAL, 500, code="internal_error")
 
 
 def allowed(handler: Handler, service: Service) -> Handler:
@@ -167,18 +188,20 @@ def allowed(handler: Handler, service: Service) -> Handler:
     async def checked(request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
         if service.api_key is not None and not secrets.compare_digest(given, wanted):
-            return failure("the API key is missing or wrong", 401)
+            return failure("the API key is missing or wrong", 401, code="invalid_api_key")
         try:
             return await handler(request)
         except RequestError as error:
-            return failure(error, error.status)
+            # The rest of a body that came too late is not waited for.
+            close = {"Connection": "close"} if error.status == 408 else None
+            return failure(error, error.status, error.param, error.code, close)
         except QueueFull:
             full = f"{service.engine.queue} requests wait already; try again later"
-            return failure(full, 503, {"Retry-After": "1"})
+            return failure(full, 503, code="queue_full", headers={"Retry-After": "1"})
         except EngineClosed:
-            return failure(STOPPING, 503)
+            return failure(STOPPING, 503, code="stopping")
         except DecodingFailed as error:
-            return failure(error, 503 if str(error) == STOPPING else 500)
+            return failure(error, error.status, code=error.code)
         except (ClientLeft, ClientDisconnect):
             return failure("the client has left", LEFT)
 
@@ -206,40 +229,46 @@ def listed(service: Service) -> list[JsonObject]:
     return entries
 
 
-async def complete(
-    request: Request, kind: type[ChatRequest] | type[CompletionRequest], service: Service
-) -> Response:
+def no_model(name: str, service: Service) -> RequestError:
+    """Return the refusal of a request for a model that there is not."""
+    close = similar(name, list(service.models))
+    meant = f"did you mean {close}? There" if close else "there"
+    there = ", ".join(service.models)
+    message = f"there is no model {name!r}; {meant} are: {there}"
+    return RequestError(message, "model", "model_not_found", 404)
+
+
+def understood(body: bytes, kind: type[Common], service: Service) -> Asked:
+    """Return what a body asks for, with its prompts encoded. Raises `RequestError`."""
+    asked = read_request(body, kind)
+    model = asked.model or service.name
+    if (drafter := service.models.get(model)) is None:
+        raise no_model(model, service)
+    sampling = sampling_of(asked, service.defaults)
+    settings = BatchSettings(drafter, sampling, stops_of(asked), asked.ignore_eos)
+    requests = requests_of(asked, service.engine.target, service.limits)
+    return Asked(asked, model, settings, requests)
+
+
+async def complete(request: Request, kind: type[Common], service: Service) -> Response:
     """Decode what a request asks for, and return the answer, whole or as a stream of events.
 
     Raises `RequestError`, `QueueFull`, and for a whole answer `DecodingFailed` and `ClientLeft`.
     """
-    asked = read_request(await body_of(request), kind)
-    model = asked.model or service.name
-    if (drafter := service.models.get(model)) is None:
-        close = difflib.get_close_matches(model, service.models, n=1)
-        meant = f"did you mean {close[0]}? There" if close else "there"
-        there = ", ".join(service.models)
-        raise RequestError(f"there is no model {model!r}; {meant} are: {there}", 404)
-    settings = BatchSettings(
-        drafter, sampling_of(asked, service.defaults), stops_of(asked), asked.ignore_eos
-    )
-    requests = requests_of(asked, service.engine.target, service.longest)
-    if len(requests) > service.engine.queue:
-        raise RequestError(
-            f"{len(requests)} replies are asked for, and at most {service.engine.queue} can wait"
-        )
+    read = partial(understood, kind=kind, service=service)
+    asked = await service.intake.read(request, read)
+    fields = asked.fields
+    pending = Pending(service.engine, asked)
     left = asyncio.ensure_future(leaving(request))
+    if fields.stream:
+        usage = fields.stream_options is not None and fields.stream_options.include_usage
+        return EventStream(pending, left, usage)
     try:
-        pending = Pending(service.engine, requests, settings, asked, model)
-        if asked.stream:
-            usage = asked.stream_options is not None and asked.stream_options.include_usage
-            return EventStream(pending, left, usage)
         async for _ in pending.steps(left):
             pass
         return JSONResponse(pending.whole())
     finally:
-        if not asked.stream:
-            left.cancel()
+        left.cancel()
 
 
 class EventStream(StreamingResponse):
@@ -274,29 +303,13 @@ async def streamed(
     except ClientLeft:
         pass  # nobody reads on
     except DecodingFailed as error:
-        yield event_of({"error": {"message": str(error), "type": "server_error"}})
+        yield event_of(msgspec.to_builtins(error_of(error, error.status, code=error.code)))
 
 
 def event_of(value: JsonObject) -> bytes:
     """Return a server-sent event that holds a JSON value."""
     # ASCII, since clients split lines at some characters outside of it.
     return b"data: " + json.dumps(value).encode() + b"\n\n"
-
-
-async def body_of(request: Request) -> bytes:
-    """Return the body of a request. Raises `RequestError` if it is too large or not JSON by name.
-
-    A page of another site can send text to this server without asking, but not JSON.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError("send the request with Content-Type: application/json", 415)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > LARGEST_BODY:
-            raise RequestError(f"a request has at most {LARGEST_BODY >> 20} MiB", 413)
-    return bytes(body)
 
 
 async def leaving(request: Request) -> None:

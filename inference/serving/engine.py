@@ -1,8 +1,8 @@
 """Decoding of requests that come at any time, in one thread.
 
 Waiting requests with equal settings become a batch of the decode loop. A batch takes no further
-requests; up to `BATCHES` of them run in turns, a round each, so that a request that comes while
-others run need not wait for the last of them.
+requests. Several run in turns, a round each, so that a request that comes while others run need not
+wait for the last of them: their rows are limited, not their number.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 
-from ...heads.errors import UserError
-from ..decode import Request, Round, decode
+from ..decode import Request, Round, Step, decode
+from ..detokenize import special_ids
 from ..drafters import proposer_like
 from ..proposer import Proposer
 from ..settings import GREEDY, Sampling
@@ -24,7 +24,12 @@ from .counters import ServerCounters
 
 log = logging.getLogger(__name__)
 
-BATCHES = 2  # batches that run in turns
+BATCHES = 2  # batches that begin without waiting for further requests
+PATIENCE_S = 0.25
+"""Time in which requests collect for one batch more than `BATCHES`; it doubles with each further
+one. Many small batches are slower than few large ones."""
+PADDED = 8192
+"""Positions that the prompts of a batch, padded to the longest, may hold in any case."""
 COLLECT_S = 0.005  # time in which further requests may join the first one of an idle engine
 Deliver = Callable[[Round | None, str | None], None]
 """Function that gets the record of each step of a reply and the reason for its end; the record is
@@ -32,6 +37,7 @@ None and the reason a message where decoding has failed. It never raises."""
 
 
 STOPPING = "the server is stopping"
+INTERNAL = "an internal error; the server's log says which"
 
 
 class QueueFull(Exception):
@@ -61,21 +67,29 @@ class Job:
     deliver: Deliver = field(repr=False)
     """Called in the engine's thread."""
     given_up: bool = False
+    since: float = field(default_factory=time.monotonic)
+    """Time at which it was made."""
 
 
 class _Batch:
     """Jobs that are decoded together; those in `open` have not ended."""
 
-    def __init__(self, target: Target, proposer: Proposer, jobs: Sequence[Job]) -> None:
-        self.jobs, self.proposer = jobs, proposer
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.drafter = jobs[0].settings.drafter
         self.open = set(range(len(jobs)))
-        settings = jobs[0].settings
-        longest = max(job.request.max_new_tokens or 1 for job in jobs)
+        self.proposer: Proposer | None = None
+        self._steps: Generator[list[Step], Collection[int] | None, None] | None = None
+
+    def begin(self, target: Target, proposer: Proposer) -> None:
+        """Make the loop that decodes the batch with `proposer`."""
+        self.proposer = proposer
+        settings = self.jobs[0].settings
         self._steps = decode(
             target,
             proposer,
-            [job.request for job in jobs],
-            longest,
+            [job.request for job in self.jobs],
+            max(job.request.max_new_tokens or 1 for job in self.jobs),
             settings.sampling,
             frozenset() if settings.ignore_eos else None,
             settings.stop,
@@ -84,6 +98,7 @@ class _Batch:
 
     def step(self, counters: ServerCounters) -> None:
         """Run one round, and deliver what each job gained. Raises `StopIteration` at the end."""
+        assert self._steps is not None
         # Nothing can be sent into a generator that has not begun.
         given_up = {i for i in self.open if self.jobs[i].given_up} if self._started else set()
         for _ in given_up:
@@ -101,18 +116,19 @@ class _Batch:
 
     def fail(self, message: str, counters: ServerCounters) -> None:
         """Deliver an error to every job that has not ended, and release the batch."""
-        self._steps.close()
-        for index in self.open:
+        still_open, self.open = self.open, set()
+        for index in still_open:
             counters.ended("error")
             self.jobs[index].deliver(None, message)
-        self.open.clear()
+        if self._steps is not None:
+            self._steps.close()
 
 
 class Engine:
-    """Thread that decodes jobs with the drafters of `proposers`, at most `rows` in a batch.
+    """Thread that decodes jobs with the drafters of `proposers`, at most `rows` at a time.
 
     At most `queue` jobs wait. A compiled target runs one batch at a time, since captured graphs
-    share one cache.
+    share one cache. An error ends the jobs that it met, and never the thread.
     """
 
     def __init__(
@@ -121,7 +137,11 @@ class Engine:
         self.target, self.proposers = target, proposers
         self.rows, self.queue = rows, queue
         self.counters = ServerCounters()
-        self._batches = 1 if target.compiled else BATCHES
+        self.hidden = target.eos_ids | special_ids(target.tokenizer)
+        """Tokens that are no text of a reply."""
+        self.padded = max(target.max_positions, PADDED)
+        """Positions that the padded prompts of a batch may hold: as many as one prompt of the
+        target's full length, which has to fit in any case."""
         self._waiting: deque[Job] = deque()
         self._running: list[_Batch] = []
         self._idle: dict[str, list[Proposer]] = {name: [one] for name, one in proposers.items()}
@@ -176,20 +196,32 @@ class Engine:
     def _run(self) -> None:
         try:
             while self._wait():
-                if (batch := self._next_batch()) is not None:
-                    self._running.append(batch)
-                for batch in list(self._running):
-                    self._advance(batch)
+                try:
+                    self._turn()
+                except Exception:  # whatever it was, the thread has to live for the next request
+                    log.exception("decoding failed")
+                    self._end_running(INTERNAL)
         finally:  # whatever happens, nobody waits for a reply that never comes
             with self._changed:
                 self._closed = True
                 waiting, self._waiting = list(self._waiting), deque()
-            running, self._running = self._running, []
-            for batch in running:
-                batch.fail(STOPPING, self.counters)
             for job in waiting:
                 self.counters.ended("error")
                 job.deliver(None, STOPPING)
+            self._end_running(STOPPING)
+
+    def _turn(self) -> None:
+        """Begin a batch if one is due, and run a round of each."""
+        if jobs := self._next_jobs():
+            self._running.append(_Batch(jobs))
+        for batch in list(self._running):
+            self._advance(batch)
+
+    def _end_running(self, message: str) -> None:
+        """Deliver an error to every job that runs."""
+        running, self._running = self._running, []
+        for batch in running:
+            batch.fail(message, self.counters)
 
     def _wait(self) -> bool:
         """Return true as soon as there is something to decode, and false when the engine closes."""
@@ -201,24 +233,45 @@ class Engine:
             time.sleep(COLLECT_S)
         return not self._closed
 
-    def _next_batch(self) -> _Batch | None:
-        """Return a batch of the jobs that have the settings of the one that waits longest.
+    def _next_jobs(self) -> list[Job]:
+        """Return the jobs of the next batch, without those whose client has left; often none.
 
-        None if there is none, or no room for another batch.
+        They have the settings of the one that waits longest.
         """
         with self._changed:
             left = [job for job in self._waiting if job.given_up]
             for job in left:
                 self._waiting.remove(job)
                 self.counters.ended("cancelled")
-            if not self._waiting or len(self._running) >= self._batches:
-                return None
-            settings = self._waiting[0].settings
-            alike = [job for job in self._waiting if job.settings == settings]
-            jobs = alike[: self.rows]
+            if not self._waiting or not self._due(self._waiting[0]):
+                return []
+            jobs = self._together(self.rows - self.running)
             for job in jobs:
                 self._waiting.remove(job)
-        return _Batch(self.target, self._proposer(settings.drafter), jobs)
+            return jobs
+
+    def _due(self, job: Job) -> bool:
+        """Return true if a batch may begin with `job`, which waits longest."""
+        running = len(self._running)
+        if self.target.compiled:
+            return running == 0
+        patience = PATIENCE_S * 2 ** (running - BATCHES) if running >= BATCHES else 0.0
+        return time.monotonic() - job.since >= patience
+
+    def _together(self, room: int) -> list[Job]:
+        """Return the jobs, at most `room`, that are decoded with the one that waits longest.
+
+        A prompt that would pad the batch beyond `padded` positions waits for the next one.
+        """
+        jobs: list[Job] = []
+        longest = 0
+        for job in self._waiting:
+            length = max(longest, len(job.request.prompt_ids))
+            fits = not jobs or length * (len(jobs) + 1) <= self.padded
+            if len(jobs) < room and job.settings == self._waiting[0].settings and fits:
+                jobs.append(job)
+                longest = length
+        return jobs
 
     def _proposer(self, name: str) -> Proposer:
         """Return a proposer of a drafter that is at work on no batch."""
@@ -228,14 +281,16 @@ class Engine:
     def _advance(self, batch: _Batch) -> None:
         """Run a round of a batch; a batch that has ended or failed is released."""
         try:
+            if batch.proposer is None:
+                batch.begin(self.target, self._proposer(batch.drafter))
             batch.step(self.counters)
             return
         except StopIteration:
             pass
-        except UserError as error:
-            batch.fail(str(error), self.counters)
-        except Exception as error:  # the other requests must go on
+        except Exception:  # the other requests must go on
             log.exception("decoding failed")
-            batch.fail(f"an internal error: {type(error).__name__}: {error}", self.counters)
+            # Its text may name files of this machine, and belongs into the log alone.
+            batch.fail(INTERNAL, self.counters)
         self._running.remove(batch)
-        self._idle[batch.jobs[0].settings.drafter].append(batch.proposer)
+        if batch.proposer is not None:
+            self._idle[batch.drafter].append(batch.proposer)

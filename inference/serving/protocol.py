@@ -7,10 +7,9 @@ the reply and cannot be honoured is refused; an unknown one too, since it may be
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import re
 import secrets
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -24,20 +23,20 @@ from ..conversations.rows import parsed, prompt_ids
 from ..decode import Request
 from ..settings import Sampling
 from ..targets.target import Target
+from .errors import LONGEST_NAME, RequestError, refused_by_type
 
 MOST_CHOICES = 128
+MOST_STOPS = 4  # as in OpenAI's API
+LONGEST_STOP = 256  # characters; each token of a reply is compared with all of them
+WHOLE = 1 << 31  # bound of numbers that have none of their own
 TEMPLATE_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 TEMPLATE_ARGUMENTS |= {"messages"}
 FINISH = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 """OpenAI's words for `Generation.finish_reason`."""
 
 
-class RequestError(Exception):
-    """Request that is refused, with its HTTP status."""
-
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+Stop = Annotated[str, Meta(min_length=1, max_length=LONGEST_STOP)]
+Whole = Annotated[int, Meta(ge=-WHOLE, le=WHOLE)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -52,17 +51,17 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 class Common(Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields that both kinds of requests have."""
 
-    model: str | None = None
+    model: Annotated[str, Meta(max_length=LONGEST_NAME * 4)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     """At most 0: all tokens."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     seed: int | None = None
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MOST_STOPS)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -95,7 +94,7 @@ class Common(Struct, kw_only=True, forbid_unknown_fields=True):
 class CompletionRequest(Common, kw_only=True):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[Any]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
     """Text, texts, token ids, or several lists of token ids."""
     echo: bool | None = False
     suffix: str | None = None
@@ -131,24 +130,18 @@ class ChatRequest(Common, kw_only=True):
 def read_request(body: bytes, kind: type[Any]) -> Any:
     """Return the request of type `kind` in a body. Raises `RequestError`."""
     try:
-        request = msgspec.convert(without_nulls(parsed(body.decode())), kind)
-    except (UnicodeDecodeError, RowError, msgspec.ValidationError) as error:
-        message = in_words(str(error), kind)
-        raise RequestError(f"the request cannot be read: {message}") from error
+        value = parsed(body.decode())
+    except (UnicodeDecodeError, RowError) as error:
+        raise RequestError(f"the request cannot be read: {error}", code="invalid_json") from error
+    try:
+        request = msgspec.convert(without_nulls(value), kind)
+    except msgspec.ValidationError as error:
+        raise refused_by_type(error, kind) from error
     if (name := request.refused()) is not None:
-        raise RequestError(f"{name} is not supported here; leave it out")
+        raise RequestError(
+            f"{name} is not supported here; leave it out", name, "unsupported_parameter"
+        )
     return request
-
-
-def in_words(message: str, kind: type[Any]) -> str:
-    """Return a message of msgspec with the words of clients, and the field that was meant."""
-    message = message.replace("Object contains unknown field", "there is no field")
-    message = message.replace(" | null`", "`")
-    if (unknown := re.search(r"there is no field `(\w+)`$", message)) is not None:
-        known = msgspec.structs.fields(kind)
-        if close := difflib.get_close_matches(unknown[1], [f.name for f in known], n=1):
-            return f"{message}; did you mean `{close[0]}`?"
-    return message
 
 
 def without_nulls(value: Any) -> Any:
@@ -165,11 +158,12 @@ def without_nulls(value: Any) -> Any:
 def sampling_of(request: Common, defaults: Sampling) -> Sampling:
     """Return the sampling parameters of a request; `defaults` has those that it does not name.
 
-    Raises `RequestError`. A seed of its own is only set where the request has one.
+    The seed is not among them: it belongs to each reply, and a batch has replies of many seeds.
+    Raises `RequestError`.
     """
     values = {
         name: given
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
         if (given := getattr(request, name)) is not None
     }
     if request.top_k is not None:
@@ -181,7 +175,8 @@ def sampling_of(request: Common, defaults: Sampling) -> Sampling:
     try:
         return Sampling(**merged)
     except UserError as error:
-        raise RequestError(str(error)) from error
+        param = str(error).partition(" ")[0]
+        raise RequestError(str(error), param if param in merged else None) from error
 
 
 def vars_of(sampling: Sampling) -> JsonObject:
@@ -190,72 +185,121 @@ def vars_of(sampling: Sampling) -> JsonObject:
 
 
 def stops_of(request: Common) -> tuple[str, ...]:
-    """Return the stop strings of a request. Raises `RequestError` for an empty one."""
+    """Return the stop strings of a request."""
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if not all(stops):
-        raise RequestError("a stop string must have at least one character")
     return tuple(dict.fromkeys(stops))
 
 
-def requests_of(request: Common, target: Target, longest: int) -> list[Request]:
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for; larger ones are refused before any work is done for them."""
+
+    name: str
+    """Name of the target in messages, which have no path of this machine."""
+    replies: int
+    """Replies to all prompts of a request: as many as can wait."""
+    longest: int
+    """Tokens of a reply where the request gives no limit."""
+    longest_token: int
+    """Characters of the target's longest token: a longer text than all positions of it cannot
+    fit."""
+
+
+def requests_of(request: Common, target: Target, limits: Limits) -> list[Request]:
     """Return what is to be decoded for a request: all samples of each prompt, in order.
 
-    `longest` limits a reply where the request does not. Noise belongs to a request's seed; without
-    one each request has noise of its own. Raises `RequestError` for a prompt that cannot be
-    decoded.
+    Noise belongs to a request's seed; without one each request has noise of its own. Raises
+    `RequestError` for a prompt that cannot be decoded.
     """
+    prompts = given_prompts(request)
+    replies = len(prompts) * (request.n or 1)
+    if replies > limits.replies:
+        raise RequestError(
+            f"{replies} replies are asked for, and at most {limits.replies} can wait",
+            "n" if len(prompts) == 1 else "prompt",
+        )
     limit = request.max_tokens
     if isinstance(request, ChatRequest):
         limit = request.max_completion_tokens or limit
     # `row_keys` takes 64 bits; 0 is the name of the only prompt of `Decoder.generate`.
     name = 0 if request.seed is not None else secrets.randbits(62)
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
     found = []
-    for number, ids in enumerate(prompts_of(request, target)):
+    for number, prompt in enumerate(prompts):
+        ids = encoded(prompt, request, target, limits, param)
         room = target.max_positions - len(ids)
         if not ids:
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError("the prompt is empty; give at least one token", param)
         if room < 1:
-            raise RequestError(
-                f"a prompt of {len(ids)} tokens leaves no room in {target.max_positions} "
-                "positions; shorten it"
-            )
+            raise too_long(f"{len(ids)} tokens", target, param)
         if not all(0 <= token < target.vocab_size for token in ids):
             raise RequestError(
-                f"a prompt holds something that is no token id of {target.name} (0 to "
-                f"{target.vocab_size - 1})"
+                f"a prompt holds something that is no token id of {limits.name} (0 to "
+                f"{target.vocab_size - 1})",
+                param,
             )
+        most = min(limit or limits.longest, room)
         for sample in range(request.n or 1):
-            found.append(Request(ids, name + number, sample, min(limit or longest, room)))
+            found.append(Request(ids, name + number, sample, most, request.seed))
     return found
 
 
-def prompts_of(request: Common, target: Target) -> list[list[int]]:
-    """Return the token ids of each prompt of a request. Raises `RequestError`."""
+def given_prompts(request: Common) -> list[Conversation | str | list[int]]:
+    """Return the prompts of a request as they were given. Raises `RequestError`."""
+    if isinstance(request, ChatRequest):
+        check_chat(request)
+        messages = [plain_message(message) for message in request.messages]
+        kwargs = request.chat_template_kwargs or {}
+        return [Conversation(messages=messages, template_kwargs=kwargs)]
+    assert isinstance(request, CompletionRequest)
+    given = request.prompt
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    found: list[Any] = []
+    for prompt in given:
+        tokens = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not tokens and not isinstance(prompt, str):
+            raise RequestError("a prompt is a text or a list of token ids", "prompt")
+        found.append(prompt)
+    return found
+
+
+def encoded(
+    prompt: Conversation | str | list[int],
+    request: Common,
+    target: Target,
+    limits: Limits,
+    param: str,
+) -> list[int]:
+    """Return the token ids of a prompt. Raises `RequestError`, for a long text without encoding."""
+    if isinstance(prompt, list):
+        return prompt
+    if isinstance(prompt, str):
+        length = len(prompt)
+    else:
+        messages = prompt.messages or []
+        length = sum(len(message["content"]) for message in messages)
+        if len(messages) > target.max_positions:
+            raise too_long(f"{len(messages)} messages", target, param)
+    if length > target.max_positions * limits.longest_token:
+        raise too_long(f"{length} characters", target, param)
     try:
-        if isinstance(request, ChatRequest):
-            check_chat(request)
-            conversation = Conversation(
-                messages=[plain_message(message) for message in request.messages],
-                template_kwargs=request.chat_template_kwargs or {},
-            )
-            return [prompt_ids(conversation, target.tokenizer, target.name)]
-        assert isinstance(request, CompletionRequest)
-        given = request.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            given = [given]
-        if not given:
-            raise RequestError("there is no prompt; give at least one")
-        ids = []
-        for prompt in given:
-            if isinstance(prompt, str):
-                prompt = target.tokenizer(prompt, add_special_tokens=request.add_special_tokens)
-                prompt = prompt["input_ids"]
-            if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-                raise RequestError("a prompt is a text or a list of token ids")
-            ids.append(prompt)
-        return ids
+        if isinstance(prompt, str):
+            assert isinstance(request, CompletionRequest)
+            special = request.add_special_tokens
+            return target.tokenizer(prompt, add_special_tokens=special)["input_ids"]
+        return prompt_ids(prompt, target.tokenizer, limits.name)
     except (RowError, UserError) as error:
-        raise RequestError(f"the prompt cannot be encoded: {error}") from error
+        raise RequestError(f"the prompt cannot be encoded: {error}", param) from error
+
+
+def too_long(length: str, target: Target, param: str) -> RequestError:
+    """Return the refusal of a prompt of `length`."""
+    return RequestError(
+        f"a prompt of {length} leaves no room in {target.max_positions} positions; shorten it",
+        param,
+        "context_length_exceeded",
+    )
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -264,10 +308,15 @@ def check_chat(request: ChatRequest) -> None:
     A template of the client's own could run for ever.
     """
     if request.messages[-1].get("role") == "assistant":
-        raise RequestError("the last message is the assistant's; this server begins each reply")
+        raise RequestError(
+            "the last message is the assistant's; this server begins each reply", "messages"
+        )
     for name in request.chat_template_kwargs or {}:
         if name in TEMPLATE_ARGUMENTS:
-            raise RequestError(f"chat_template_kwargs.{name} is no variable of a chat template")
+            raise RequestError(
+                f"chat_template_kwargs.{name} is no variable of a chat template",
+                "chat_template_kwargs",
+            )
 
 
 def plain_message(message: JsonObject) -> JsonObject:
@@ -280,14 +329,16 @@ def plain_message(message: JsonObject) -> JsonObject:
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(role, str):
-        raise RequestError("a message has no role")
+        raise RequestError("a message has no role", "messages")
     if isinstance(content, list):
         texts = []
         for part in content:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise RequestError("a message has a part that is no text; this server takes texts")
+                raise RequestError(
+                    "a message has a part that is no text; this server takes texts", "messages"
+                )
             texts.append(part["text"])
         content = "".join(texts)
     if not isinstance(content, str):
-        raise RequestError(f"the content of a message of role {role} is no text")
+        raise RequestError(f"the content of a message of role {role} is no text", "messages")
     return {**message, "role": "system" if role == "developer" else role, "content": content}

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 
@@ -13,8 +14,7 @@ from ...heads.files import JsonObject
 from ..api import Reply, none_for_nan
 from ..decode import Request, Round
 from ..detokenize import StreamedText
-from ..targets.target import Target
-from .engine import BatchSettings, Engine, Job
+from .engine import STOPPING, BatchSettings, Engine, Job
 from .protocol import FINISH, ChatRequest, Common
 
 
@@ -25,14 +25,35 @@ class ClientLeft(Exception):
 class DecodingFailed(Exception):
     """The engine could not decode a reply; the message says why."""
 
+    @property
+    def code(self) -> str:
+        """Code of the answer."""
+        return "stopping" if str(self) == STOPPING else "internal_error"
+
+    @property
+    def status(self) -> int:
+        """HTTP status of the answer."""
+        return 503 if str(self) == STOPPING else 500
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was read, and what the engine decodes for it."""
+
+    fields: Common
+    model: str
+    settings: BatchSettings
+    requests: Sequence[Request]
+
 
 class Choice:
     """One reply as its client gets it: its text so far, and its times as the server sees them."""
 
-    def __init__(self, job: Job, target: Target, skip_special: bool) -> None:
-        self.reply = Reply(list(job.request.prompt_ids))
-        self._text = StreamedText(target.tokenizer, job.settings.stop)
-        self._hidden = target.eos_ids if skip_special else frozenset[int]()
+    def __init__(self, job: Job, engine: Engine, skip_special: bool) -> None:
+        # Without the prompt, which the job has: a request may ask for many replies to a long one.
+        self.reply = Reply([])
+        self._text = StreamedText(engine.target.tokenizer, job.settings.stop)
+        self._hidden = engine.hidden if skip_special else frozenset[int]()
         self._asked = time.perf_counter()
 
     def add(self, record: Round, reason: str | None) -> list[tuple[str, bool]]:
@@ -62,26 +83,20 @@ class Choice:
 class Pending:
     """The replies to one request, from its submission until they have ended or are given up."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        requests: Sequence[Request],
-        settings: BatchSettings,
-        asked: Common,
-        model: str,
-    ) -> None:
-        """Submit all replies of the request `asked`. Raises `QueueFull`."""
-        self._engine, self._asked, self._model = engine, asked, model
+    def __init__(self, engine: Engine, asked: Asked) -> None:
+        """Submit all replies that are asked for. Raises `QueueFull` and `EngineClosed`."""
+        self._engine, self._asked, self._model = engine, asked.fields, asked.model
         self._loop = asyncio.get_running_loop()
         # None: the client has left
         self._events: asyncio.Queue[tuple[int, Round | None, str | None] | None] = asyncio.Queue()
-        self.chat = isinstance(asked, ChatRequest)
+        self.chat = isinstance(asked.fields, ChatRequest)
         self.id = ("chatcmpl-" if self.chat else "cmpl-") + token_hex(12)
         self.created = int(time.time())
         self.jobs = []
-        for number, request in enumerate(requests):
-            self.jobs.append(Job(request, settings, partial(self._deliver, number)))
-        self.choices = [Choice(job, engine.target, asked.skip_special_tokens) for job in self.jobs]
+        for number, request in enumerate(asked.requests):
+            self.jobs.append(Job(request, asked.settings, partial(self._deliver, number)))
+        skip_special = asked.fields.skip_special_tokens
+        self.choices = [Choice(job, engine, skip_special) for job in self.jobs]
         engine.submit(self.jobs)
 
     def _deliver(self, number: int, record: Round | None, reason: str | None) -> None:

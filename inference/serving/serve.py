@@ -6,7 +6,7 @@ no further requests, and prompts have no common prefix cache.
 
 from __future__ import annotations
 
-import asyncio
+import gc
 import ipaddress
 import os
 import socket
@@ -14,12 +14,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ...heads.documents import read_document
 from ...heads.errors import UserError
 from ..console import warn
 from ..drafters import check_spec, load_proposer
 from ..evaluation.measure import distinct_names
 from ..evaluation.options import ServeOptions as Options
-from ..evaluation.tuning.profile import TuningProfile
+from ..evaluation.tuning.profile import ProfileFile, TuningProfile
 from ..proposer import Proposer
 from ..proposers.plain import PlainDecoding
 from ..targets.target import Target, load_for_decoding
@@ -36,18 +37,21 @@ def if_interrupted(options: Options) -> str:
 def run(options: Options) -> None:
     """Serve until the user stops the server.
 
-    Raises `UserError` for what cannot be loaded, an address that cannot be had, and packages that
-    are missing.
+    Raises `UserError` for what cannot be loaded, an address that cannot be had, a key that cannot
+    be read, and packages that are missing.
     """
-    app_module, uvicorn = packages()
+    # Everything that needs no target is looked at before it is loaded.
+    app_module, connections = packages()
     for spec in options.drafter:
         check_spec(spec)
-    key = options.api_key or os.environ.get(KEY) or None
-    # Before the target is loaded: the address may be taken.
+    if options.profile is not None:
+        read_document(Path(options.profile), ProfileFile, "check the path")
+    key = key_of(options)
     with listen(options.host, options.port) as bound:
         host, port = bound.getsockname()[:2]
-        if key is None and hosts_of(host) == ["*"]:
-            warn("everybody who reaches this machine can use the server; give an --api-key")
+        hosts = hosts_of(host, options.host)
+        if key is None and hosts == ["*"]:
+            warn("everybody who reaches this machine can use the server; give an --api-key-file")
         target = load_for_decoding(options.target)
         proposers = [*proposers_of(options, target), PlainDecoding()]
         names = distinct_names(proposers)
@@ -60,27 +64,35 @@ def run(options: Options) -> None:
             options.sampling,
             options.max_new_tokens,
             key,
-            hosts_of(options.host),
+            hosts,
         )
+        # What has been loaded stays. Python's collector would look through all of it again and
+        # again while a request of many values is parsed, and nothing else runs meanwhile.
+        gc.collect()
+        gc.freeze()
         announce(service, host, port)
-        config = uvicorn.Config(
-            app_module.app_of(service),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=3,
-        )
-
-        class Server(uvicorn.Server):
-            """Server that ends what is being decoded before it waits for its connections."""
-
-            async def shutdown(self, sockets: Any = None) -> None:
-                await asyncio.to_thread(engine.close)
-                await super().shutdown(sockets)
-
         try:
-            Server(config).run(sockets=[bound])
+            connections.Server(app_module.app_of(service), engine).run(sockets=[bound])
         except KeyboardInterrupt:  # uvicorn has closed everything before it raises this
             print("the server has stopped", file=sys.stderr)
+
+
+def key_of(options: Options) -> str | None:
+    """Return the key that requests have to carry; None if there is none. Raises `UserError`."""
+    key, source = options.api_key or os.environ.get(KEY), "the API key"
+    if options.api_key_file is not None:
+        source = f"--api-key-file {options.api_key_file}"
+        try:
+            key = Path(options.api_key_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+            raise UserError(f"cannot read {source}: {reason}; check the path") from error
+        if not key:
+            raise UserError(f"{source} is empty; write the key into it")
+    # A header of HTTP can carry neither control characters nor spaces at its ends.
+    if key and (key != key.strip() or not key.isprintable()):
+        raise UserError(f"{source} has spaces around it or characters that cannot be sent")
+    return key or None
 
 
 def announce(service: Any, host: str, port: int) -> None:
@@ -100,18 +112,16 @@ def announce(service: Any, host: str, port: int) -> None:
 
 
 def packages() -> tuple[Any, Any]:
-    """Return the module of the application, and uvicorn. Raises `UserError` if one is missing."""
+    """Return the modules that need more packages. Raises `UserError` if one of those is missing."""
     try:
-        import uvicorn
-
-        from . import app
+        from . import app, connections
     except ModuleNotFoundError as error:
         if error.name not in EXTRA:
             raise
         raise UserError(
             f"draftsmith serve needs the package {error.name}; pip install 'draftsmith[serve]'"
         ) from error
-    return app, uvicorn
+    return app, connections
 
 
 def proposers_of(options: Options, target: Target) -> list[Proposer]:
@@ -139,10 +149,15 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def hosts_of(host: str) -> list[str]:
-    """Return the names by which clients may address a server that is bound to `host`."""
-    try:
-        local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = host == "localhost"
-    return ["localhost", "127.0.0.1", "[::1]", host] if local else ["*"]
+def hosts_of(bound: str, named: str) -> list[str]:
+    """Return the names by which clients may address a server that listens at the address `bound`.
+
+    `named` is what the user called that address. All names are allowed where others than this
+    machine can reach it: there the server's names are not known.
+    """
+    address = ipaddress.ip_address(bound)
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    if not (mapped or address).is_loopback:
+        return ["*"]
+    names = ["localhost", "127.0.0.1", "::1", bound, named]
+    return [f"[{name}]" if ":" in name else name for name in dict.fromkeys(names)]

@@ -1,4 +1,5 @@
-"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches in turns.
+"""Throughput and waiting time of the local server's engine, with 1, 2 and 4 batches in turns, and
+as the server does it: with 2, and more after a wait.
 
     python scripts/bench/serving.py --target TARGET --drafter DRAFTER --clients 16 --requests 96
 
@@ -9,6 +10,7 @@ batches take turns, several times, and medians are printed. HTTP is not part of 
 from __future__ import annotations
 
 import argparse
+import math
 import queue
 import random
 import statistics
@@ -40,21 +42,23 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3)
     given = options.parse_args()
     decoder = load(given.target, given.drafter, device="cpu")
-    found: dict[int, list[tuple[float, float]]] = {1: [], 2: [], 4: []}
+    kinds = [(1, math.inf), (2, math.inf), (4, math.inf), (2, engine.PATIENCE_S)]
+    found: dict[tuple[int, float], list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(given.repeats):
-        for batches in found:
-            found[batches].append(measured(decoder, batches, given.clients, given.requests))
-    for batches, runs in found.items():
+        for kind in kinds:
+            engine.BATCHES, engine.PATIENCE_S = kind
+            found[kind].append(measured(decoder, given.clients, given.requests))
+    for (batches, patience), runs in found.items():
         speeds, waits = zip(*runs, strict=True)
+        more = "" if patience == math.inf else f", and more after {patience} s"
         print(
-            f"{batches} batches in turns: {statistics.median(speeds):.0f} tokens/s, first token "
-            f"after {statistics.median(waits):.2f} s (median)"
+            f"{batches} batches in turns{more}: {statistics.median(speeds):.0f} tokens/s, first "
+            f"token after {statistics.median(waits):.2f} s (median)"
         )
 
 
-def measured(decoder: Decoder, batches: int, clients: int, requests: int) -> tuple[float, float]:
+def measured(decoder: Decoder, clients: int, requests: int) -> tuple[float, float]:
     """Return tokens per second over all clients, and the median seconds until a first token."""
-    engine.BATCHES = batches
     at_work = engine.Engine(decoder.target, {"drafter": decoder.proposer}, queue=requests)
     prompts = [decoder.encode(words) for words in WORDS]
     draw = random.Random(1)

@@ -98,7 +98,7 @@ def stream(
     reply = Reply(list(request.prompt_ids))
     text = StreamedText(decoder.target.tokenizer, stop)
     out = stdout or sys.stdout
-    eos = decoder.target.eos_ids
+    hidden = decoder.hidden
     started = time.perf_counter()
     rounds = decode(
         decoder.target, decoder.proposer, [request], max_new_tokens, sampling, None, stop
@@ -108,7 +108,7 @@ def stream(
         if reason is None and ended():
             reason = INTERRUPTED
         reply.take(step, reason, time.perf_counter() - started)
-        reply.text += write(text, step, eos, reason is not None, color, out)
+        reply.text += write(text, step, hidden, reason is not None, color, out)
         if reason == INTERRUPTED:
             rounds.close()
             break
@@ -118,14 +118,14 @@ def stream(
 
 
 def write(
-    text: StreamedText, step: Round, eos: frozenset[int], last: bool, color: bool, out: TextIO
+    text: StreamedText, step: Round, hidden: frozenset[int], last: bool, color: bool, out: TextIO
 ) -> str:
     """Write the tokens of a step, as far as they are whole characters; `last`: nothing follows.
 
     Returns what was written, without colours.
     """
     whole = ""
-    pieces = text.pieces(step.tokens, step.accepted, eos, last)
+    pieces = text.pieces(step.tokens, step.accepted, hidden, last)
     # A colour begins and ends once in a step, so that no code comes between joined letters.
     for accepted, run in groupby(pieces, key=lambda piece: piece[1]):
         joined = "".join(piece for piece, _ in run)

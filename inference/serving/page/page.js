@@ -38,7 +38,6 @@ function restore() {
   for (const turn of turns) if (turn.plain === "running") delete turn.plain;
   $("compare").checked = kept.compare !== false;
   $("model").dataset.wanted = kept.model || "";
-  $("key-row").hidden = !kept.key;
 }
 
 async function ask(path, body, signal) {
@@ -49,7 +48,7 @@ async function ask(path, body, signal) {
   if (answer.ok) return answer;
   if (answer.status === 401) {
     $("key-row").hidden = false;
-    $("settings").open = true;
+    $("key").focus();
   }
   let message = `the server answered with status ${answer.status}`;
   try {
@@ -57,11 +56,15 @@ async function ask(path, body, signal) {
   } catch {
     // Not the server's own form: the status has to do.
   }
-  throw new Error(message);
+  const error = new Error(message);
+  // Who has given no key has made no mistake: the field asks for it.
+  error.expected = answer.status === 401 && !$("key").value;
+  throw error;
 }
 
 async function loadModels() {
   models = (await (await ask("v1/models")).json()).data;
+  $("key-row").hidden = true;
   const base = models.find((model) => model.parent === null);
   $("title").textContent = base.id;
   document.title = `${base.id} - draftsmith`;
@@ -179,8 +182,9 @@ function busy(on) {
 }
 
 function fail(error) {
-  $("error").textContent = error ? `Error: ${error.message}` : "";
-  $("error").hidden = !error;
+  const shown = error && !error.expected;
+  $("error").textContent = shown ? `Error: ${error.message}` : "";
+  $("error").hidden = !shown;
 }
 
 async function send(words) {

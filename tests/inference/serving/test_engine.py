@@ -174,7 +174,7 @@ def test_what_is_given_up_leaves_the_queue_and_the_batch(
     assert len(after.result()[0]) == 4
 
 
-def test_a_thread_that_dies_leaves_nobody_waiting(
+def test_an_unforeseen_error_leaves_nobody_waiting_and_the_thread_alive(
     engine: Engine, quickstart: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (prompt,) = prompts_of(quickstart, 1)
@@ -187,12 +187,132 @@ def test_a_thread_that_dies_leaves_nobody_waiting(
         raise SystemError("unforeseen")
 
     monkeypatch.setattr(engine, "_advance", broken)
+    with pytest.raises(RuntimeError, match="an internal error"):
+        first.result()
+    monkeypatch.undo()
+    assert engine.alive and engine.running == engine.waiting == 0
+    after = Listener(prompt, 4, endless)
+    engine.submit([after.job])
+    assert len(after.result()[0]) == 4
+
+
+def test_an_error_before_the_first_round_reaches_its_clients(
+    engine: Engine, quickstart: Target
+) -> None:
+    """A drafter that there is not fails between the queue and the batch."""
+    (prompt,) = prompts_of(quickstart, 1)
+    broken = [Listener(prompt, 4, BatchSettings("no such drafter")) for _ in range(2)]
+    engine.submit([listener.job for listener in broken])
+    for listener in broken:
+        with pytest.raises(RuntimeError, match="an internal error"):
+            listener.result()
+    sound = Listener(prompt, 4, BatchSettings("ngram"))
+    engine.submit([sound.job])
+    assert engine.alive and len(sound.result()[0]) == 4
+
+
+def stragglers(prompts: list[list[int]]) -> list[Listener]:
+    """Two long replies of different settings, so that they are two batches."""
+    settings = [BatchSettings("none", ignore_eos=True)]
+    settings.append(BatchSettings("none", Sampling(temperature=0.9), ignore_eos=True))
+    return [Listener(prompt, 900, one) for prompt, one in zip(prompts, settings, strict=True)]
+
+
+@pytest.mark.parametrize("like", ["a straggler", "none of them"])
+def test_a_short_request_does_not_wait_for_long_ones(
+    engine: Engine, quickstart: Target, like: str
+) -> None:
+    """One token beside two long replies of different settings comes within a second."""
+    prompts = prompts_of(quickstart, 3)
+    long = stragglers(prompts[:2])
+    engine.submit([listener.job for listener in long])
+    for listener in long:
+        assert listener.events.get(timeout=60)
+    own = long[0].job.settings if like == "a straggler" else BatchSettings("ngram", stop=("x",))
+    short = Listener(prompts[2], 1, own)
+    asked = time.monotonic()
+    engine.submit([short.job])
+    assert len(short.result()[0]) == 1
+    waited = time.monotonic() - asked
+    assert engine.running == 2, "the long replies have ended, so nothing was tried"
+    engine.give_up([listener.job for listener in long])
+    assert waited < 1, waited
+
+
+def test_rows_of_all_batches_together_are_limited(engine: Engine, quickstart: Target) -> None:
+    """The engine has three rows; a fourth reply of other settings waits for one of them."""
+    prompts = prompts_of(quickstart, 4)
+    other = BatchSettings("ngram", ignore_eos=True)
+    long = [*stragglers(prompts[:2]), Listener(prompts[2], 900, other)]
+    engine.submit([listener.job for listener in long])
+    for listener in long:
+        assert listener.events.get(timeout=60)
+    fourth = Listener(prompts[3], 1, BatchSettings("none"))
+    engine.submit([fourth.job])
+    time.sleep(1)
+    assert (engine.running, engine.waiting) == (3, 1)
+    engine.give_up([long[0].job])
+    assert len(fourth.result()[0]) == 1
+    engine.give_up([listener.job for listener in long])
+
+
+def test_replies_of_many_seeds_are_one_batch(quickstart: Target) -> None:
+    """Each has the text that its seed gives alone."""
+    engine = Engine(quickstart, {"ngram": load_proposer("ngram", quickstart, print)}, rows=6)
+    (prompt,) = prompts_of(quickstart, 1)
+    settings = BatchSettings("ngram", Sampling(temperature=0.8))
+    listeners = [Listener(prompt, 12, settings) for _ in range(6)]
+    for seed, listener in enumerate(listeners):
+        listener.job.request = Request(prompt, 0, 0, 12, seed)
+    engine.submit([listener.job for listener in listeners])
+    proposer = load_proposer("ngram", quickstart, print)
+    texts = set()
+    for seed, listener in enumerate(listeners):
+        sampling = Sampling(temperature=0.8, seed=seed)
+        (alone,) = generate(quickstart, proposer, [Request(prompt)], 12, sampling)
+        listener.events.get(timeout=60)  # the prefill
+        record, reason = listener.events.get(timeout=60)
+        assert record.rows == 6 or reason
+        written = [alone.token_ids[0], *record.tokens]
+        while reason is None:
+            record, reason = listener.events.get(timeout=60)
+            written += record.tokens
+        assert written == alone.token_ids and reason == alone.finish_reason
+        texts.add(tuple(written))
+    engine.close()
+    assert len(texts) > 3
+
+
+def test_a_long_prompt_does_not_pad_many_short_ones(quickstart: Target) -> None:
+    """Sixteen prompts would fit into a batch, but not padded to 900 tokens."""
+    engine = Engine(quickstart, {"none": load_proposer("none", quickstart, print)}, rows=16)
+    settings = BatchSettings("none", ignore_eos=True)
+    prompts = [[5] * 10 for _ in range(15)]
+    prompts.insert(3, [5] * 900)
+    listeners = [Listener(prompt, 3, settings) for prompt in prompts]
+    engine.submit([listener.job for listener in listeners])
+    padded = 0
+    for listener in listeners:
+        listener.events.get(timeout=60)  # the prefill
+        record, _ = listener.events.get(timeout=60)
+        if listener is listeners[3]:
+            padded = record.rows * 900
+        assert listener.result()[1] == "length"
+    assert 900 < padded <= 8192
+    engine.close()
+
+
+def test_a_closed_engine_takes_nothing(engine: Engine, quickstart: Target) -> None:
+    (prompt,) = prompts_of(quickstart, 1)
+    first = Listener(prompt, 900, BatchSettings("none", ignore_eos=True))
+    engine.submit([first.job])
+    assert first.events.get(timeout=60)
+    engine.close()
     with pytest.raises(RuntimeError, match="the server is stopping"):
         first.result()
-    engine._thread.join(timeout=60)
     assert not engine.alive and engine.running == engine.waiting == 0
     with pytest.raises(EngineClosed):
-        engine.submit([Listener(prompt, 4, endless).job])
+        engine.submit([Listener(prompt, 4, BatchSettings("none")).job])
 
 
 def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstart: Target) -> None:
@@ -201,6 +321,6 @@ def test_a_batch_that_fails_ends_its_own_requests_only(engine: Engine, quickstar
     sound = Listener(prompts[0], 4, BatchSettings("ngram"))
     engine.submit([broken.job])
     engine.submit([sound.job])
-    with pytest.raises(RuntimeError, match="no token id"):
+    with pytest.raises(RuntimeError, match="an internal error"):
         broken.result()
     assert len(sound.result()[0]) == 4

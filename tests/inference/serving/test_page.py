@@ -106,11 +106,22 @@ def test_the_page_asks_for_a_key_and_says_what_is_wrong() -> None:
     process, address = started("--api-key", "secret")
     try:
         with opened(address, color_scheme="dark") as (page, _):
+            # Who opens the page has made no mistake yet: the field asks for the key, and has the
+            # cursor.
+            expect(page.locator("#key")).to_be_focused()
+            expect(page.locator("#key-row")).to_contain_text("asks for an API key")
+            expect(page.locator("#error")).to_be_hidden()
+            page.fill("#key", "wrong")
+            page.press("#key", "Enter")
             expect(page.locator("#error")).to_contain_text("API key is missing or wrong")
             page.fill("#key", "secret")
             page.press("#key", "Tab")
             expect(page.locator("#model option")).to_have_count(1)
             expect(page.locator("#error")).to_be_hidden()
+            expect(page.locator("#key-row")).to_be_hidden()
+            page.reload()
+            expect(page.locator("#model option")).to_have_count(1)
+            expect(page.locator("#key-row")).to_be_hidden()
             send(page, WORDS)
             expect(page.locator("#send")).to_be_visible()
             assert page.locator(".reply .text").last.text_content()

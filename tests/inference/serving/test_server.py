@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
 from draftsmith.inference.api import Decoder, load
+from draftsmith.inference.detokenize import special_ids
+from draftsmith.inference.serving.protocol import ChatRequest
+from draftsmith.inference.serving.serve import hosts_of, listen
 from draftsmith.inference.targets.target import Target
 
 from tests.conftest import QUICKSTART
@@ -194,32 +198,118 @@ def test_a_client_that_leaves_before_a_whole_reply_ends_it(server: Running) -> N
     assert counters(server)['draftsmith:requests_total{end="cancelled"}'] == before + 1
 
 
+VALUE, UNSUPPORTED, LONG = "invalid_value", "unsupported_parameter", "context_length_exceeded"
 REFUSED = [
-    ({"model": "other"}, 404, "there is no model 'other'; there are: target, target:eagle3"),
-    ({"temprature": 1}, 400, "there is no field `temprature`"),
-    ({"temperature": -1}, 400, "$.temperature"),
-    ({"tools": [{"type": "function"}]}, 400, "tools is not supported here"),
-    ({"logprobs": True}, 400, "logprobs is not supported here"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format is not supported"),
-    ({"messages": []}, 400, "$.messages"),
-    ({"messages": [{"role": "user"}]}, 400, "the content of a message of role user is no text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "no text"),
-    ({"messages": [{"role": "user", "content": "a b " * 2000}]}, 400, "leaves no room in 1024"),
-    ({"stop": [""]}, 400, "at least one character"),
-    ({"max_tokens": 0}, 400, "$.max_tokens"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, 400, "no variable of a chat template"),
-    ({"messages": [{"role": "assistant", "content": "a"}]}, 400, "the last message is the assist"),
-    ({"n": 65}, 400, "65 replies are asked for, and at most 64 can wait"),
+    ({"model": "other"}, "there is no model 'other'; there are: target, target:", "model", ""),
+    ({"model": "target:egle3"}, "did you mean target:eagle3?", "model", ""),
+    ({"temprature": 1}, "did you mean `temperature`?", "temprature", "unknown_parameter"),
+    ({"temperature": -1}, "$.temperature", "temperature", VALUE),
+    ({"temperature": 1e-9}, "temperature must be 0 (greedy) or at least", "temperature", VALUE),
+    ({"temperature": "hot"}, "Expected `float`, got `str`", "temperature", "invalid_type"),
+    ({"repetition_penalty": 1e-300}, "$.repetition_penalty", "repetition_penalty", VALUE),
+    ({"repetition_penalty": 101}, "$.repetition_penalty", "repetition_penalty", VALUE),
+    ({"tools": [{"type": "function"}]}, "tools is not supported here", "tools", UNSUPPORTED),
+    ({"logprobs": True}, "logprobs is not supported here", "logprobs", UNSUPPORTED),
+    ({"response_format": {"type": "x"}}, "is not supported", "response_format", UNSUPPORTED),
+    ({"messages": None}, "has to be a field `messages`", "messages", "missing_required_parameter"),
+    ({"messages": []}, "$.messages", "messages", VALUE),
+    ({"messages": [{"role": "user"}]}, "of a message of role user is no text", "messages", VALUE),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "no text",
+        "messages",
+        VALUE,
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a b " * 1000}]},
+        "tokens leaves no room in 1024 positions",
+        "messages",
+        LONG,
+    ),
+    (
+        {"messages": [{"role": "user", "content": "a b " * 50_000}]},
+        "200000 characters leaves no room in 1024",
+        "messages",
+        LONG,
+    ),
+    ({"stop": [""]}, "`str` of length >= 1 - at `$.stop[0]`", "stop", VALUE),
+    ({"stop": "a" * 257}, "`str` of length <= 256 - at `$.stop`", "stop", VALUE),
+    ({"stop": list("abcde")}, "`array` of length <= 4 - at `$.stop`", "stop", VALUE),
+    ({"max_tokens": 0}, "$.max_tokens", "max_tokens", VALUE),
+    (
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        "no variable of a chat template",
+        "chat_template_kwargs",
+        VALUE,
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        "the last message is the assistant's",
+        "messages",
+        VALUE,
+    ),
+    ({"n": 65}, "65 replies are asked for, and at most 64 can wait", "n", VALUE),
 ]
 
 
-@pytest.mark.parametrize(("change", "status", "said"), REFUSED, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("change", "said", "param", "code"), REFUSED, ids=lambda value: str(value)[:30]
+)
 def test_wrong_requests_are_answered_in_one_line(
-    server: Running, change: dict[str, Any], status: int, said: str
+    server: Running, change: dict[str, Any], said: str, param: str, code: str
 ) -> None:
+    """The message is for people; `param` and `code` are those that OpenAI's clients read."""
     answer = httpx.post(f"{server.address}/v1/chat/completions", json=chat("a") | change)
-    message = answer.json()["error"]["message"]
-    assert answer.status_code == status and said in message and "\n" not in message
+    error = answer.json()["error"]
+    status, code = (404, "model_not_found") if param == "model" else (400, code)
+    assert answer.status_code == status and said in error["message"], error
+    assert "\n" not in error["message"] and error["type"] == "invalid_request_error"
+    assert (error["param"], error["code"]) == (param, code)
+
+
+def test_answers_name_no_file_of_this_machine(server: Running) -> None:
+    answer = httpx.post(f"{server.address}/v1/completions", json={"prompt": [10**9]})
+    error = answer.json()["error"]
+    assert error["message"] == (
+        "a prompt holds something that is no token id of target (0 to 2047)"
+    ), error
+    assert error["param"] == "prompt"
+
+
+def test_special_tokens_are_left_out_unless_asked_for(server: Running, quickstart: Target) -> None:
+    """Noise, in which special tokens come: the text is that of transformers, whole and streamed."""
+    tokenizer = quickstart.tokenizer
+    path = f"{server.address}/v1/completions"
+    body = {"max_tokens": 250, "ignore_eos": True, "seed": 4, "temperature": 100, "n": 4}
+    body |= {"prompt": "<|system|>", "return_token_ids": True, "model": "target:plain"}
+    for skip in (True, False):
+        asked = body | {"skip_special_tokens": skip}
+        choices = httpx.post(path, json=asked, timeout=60).json()["choices"]
+        streamed = httpx.post(path, json=asked | {"stream": True}, timeout=60)
+        texts = [""] * 4
+        for line in streamed.text.split("\n\n")[:-2]:
+            (choice,) = json.loads(line[6:])["choices"]
+            texts[choice["index"]] += choice["text"]
+        ids = [choice["token_ids"] for choice in choices]
+        came = special_ids(tokenizer) & {token for one in ids for token in one}
+        assert came - quickstart.eos_ids, "no special token came, so nothing was tried"
+        wanted = [tokenizer.decode(one, skip_special_tokens=skip) for one in ids]
+        assert [choice["text"] for choice in choices] == texts == wanted
+
+
+def test_the_description_is_that_of_the_types(server: Running) -> None:
+    """Every path of it is there, and its limits are those that requests meet."""
+    document = httpx.get(f"{server.address}/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    fields = {field.name for field in msgspec.structs.fields(ChatRequest)}
+    assert {*schemas["ChatRequest"]["properties"]} == fields
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    for path, operations in document["paths"].items():
+        for method in operations:
+            address = server.address + path.replace("{model}", "target")
+            answer = httpx.request(method, address)
+            assert answer.status_code == (415 if method == "post" else 200), path
 
 
 def test_what_is_no_request_is_refused(server: Running) -> None:
@@ -298,19 +388,51 @@ def test_evaluate_measures_it_as_it_measures_vllm(server: Running, tmp_path: Pat
     assert found["tau_incl_bonus"] >= 0.99 * local["tau_incl_bonus"] > 1.5
 
 
-def test_the_key_is_asked_for_and_a_stop_is_clean() -> None:
-    process, address = started("--api-key", "secret")
+def test_the_key_is_asked_for_and_a_stop_is_clean(tmp_path: Path) -> None:
+    """The key comes from a file, so that nobody sees it in the list of processes; the host is
+    another name for this machine."""
+    (tmp_path / "key").write_text("secret\n")
+    said: list[str] = []
+    options = ["--api-key-file", str(tmp_path / "key"), "--host", "LOCALHOST"]
+    process, address = started(*options, said=said)
     try:
-        models = f"{address}/v1/models"
-        assert httpx.get(models).status_code == 401
-        assert httpx.get(models, headers={"Authorization": "Bearer wrong"}).status_code == 401
-        listed = httpx.get(models, headers={"Authorization": "Bearer secret"}).json()["data"]
+        assert "secret" not in " ".join(psutil.Process(process.pid).cmdline())
+        right = {"Authorization": "Bearer secret"}
+        for path in ("/v1/models", "/v1/models/target", "/metrics"):
+            assert httpx.get(address + path).status_code == 401
+            wrong = httpx.get(address + path, headers={"Authorization": "Bearer wrong"})
+            assert wrong.status_code == 401
+            assert wrong.json()["error"]["code"] == "invalid_api_key"
+            assert httpx.get(address + path, headers=right).status_code == 200
+        assert httpx.post(f"{address}/v1/completions", json={"prompt": "a"}).status_code == 401
+        listed = httpx.get(f"{address}/v1/models", headers=right).json()["data"]
         assert [entry["id"] for entry in listed] == ["target", "target:plain"]
-        assert httpx.get(address).status_code == 200
+        for path in ("/", "/health", "/version", "/openapi.json"):
+            answer = httpx.get(address + path)
+            assert answer.status_code == 200 and "scripts/" not in answer.text
+        for host, status in (("evil.example", 400), ("localhost", 200), ("LOCALHOST:80", 200)):
+            answer = httpx.get(f"{address}/health", headers={"Host": host})
+            assert answer.status_code == status, host
     finally:
         process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     assert not psutil.pid_exists(process.pid)
+    assert not any("everybody" in line for line in said)
+
+
+LOCAL = ["127.0.0.1", "localhost", "LOCALHOST", "127.1", "127.0.1.1", "::1", "0:0:0:0:0:0:0:1"]
+
+
+@pytest.mark.parametrize("host", [*LOCAL, "0.0.0.0", "::"])
+def test_every_name_of_this_machine_is_known_as_such(host: str) -> None:
+    """What counts is the address at which the server listens, not what the user called it."""
+    with listen(host, 0) as bound:
+        hosts = hosts_of(bound.getsockname()[0], host)
+    if host not in LOCAL:
+        assert hosts == ["*"]
+        return
+    assert {"localhost", "127.0.0.1", "[::1]"} <= {*hosts} and "*" not in hosts
+    assert (f"[{host}]" if ":" in host else host) in hosts
 
 
 def test_a_stop_ends_what_is_decoded_with_an_answer() -> None:
@@ -338,6 +460,11 @@ def test_mistakes_end_before_the_target_is_loaded(server: Running) -> None:
         (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
         (["--max-batch", "0"], "--max-batch must be at least 1"),
         (["--drafter", "eagel"], "eagel is not a drafter"),
+        (["--profile", "no-such-file"], "no-such-file"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "a\nb"], "characters that cannot be sent"),
+        (["--api-key-file", "no-such-file"], "cannot read --api-key-file no-such-file"),
+        (["--api-key", "a", "--api-key-file", "b"], "either --api-key or --api-key-file"),
     ]
     for options, said in cases:
         done = run_cli("serve", "--target", str(QUICKSTART), *options)

@@ -26,6 +26,9 @@ from ..proposers.plain import PlainDecoding
 from ..targets.target import Target, load_for_decoding
 
 KEY = "DRAFTSMITH_API_KEY"
+KERNELS = "64"
+"""Products of matrices for which oneDNN and its wrapper in torch each keep a kernel. Each length of a
+prompt needs some of its own; by default 1,024 are kept, which took 550 MB with 200 lengths."""
 EXTRA = {"starlette", "uvicorn", "prometheus_client"}
 
 
@@ -40,6 +43,9 @@ def run(options: Options) -> None:
     Raises `UserError` for what cannot be loaded, an address that cannot be had, a key that cannot
     be read, and packages that are missing.
     """
+    # The libraries read them when the first product is computed.
+    for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(capacity, KERNELS)
     # Everything that needs no target is looked at before it is loaded.
     app_module, connections = packages()
     for spec in options.drafter:

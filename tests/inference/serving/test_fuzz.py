@@ -116,17 +116,14 @@ def fuzz(server: Running, requests: int, number: int) -> Counter[tuple[str, int]
 
 
 def decodable(body: Any, limit: int) -> dict[str, Any]:
-    """A request that is like `body`, with a prompt and without what is not supported.
-
-    Prompts are short: the libraries that torch computes with keep kernels for each new length.
-    """
+    """A request that is like `body`, with a prompt and without what is not supported."""
     kept = {name: value for name, value in body.items() if name not in REFUSED}
     kept |= {"model": "target", "max_tokens": limit, "n": min(body.get("n") or 1, 3)}
     if "messages" in body:
-        words = str(body["messages"])[:12]
+        words = str(body["messages"])[:150]
         more = {"messages": [{"role": "user", "content": words}], "max_completion_tokens": limit}
         return kept | more
-    return kept | {"prompt": str(body["prompt"])[:12]}
+    return kept | {"prompt": str(body["prompt"])[:150]}
 
 
 def content_of(body: Any) -> bytes:

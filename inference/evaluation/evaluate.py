@@ -31,6 +31,7 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ..drafter_names import distinct_names, short_name
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
@@ -43,7 +44,7 @@ from .console_tables import show
 from .engines import AsIn, Engine
 from .figures import SAMPLES, figures_of_setting
 from .journal import Journal
-from .measure import Results, Setting, Way, decode_in_turns, distinct_names
+from .measure import Results, Setting, Way, decode_in_turns
 from .options import EvaluateOptions as Options
 from .results import (
     DEFINITIONS,
@@ -142,7 +143,7 @@ def evaluate_drafters(
     # to be written.
     names = distinct_names(proposers)
     sizes = {name: weight_bytes(p, target) for name, p in zip(names, proposers, strict=True)}
-    origins = dict(zip(sizes, map(origin, loaded), strict=True))
+    origins = dict(zip(names, map(origin, loaded), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
@@ -208,14 +209,14 @@ def configured_figures(
     Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers.
     `samples` replies of each way are shown token by token.
     """
-    configured: dict[str, Tuned | AsIn] = {}
-    for name, way in zip(distinct_names(ways), ways, strict=True):
-        if isinstance(way, Tuned | AsIn):
-            configured[name] = way
+    named = dict(zip(distinct_names(ways), ways, strict=True))
+    configured = {name: way for name, way in named.items() if isinstance(way, Tuned | AsIn)}
     settings_of = {name: way.setting for name, way in configured.items()}
     entry = figures_of_setting(target, results, setting, settings_of, samples)
-    for name, way in configured.items():
-        entry.drafters[name].spec = way.spec
+    for name, figures in entry.drafters.items():
+        figures.kind = named[name].name
+        if name in configured:
+            figures.spec = configured[name].spec
     return entry
 
 
@@ -315,7 +316,7 @@ def tuned_and_served(
             try:
                 engines.append(AsIn(engine, spec, target, lambda message: None))
             except UserError as error:
-                left_out[f"{spec} as in {engine.label}"] = str(error)
+                left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:

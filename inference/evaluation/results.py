@@ -156,6 +156,8 @@ class DrafterFigures(Struct, kw_only=True):
     """Settings of the tree that a profile or an engine chose."""
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
+    kind: str | None = None
+    """Method and settings; in older reports they are the drafter's name."""
 
     @property
     def split(self) -> dict[str, float]:

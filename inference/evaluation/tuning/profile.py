@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from msgspec import Meta, Struct
@@ -162,8 +162,8 @@ class Tuned:
         self.spec = spec
         self.setting = profile.setting(spec, sampling.temperature, batch)
         self._target = target
-        self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
-        self.name = self._proposer.name
+        self._proposer: Any = load_proposer(spec, target, lambda message: None, self.setting)
+        self.name, self.given = self._proposer.name, self._proposer.given
 
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
@@ -179,5 +179,5 @@ def key_of(spec: str) -> str:
     concern its tree, nor a lookup beside it.
     """
     name, _ = parse_spec(spec)
-    short = without_tree(spec, LOOKUP_SETTINGS)
+    short = without_tree(spec, (*LOOKUP_SETTINGS, "name"))
     return str(Path(name).resolve()) + short.removeprefix(name) if Path(name).is_dir() else short

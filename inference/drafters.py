@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.documents import FORMER_METHODS
 from ..heads.errors import UserError
 from ..heads.files import read_json
 from ..heads.layout import place
@@ -223,7 +224,8 @@ def kind_of(name: str) -> Kind | None:
         facts = read_json(Path(name, OWN_FILE))
     except UserError:  # which the artifact's own reader explains
         return None
-    return TRAINED.get(facts.get("method")) if isinstance(facts, dict) else None
+    method = str(facts.get("method")) if isinstance(facts, dict) else ""
+    return TRAINED.get(FORMER_METHODS.get(method, method))
 
 
 def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:

@@ -418,6 +418,8 @@ class GenerateOptions:
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.prompt is None and self.prompts is None and not self.chat:
             raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
         if self.prompts is not None and (self.chat or self.prompt is not None):

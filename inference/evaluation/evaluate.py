@@ -30,7 +30,7 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
-from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ..conversations.prompts import Prompt, check_batches, check_room
 from ..drafter_names import distinct_names, short_name
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
@@ -39,7 +39,7 @@ from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
 from .batch_model import model_batches
-from .checks import check, numbers
+from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, Engine
 from .figures import SAMPLES, figures_of_setting
@@ -121,20 +121,12 @@ def evaluate_drafters(
     if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
     Raises `UserError`.
     """
-    assert options.prompts is not None
+    prompts = prompts_of(options, given)
+    check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
+    check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
-    prompts = read_prompts(
-        options.prompts,
-        target.tokenizer,
-        target.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
-    check_room(prompts, target.max_positions)
-    check_batches([setting.batch for setting in settings], prompts)
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"

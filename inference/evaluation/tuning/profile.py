@@ -90,6 +90,18 @@ def empty_profile(options: TuneOptions, target: Target, prompts: int) -> JsonObj
     }
 
 
+def read_profile(path: str) -> JsonObject:
+    """Return the profile at `path`, whose target need not be loaded. Raises `UserError`."""
+    _, facts = read_document(
+        Path(path), ProfileFile, "write the profile again with draftsmith tune"
+    )
+    if lacking := [key for key in ("target", "drafters", "machine") if not facts.get(key)]:
+        raise UserError(
+            f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune"
+        )
+    return facts
+
+
 class TuningProfile:
     """Best setting for each drafter, temperature and batch size."""
 
@@ -100,13 +112,7 @@ class TuningProfile:
         machine.
         """
         self.path = path
-        _, facts = read_document(
-            Path(path), ProfileFile, "write the profile again with draftsmith tune"
-        )
-        if lacking := [key for key in ("target", "drafters", "machine") if not facts.get(key)]:
-            raise UserError(
-                f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune"
-            )
+        facts = read_profile(path)
         made_for, self._drafters, machine = facts["target"], facts["drafters"], facts["machine"]
         # The name is a path, which may differ for the same weights.
         fingerprint = target.fingerprint().as_dict()

@@ -128,7 +128,7 @@ NAME = re.compile(r"[\w.+-]{1,40}")
 
 
 class Given(NamedTuple):
-    """How a user named a drafter, from which `drafter_names` makes its name in tables."""
+    """How a user named a drafter, from which `evaluation/names.py` makes its name in tables."""
 
     spec: str
     suffix: str = ""

@@ -219,7 +219,7 @@ class RegenerateOptions:
     data: str
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
     the hub."""
-    out: str
+    out: str = field(metadata={"form": "FILE"})
     """JSONL file to write; one that was not finished is continued. With `share` a folder."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
     server: ServerOptions = field(default_factory=ServerOptions)

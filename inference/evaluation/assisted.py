@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from ...heads.errors import UserError
 from ..decode import Generation, Request, Round
-from ..drafter_names import short_name
 from ..proposers.draft_model import DraftModelProposer
 from ..settings import Sampling
 from ..targets.target import Target
+from .names import short_name
 
 
 class Assisted:

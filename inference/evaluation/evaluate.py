@@ -31,7 +31,6 @@ from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
 from ..conversations.prompts import Prompt, check_batches, check_room
-from ..drafter_names import distinct_names, short_name
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
@@ -45,6 +44,7 @@ from .engines import AsIn, Engine
 from .figures import SAMPLES, figures_of_setting
 from .journal import Journal
 from .measure import Results, Setting, Way, decode_in_turns
+from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .results import (
     DEFINITIONS,

@@ -16,7 +16,6 @@ import torch
 from ..console import Progress
 from ..conversations.prompts import Prompt, next_turn
 from ..decode import Generation, Request, generate
-from ..drafter_names import distinct_names
 from ..metrics import (
     batch_seconds,
 )
@@ -26,6 +25,7 @@ from ..sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
 from .journal import Journal, as_json, from_json
+from .names import distinct_names
 
 
 @dataclass

@@ -16,13 +16,13 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
-from ..drafter_names import distinct_names
 from ..drafters import load_proposer
 from ..metrics import bootstrap, repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
+from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth
 

@@ -10,7 +10,7 @@ import pytest
 from draftsmith.heads.errors import UserError
 from draftsmith.train.commands.cli import main
 
-from tests.conftest import QUICKSTART
+from tests.conftest import QUICKSTART, ROOT
 
 DSPARK = QUICKSTART.parent / "drafters" / "dspark"
 SETTING = "has no setting 'bad'; there are: length, width"
@@ -79,3 +79,22 @@ def test_nothing_is_loaded(
 def test_a_drafter_from_python_is_looked_at_first(unloadable: Path) -> None:
     with pytest.raises(UserError, match="has no setting 'bad'"):
         draftsmith.load(unloadable, f"{DSPARK}:bad=1", device="cpu")
+
+
+def test_held_out_sources_of_a_shipped_configuration_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration holds out its own source `valid`; the user has replaced all sources."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "def add(a, b):", "response": " return a + b"}\n' * 3)
+    words = ["train", "eagle", "--config", str(ROOT / "configs/eagle/quickstart.yaml")]
+    words += ["--target", str(QUICKSTART), "--data.sources", str(own)]
+    words += ["--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert stopped.value.code == 2
+    assert f"asks to hold out valid, which none of the sources is ({own})" in said
+    assert said.endswith("or hold out a share of all rows: --data.held-out.by row")
+    assert not (tmp_path / "run").exists()

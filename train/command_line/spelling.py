@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ...inference.console import warn
-from ...inference.settings import DTYPES, TargetConfig, dtype_named
+from ...inference.settings import TargetConfig, dtype_named
 from ..endings import fail
 from ..method import FORMER_KEYS
 
@@ -113,8 +113,10 @@ def in_form(kind: Any, value: str) -> str:
     `bf16` becomes `bfloat16` for a type of weights, and `a.jsonl,b.jsonl` becomes
     `[{"path": "a.jsonl"}, {"path": "b.jsonl"}]` for a list of sources.
     """
-    if get_origin(kind) is Literal and {*DTYPES} & {*get_args(kind)}:
-        return dtype_named(value)
+    if get_origin(kind) is Literal:
+        # The choice of the same type, which is bfloat16 in one option and bf16 in another.
+        same = [one for one in get_args(kind) if dtype_named(one) == dtype_named(value)]
+        return same[0] if same else value
     bare = not value.lstrip().startswith(("[", "{"))
     if is_list_of_paths(kind) and bare and value not in ("null", ""):
         return json.dumps([{"path": path} for path in value.split(",")])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from .drafters import UNTRAINED, Given, parse_spec
+from ..drafters import UNTRAINED, Given, parse_spec
 
 PLAIN = "plain"
 """Name of decoding without a drafter."""

@@ -42,7 +42,7 @@ from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, Engine
 from .figures import SAMPLES, figures_of_setting
-from .journal import Journal
+from .journal import Journal, kept
 from .measure import Results, Setting, Way, decode_in_turns
 from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
@@ -67,12 +67,9 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
-    if options.json in (None, STANDARD_OUTPUT) or options.features is not None:
+    if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
-    return (
-        f"{options.json} holds what was measured so far, if anything was; the same command goes on "
-        "where it stopped"
-    )
+    return kept(options.json, "measured")
 
 
 def run(options: Options) -> None:

@@ -11,6 +11,7 @@ from ...inference.api import Decoder
 from ...inference.decode import Request
 from ...inference.evaluation.checks import tokenizer_of
 from ...inference.settings import TargetConfig
+from ..endings import Ended
 from ..options import GenerateOptions as Options
 from .streaming import compare, in_color, legend, one_interrupt, say, stream
 
@@ -75,8 +76,8 @@ def next_message() -> str | None:
         except EOFError:
             print(file=sys.stderr)
             return None
-        except KeyboardInterrupt:
-            if not terminal:
+        except KeyboardInterrupt as interrupt:
+            if not terminal or isinstance(interrupt, Ended):
                 raise
             if interrupted:
                 print("\nthe chat has ended", file=sys.stderr)

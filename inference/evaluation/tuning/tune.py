@@ -31,7 +31,7 @@ from ...targets.target import Target, load_for_decoding
 from ..checks import numbers, prompts_of
 from ..evaluate import origin
 from ..figures import figures_of_drafter
-from ..journal import Journal
+from ..journal import Journal, kept
 from ..measure import Setting, decode_in_turns
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
@@ -72,10 +72,7 @@ log = logging.getLogger(__name__)
 
 def if_interrupted(options: Options) -> str:
     """Return a line for a person who stopped a tuning: how to continue it."""
-    return (
-        f"{options.out} holds what was tuned so far, if anything was; the same command goes on "
-        "where it stopped"
-    )
+    return kept(options.out, "tuned")
 
 
 def run(options: Options) -> None:

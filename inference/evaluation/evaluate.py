@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json as json_module
+import os
 import resource
 import shlex
 import sys
@@ -34,6 +35,7 @@ from ..conversations.prompts import Prompt, check_batches, check_room
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
+from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
@@ -49,6 +51,7 @@ from .options import EvaluateOptions as Options
 from .results import (
     DEFINITIONS,
     SCHEMA,
+    Conditions,
     DrafterOrigin,
     PromptSet,
     Report,
@@ -152,6 +155,8 @@ def evaluate_drafters(
     if options.spec_bench is not None:
         write_spec_bench(Path(options.spec_bench), results[0], target)
     report.peak_memory_bytes = peak_memory(target)
+    if report.conditions is not None:
+        report.conditions.load_after = load()
     write_report(report, options.json)
     journal.finish()
     return report
@@ -374,6 +379,7 @@ def facts_of(
         device=str(target.device) if target is not None else None,
         threads=torch.get_num_threads(),
         machine=machine_of(target) if target is not None else None,
+        conditions=conditions_of(target) if target is not None else None,
         versions={"torch": str(torch.__version__), "transformers": transformers.__version__},
         sampling=asdict(options.sampling),
         options=asdict(options),
@@ -387,6 +393,26 @@ def facts_of(
         definitions=DEFINITIONS,
         settings=[],
     )
+
+
+def conditions_of(target: Target) -> Conditions:
+    """Return what the speeds measured here depend on, with the load before the measurement."""
+    cuda = target.device.type == "cuda"
+    return Conditions(
+        processor=torch.cuda.get_device_name(target.device) if cuda else processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        load_before=load(),
+        layout="packed" if target.packed_bytes else "as stored",
+        packed_bytes=target.packed_bytes,
+    )
+
+
+def load() -> float | None:
+    """Return the mean number of running processes of the last minute; None if it is not known."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
 
 
 def peak_memory(target: Target | None) -> int:

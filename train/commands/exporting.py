@@ -216,8 +216,7 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
             "other weights"
         )
     specs = {origin.spec for name, origin in listed.items() if name in names}
-    prompts = report.prompt_set
-    source = f"{Path(path).name}, {prompts.prompts} prompts, SHA-256 {prompts.sha256[:16]}"
+    source = f"{Path(path).name}, {report.scope}, SHA-256 {report.prompt_set.sha256[:16]}"
     rows = []
     for setting in report.settings:
         for name, drafter_figures in setting.drafters.items():

@@ -19,7 +19,7 @@ from ..results import DrafterFigures, Report, SettingFigures
 from .charts import Bar, bar_chart
 from .page import Figure, folded, side_by_side
 from .sections import BARS, command, numbered
-from .tables import TO, UNNAMED, Colours, Table, with_interval
+from .tables import NOTHING, TO, UNNAMED, Colours, Table, finite_pair, with_interval
 
 Named = tuple[str, Report]
 """A report behind the path that it was read from."""
@@ -245,7 +245,9 @@ def _same_weights(part: Part, name: str) -> bool:
 
 
 def _percent_interval(change: Change) -> str:
-    low, high = change.change_ci95
+    if (known := finite_pair(change.change_ci95)) is None:
+        return NOTHING
+    low, high = known
     return f"{low:+.1%} to {high:+.1%}"
 
 
@@ -273,7 +275,7 @@ def _figures_of(part: Part, where: str, rows: Sequence[_Row], colours: Colours) 
             row.change.category or UNNAMED,
             100 * row.change.change,
             look,
-            (100 * low, 100 * high),
+            finite_pair((100 * low, 100 * high)),
             f"{row.change.change:+.1%}",
         )
         groups.setdefault(_subject(part, row), []).append(bar)

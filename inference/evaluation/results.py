@@ -395,12 +395,15 @@ class Report(Document, kw_only=True):
         """Remove intervals over fewer than `FEWEST` prompts, which older versions have written."""
         for setting in self.settings:
             for figures in setting.drafters.values():
-                places = [(r.category, r.id if r.prompt is None else r.prompt)
-                          for r in figures.per_request]  # fmt: skip
-                if len({place for _, place in places}) < FEWEST and places:
+                places: dict[str, set[str | int]] = {}
+                for r in figures.per_request:
+                    place = r.id if r.prompt is None else r.prompt
+                    places.setdefault(r.category, set()).add(place)
+                prompts = len(set().union(*places.values())) or figures.requests
+                if prompts < FEWEST:
                     figures.tau_ci95 = None
                 for category, found in figures.by_category.items():
-                    if len({place for name, place in places if name == category}) < FEWEST:
+                    if (len(places.get(category, ())) or found.requests) < FEWEST:
                         found.tau_ci95 = (NAN, NAN)
 
     def to_json(self) -> JsonObject:

@@ -314,9 +314,10 @@ def _table(part: Part, rows: Sequence[_Row]) -> Table:
             _percent_interval(change),
             _outcome(change),
         ])  # fmt: skip
+    narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
     switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
     paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
-    return Table(f"Tau by category, {paths}", columns, cells, switches=switches)
+    return Table(f"Tau by category, {paths}", columns, cells, switches=switches, narrow=narrow)
 
 
 def _command(part: Part) -> str:

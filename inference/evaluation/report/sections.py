@@ -137,8 +137,8 @@ def headline(report: Report, colours: Colours) -> str:
         taus.append((caption(setting), tau_bars))
         gains.append((caption(setting), gain_bars))
     tau, gain = "tau (tokens a round)", "speed-up over plain decoding"
-    note = few_prompts(report) or "whiskers: 95% intervals"
-    note = f"{note.removesuffix('.')}; dotted: plain decoding"
+    few = f"no intervals, of fewer than {FEWEST} prompts"
+    note = f"{few if few_prompts(report) else 'whiskers: 95% intervals'}; dotted: plain decoding"
     return side_by_side([
         Figure("Tau: tokens a round", partial(bar_chart, taus, tau, 1.0), note),
         Figure("Speed-up", partial(bar_chart, gains, gain, 1.0), note),
@@ -290,7 +290,7 @@ def by_category(report: Report, colours: Colours) -> str:
         per_figure = max(1, BARS // len(setting.drafting))
         pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
         title = f"Tau by category, {caption(setting)}"
-        note = "dotted: plain decoding; whiskers: 95% over prompts"
+        note = f"dotted: plain decoding; whiskers: 95% over prompts, where there are {FEWEST}"
         figures = []
         for piece, suffix in zip(pieces, numbered(len(pieces)), strict=True):
             chart = partial(bar_chart, piece, "tau (tokens a round)", 1.0, high)

@@ -19,6 +19,7 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
 
 from tests.conftest import QUICKSTART
@@ -286,6 +287,10 @@ def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     )
     assert drafters["suffix"] == {"spec": "suffix", "sha256": None}
     assert second["machine"]["device"] == "cpu"
+    where = second["conditions"]
+    assert where["processor"] == processor() and where["cores"] >= 1
+    assert where["load_before"] >= 0 and where["load_after"] >= 0
+    assert where["layout"] == ("packed" if where["packed_bytes"] else "as stored")
 
 
 def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> None:

@@ -531,6 +531,7 @@ def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
     report = made()
     for figures in report["settings"][0]["drafters"].values():
         figures["requests"], figures["speedup_ci95"] = 4, [float("nan")] * 2
+        figures["by_category"]["chat"]["requests"] = 4
         for place in range(4):
             figures["per_request"].append(
                 {"id": place, "prompt": place % 2, "category": "code", "turn": 0, "rounds": []}

@@ -327,7 +327,8 @@ def load_proposer(
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
         proposer = module.WithLookup(proposer, **lookup)
-    proposer.given = Given(spec, "" if tuned is None else ":tuned")
+    whole: Any = proposer  # with the lookup, if there is one
+    whole.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
         beside = ",".join(f"{key}={value}" for key, value in lookup.items())
         proposer.name += f":{beside}:tuned" if beside else ":tuned"

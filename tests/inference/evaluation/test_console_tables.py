@@ -140,4 +140,4 @@ def test_a_name_is_whole_where_there_is_space() -> None:
     name = "a-drafter-of-37-characters-with-words"
     out = io.StringIO()
     show(report_of(name), Console(file=out, width=140))
-    assert name in out.getvalue()
+    assert f"{name}  3.40" in out.getvalue(), "its tau stands in the same line"

@@ -503,7 +503,7 @@ def every_format(report: dict[str, Any], folder: Path) -> dict[str, str]:
 
 
 def test_a_partial_report_says_what_was_measured(tmp_path: Path) -> None:
-    report = made() | {"partial": "30 of 88 prompts in setting 1 of 2"}
+    report: dict[str, Any] = made() | {"partial": "30 of 88 prompts in setting 1 of 2"}
     report["prompt_set"]["prompts"] = 88
     texts = every_format(report, tmp_path)
     for text in texts.values():

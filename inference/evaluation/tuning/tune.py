@@ -33,6 +33,7 @@ from ..evaluate import origin
 from ..figures import figures_of_drafter
 from ..journal import Journal, kept
 from ..measure import Setting, decode_in_turns
+from ..names import distinct_labels
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
 from ..results import NAN
@@ -456,9 +457,10 @@ class _Ready:
 
 def show(profile: JsonObject, console: Console) -> None:
     """Print the results of each drafter, predicted beside measured."""
-    for name, rows in profile["drafters"].items():
+    names = distinct_labels(profile["drafters"])
+    for key, rows in profile["drafters"].items():
         for row in rows:
-            console.print(_table(name, row))
+            console.print(_table(names[key], row))
             if row["measured"]["speedup"] < 1:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
     console.print(

@@ -26,7 +26,7 @@ from .conversations.formats import Conversation, RowError, conversation_of
 from .conversations.rows import prompt_ids
 from .decode import Generation, Request, Step, decode, generate
 from .detokenize import StreamedText, special_ids
-from .drafters import load_proposer
+from .drafters import check_spec, load_proposer
 from .metrics import conditional, emitted_per_round, survival, tau, time_per_token
 from .proposer import Proposer
 from .settings import Sampling, TargetConfig
@@ -447,6 +447,8 @@ def load(
     >>> [a.text for a in sampled[0]] == [b.text for b in sampled[1]]
     True
     """
+    if isinstance(drafter, str | Path):
+        check_spec(drafter)
     if not isinstance(target, str | Path) and options:
         raise UserError(
             f"{', '.join(options)}: a loaded target, or one with a config, takes no options"

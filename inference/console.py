@@ -57,6 +57,10 @@ class Progress(tqdm):
     """
 
     _open: ClassVar[list[Progress]] = []
+    # Until `__init__` has run: Python closes an object whose making was interrupted too.
+    disable = True
+    _ended = threading.Event()
+    _ended.set()
 
     def __init__(
         self,
@@ -87,12 +91,10 @@ class Progress(tqdm):
         # Counts at the start, now, and at the last line. A disabled tqdm does not count its own.
         self._first = self._done = self._said = self.n
         self._began = self._last = time.monotonic()
-        self._ended = threading.Event()
         if show and self.disable:
+            self._ended = threading.Event()
             Progress._open.append(self)
             threading.Thread(target=self._speak, daemon=True, name="progress").start()
-        else:
-            self._ended.set()
 
     def __iter__(self) -> Iterator[Any]:
         try:

@@ -10,22 +10,25 @@ import difflib
 import importlib
 import logging
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..heads.artifact import OWN_FILE, Artifact
+from ..heads.documents import FORMER_METHODS
 from ..heads.errors import UserError
+from ..heads.files import read_json
 from ..heads.layout import place
 from .proposer import LaidOut, Proposer
+from .settings import DTYPES, dtype_named
 from .targets.causal_model import CausalModel
 from .targets.packed import pack_drafter, packed_bytes
 from .targets.target import Target, TargetSource
-from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings
+from .tree_settings import LOOKUP_SETTINGS, TREE_SETTINGS, TreeSettings, positive
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class Kind:
     """Fields of `TreeSettings` that it follows."""
     own: tuple[str, ...] = ()
     """Further settings."""
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Values of those of its settings that are words."""
     lookups: bool = False
     """True if lookups may stand in for its drafts: its state depends on what was accepted alone."""
 
@@ -54,6 +59,7 @@ class Kind:
         known = [*self.tree, *self.own]
         known += ["dtype"] if self in TRAINED.values() else []
         known += LOOKUP_SETTINGS if self.lookups else []
+        known += ["name"] if self.module != "plain" else []
         if unknown := sorted(settings.keys() - set(known)):
             raise UserError(
                 f"drafter {drafter} has no setting {unknown[0]!r}; there are: "
@@ -82,7 +88,12 @@ UNTRAINED = {
 
 TRAINED = {
     "medusa": Kind(
-        "medusa", "make_proposer", ("nodes", "score_temperature", "shape"), ("tree",), lookups=True
+        "medusa",
+        "make_proposer",
+        ("nodes", "score_temperature", "shape"),
+        ("tree",),
+        choices={"tree": ("calibrated", "best-first", "chain")},
+        lookups=True,
     ),
     "eagle": Kind(
         "eagle",
@@ -109,9 +120,20 @@ NUMBERS: tuple[tuple[Callable[[str], Any], str], ...] = (
     (float, r"-?[0-9]*\.[0-9]+"),
 )
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""Types of weights that a trained drafter's setting `dtype` may name. The text does not depend on
-it: what is drafted may."""
+WHOLE_NUMBERS = ("length", "width", "nodes", "slots", "layers", *LOOKUP_SETTINGS)
+"""Settings that are numbers of at least 1, where they are given."""
+
+NAME = re.compile(r"[\w.+-]{1,40}")
+"""Names that a user may give to drafters."""
+
+
+class Given(NamedTuple):
+    """How a user named a drafter, from which `evaluation/names.py` makes its name in tables."""
+
+    spec: str
+    suffix: str = ""
+    """What else it is, beside other ways to decode with it: `:tuned`."""
+
 
 FORMER_SETTINGS = {"heat": "score_temperature"}
 """Settings that have another name now; the old one is accepted."""
@@ -136,6 +158,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
         if key in settings:
             raise UserError(f"drafter {spec!r}: {key} is given twice; give it once")
         settings[key] = _number_or_text(value.strip())
+        if key == "dtype":
+            settings[key] = dtype_named(value.strip())
+        elif key == "name":
+            settings[key] = value.strip()
     return name, settings
 
 
@@ -172,16 +198,80 @@ def without_tree(spec: str | Path, others: tuple[str, ...] = ()) -> str:
 
 
 def check_spec(spec: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return name and settings of `spec`. Raises `UserError` unless the name may be a drafter's.
+    """Return name and settings of `spec`, before target and drafter are loaded.
 
-    A folder passes: its files are judged when it is loaded.
+    Raises `UserError` unless the name may be a drafter's, and for settings that no drafter of its
+    kind can have. The files of a folder, and what its drafter is too small for, are judged when it
+    is loaded.
     """
     name, settings = parse_spec(str(spec))
     if name not in UNTRAINED and not Path(name).is_dir():
         near = difflib.get_close_matches(name.lower().replace("_", "-"), UNTRAINED, 1, 0.7)
         meant = f"did you mean {near[0]}? Give" if near else "give"
         raise UserError(f"{name} is not a drafter: there is no such folder; {meant} {SPELLING}")
+    if settings and (kind := kind_of(name)) is not None:
+        check_settings(kind, name, settings)
     return name, settings
+
+
+def kind_of(name: str) -> Kind | None:
+    """Return the kind of the drafter of this name or folder; None where its files do not tell."""
+    if name in UNTRAINED:
+        return UNTRAINED[name]
+    if not Path(name, OWN_FILE).is_file():
+        return MODEL_FOLDER if Path(name, "config.json").is_file() else None
+    try:
+        facts = read_json(Path(name, OWN_FILE))
+    except UserError:  # which the artifact's own reader explains
+        return None
+    method = str(facts.get("method")) if isinstance(facts, dict) else ""
+    return TRAINED.get(FORMER_METHODS.get(method, method))
+
+
+def check_settings(kind: Kind, drafter: str, settings: dict[str, Any]) -> None:
+    """Raise `UserError` for settings that no drafter of this kind can have.
+
+    `drafter` is named in messages.
+    """
+    made = kind.split(drafter, settings)
+    if (name := made.pop("name", None)) is not None and not NAME.fullmatch(name):
+        raise UserError(
+            f"drafter {drafter}: name={name} is no name for tables; use letters, digits, . _ - and "
+            "+, at most 40"
+        )
+    if name in (*UNTRAINED, "plain"):
+        raise UserError(f"drafter {drafter}: name={name} is another drafter's; choose another")
+    check_drafter_dtype(settings.get("dtype"))
+    for key, value in settings.items():
+        if key in WHOLE_NUMBERS:
+            positive(key, value)
+        if key in kind.choices and value not in kind.choices[key]:
+            *others, last = kind.choices[key]
+            raise UserError(
+                f"drafter {drafter}: {key} must be {', '.join(others)} or {last}, not {value!r}"
+            )
+    if "lookup_length" in settings and "lookup" not in settings:
+        raise UserError(
+            f"drafter {drafter}: lookup_length is the length of a looked-up chain; give lookup "
+            "too, the number of last tokens that must have occurred before: lookup=4"
+        )
+    if kind.tree:
+        check_tree(kind, made["settings"])
+    elif kind in UNTRAINED.values():
+        kind.maker(**made)
+
+
+def check_tree(kind: Kind, tree: TreeSettings) -> None:
+    """Raise `UserError` for settings of a tree that exclude each other, whatever the drafter is.
+
+    Those that are not given are taken to be what goes with the others.
+    """
+    if tree.threshold == "auto" and kind is TRAINED["draft_model"]:  # a number once it is loaded
+        tree = replace(tree, threshold=0.0)
+    chain = kind.module in ("early_exit", "draft_model") or (tree.threshold and tree.nodes is None)
+    if tree.shape is None:
+        plans = importlib.import_module(".proposers.tree_plan", __package__)
+        plans.TreePlan(tree.or_else(length=1, width=1 if chain else 2))
 
 
 def load_proposer(
@@ -199,7 +289,9 @@ def load_proposer(
     """
     for notice in former_settings(str(spec)):
         warn(notice)
-    name, settings = check_spec(spec if tuned is None else without_tree(spec))
+    spec = str(spec) if tuned is None else without_tree(spec)
+    name, settings = check_spec(spec)
+    settings.pop("name", None)
     named = ",".join(f"{key}={value}" for key, value in settings.items())
     # A profile that `tune` wrote before a setting had its present name is read too.
     settings |= {FORMER_SETTINGS.get(key, key): value for key, value in (tuned or {}).items()}
@@ -210,7 +302,7 @@ def load_proposer(
         given: tuple[Any, ...] = (target,) if name == "early-exit" else ()
     # A folder with neither file is taken for an artifact, whose errors say what is missing.
     elif Path(name, OWN_FILE).is_file() or not Path(name, "config.json").is_file():
-        dtype = _drafter_dtype(settings.pop("dtype", None), target)
+        dtype = check_drafter_dtype(settings.pop("dtype", None)) or target.dtype
         artifact = Artifact.load(name, target.fingerprint(), target.lent(dtype), warn)
         place(artifact.drafter, target.device, dtype)
         kind, given = TRAINED[artifact.method], (artifact,)
@@ -235,7 +327,9 @@ def load_proposer(
         pack_drafter(given[0].drafter)
     if lookup:
         module = importlib.import_module(".proposers.with_lookup", __package__)
-        proposer = module.with_lookup(proposer, lookup, name)
+        proposer = module.WithLookup(proposer, **lookup)
+    whole: Any = proposer  # with the lookup, if there is one
+    whole.given = Given(spec, "" if tuned is None else ":tuned")
     if tuned is not None:
         beside = ",".join(f"{key}={value}" for key, value in lookup.items())
         proposer.name += f":{beside}:tuned" if beside else ":tuned"
@@ -244,13 +338,13 @@ def load_proposer(
     return proposer
 
 
-def _drafter_dtype(name: str | None, target: TargetSource) -> torch.dtype:
-    """Return the type of a drafter's weights that its setting `dtype` names, else the target's.
+def check_drafter_dtype(name: str | None) -> torch.dtype | None:
+    """Return the type of a drafter's weights that its setting `dtype` names, if it is given.
 
-    Raises `UserError` for any other name.
+    The text does not depend on it: what is drafted may. Raises `UserError` for another name.
     """
     if name is None:
-        return target.dtype
+        return None
     if name not in DTYPES:
         raise UserError(
             f"dtype={name} is no type that a drafter can have; there are: {', '.join(DTYPES)}"

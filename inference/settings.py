@@ -34,6 +34,32 @@ def check_url(url: str | None, option: str) -> None:
         )
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types of weights that targets and trained drafters may have."""
+SHORT_DTYPES = {
+    "fp32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp64": "float64",
+    "double": "float64",
+}
+"""Full names of types of weights by their short ones: those that people write, and torch's."""
+
+
+def dtype_named(name: str) -> str:
+    """Return the full name of a type of weights, bfloat16 for bf16; another text as it is."""
+    return SHORT_DTYPES.get(name, name)
+
+
+def check_dtype(name: str) -> str:
+    """Return the full name of a target's type of weights. Raises `UserError` for another text."""
+    if (full := dtype_named(name)) not in ("auto", *DTYPES, "float64"):
+        raise UserError(f"unknown dtype {name!r}; use auto, float32, bfloat16 or float16")
+    return full
+
+
 BadRows = Literal["stop", "skip"]
 """Treatment of a malformed row: stop the command with an error that names it, or skip the row with
 a warning."""
@@ -46,7 +72,8 @@ class TargetConfig:
     path: str
     """Model folder, or the model's name on the hub. `--target X` is short for `--target.path X`."""
     dtype: str = "auto"
-    """Type of the weights: auto (as stored, but float32 on a CPU), float32, bfloat16 or float16."""
+    """Type of the weights: auto (as stored, but float32 on a CPU), float32, bfloat16 or float16;
+    bf16 and the like are understood."""
     device: str = "auto"
     """Device: auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
     adapter: str | None = None
@@ -67,6 +94,11 @@ class TargetConfig:
     with a plan in transformers); devices: layers laid over the GPUs of one process."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Give it only for sources that you trust."""
+
+    def __post_init__(self) -> None:
+        # From Python a type of torch may be given.
+        if isinstance(self.dtype, str):
+            self.dtype = check_dtype(self.dtype)
 
 
 @dataclass(frozen=True)

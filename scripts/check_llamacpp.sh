@@ -5,6 +5,7 @@
 #     ./scripts/check_llamacpp.sh [pytest options]
 # LLAMACPP_PYTHON takes an environment that is there already.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 LLAMACPP_PYTHON=${LLAMACPP_PYTHON:-$(scripts/llamacpp/environment.sh)}
 export LLAMACPP_PYTHON HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 DRAFTSMITH_TABLE=${DRAFTSMITH_TABLE:-runs/llamacpp/table.md}

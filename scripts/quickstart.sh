@@ -3,6 +3,8 @@
 # heads and an EAGLE-3 drafter on them, decode held-out prompts with and without, print a table, make a page of it.
 #     ./scripts/quickstart.sh
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
+no_options "$@"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export HF_HUB_OFFLINE=1 ACCELERATE_USE_CPU=${ACCELERATE_USE_CPU:-true}
 

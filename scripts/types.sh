@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Check types with pyright, which needs the package under its import name: a folder of links.   ./scripts/types.sh [FILE ...]
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/usage.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 package=tests/.path/draftsmith
 [ ! -L "$package" ] || rm "$package"  # an earlier form

@@ -167,3 +167,64 @@ def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
     for name in ("test.prompts", "valid.prompts", "long.prompts", "valid", "train-greedy"):
         assert f"has no {name}.jsonl; unpack it by ./scripts/smollm2/data.sh" in mistake("counts")
         (runs / f"{name}.jsonl").touch()
+
+
+# Scripts that take options, with one that each refuses; None where others take the options.
+SHELL_SCRIPTS: dict[str, str | None] = {
+    "smollm2/get.sh": "--hob",
+    "smollm2/data.sh": "--rewrite",
+    "smollm2/measure.sh": "--tables",
+    "check_target.sh": "--shapes=x",
+    "check_llamacpp.sh": None,
+    "check_vllm.sh": None,
+    "llamacpp/environment.sh": "--folder",
+    "vllm/environment.sh": "--folder",
+    "vllm/hidden_states.sh": None,
+    "quickstart.sh": "--quick",
+    "quickstart/make_drafters.sh": None,
+    "bench/gpu_wheels.sh": "--out",
+    "bench/peers/environments.sh": "--folder",
+    "test.sh": None,
+    "types.sh": None,
+}
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS)
+def test_options_of_a_script_are_looked_at_before_an_environment_is_made(
+    script: str, tmp_path: Path
+) -> None:
+    def ended(*words: str) -> subprocess.CompletedProcess[str]:
+        # Interpreters that say that they were asked to install something, and fail.
+        tools = tmp_path / "tools"
+        tools.mkdir(exist_ok=True)
+        for name in ("python3", "python3.11", "pip"):
+            (tools / name).write_text(
+                f'#!/bin/sh\ncase "$*" in *arguments.py*) exec {sys.executable} "$@" ;; esac\n'
+                "echo an environment would be made >&2\nexit 9\n"
+            )
+            (tools / name).chmod(0o755)
+        env = {**os.environ, "PATH": f"{tools}:/usr/bin:/bin", "DRAFTSMITH_VENV": str(tmp_path)}
+        env.pop("PYTHON", None)
+        path = ROOT / "scripts" / script
+        command = ["bash", str(path), *words]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env
+        )
+
+    for option in ("--help", "-h"):
+        done = ended(option)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert Path(script).name in done.stdout
+        assert "set -euo" not in done.stdout and "#!" not in done.stdout
+    if (wrong := SHELL_SCRIPTS[script]) is not None:
+        done = ended(wrong)
+        assert done.returncode == 2, done.stderr
+        assert wrong in done.stderr and "error: " in done.stderr
+    assert not (tmp_path / "--help").exists() and not (tmp_path / "runs").exists()
+
+
+def test_every_shell_script_is_tried() -> None:
+    found = {
+        str(path.relative_to(ROOT / "scripts")) for path in (ROOT / "scripts").rglob("*.sh")
+    } - {"environment.sh", "usage.sh"}
+    assert found == set(SHELL_SCRIPTS)

@@ -53,7 +53,7 @@ class HeldOutConfig:
     share: float = 0.05
     """Share of the rows that is held out (by row)."""
     sources: list[str] = field(default_factory=list)
-    """Names of the sources that are held out (by source)."""
+    """Name of a source that is held out (by source); may be given several times."""
     time_field: str = "timestamp"
     """Field of a row that holds a number or an ISO date (by time)."""
     since: str = ""
@@ -297,6 +297,21 @@ class Errors(Rollouts):
             )
 
 
+def check_held_out(data: Data) -> None:
+    """Raise `UserError` if whole sources are held out that the run does not have.
+
+    They are usually those of a configuration whose sources were replaced on the command line.
+    """
+    names = [source.name or source.path for source in data.sources]
+    missing = [name for name in data.held_out.sources if name not in names]
+    if data.held_out.by == "source" and missing:
+        raise UserError(
+            f"data.held_out.sources asks to hold out {', '.join(missing)}, which none of the "
+            f"sources is ({', '.join(names)}); name one of these, or hold out a share of all rows: "
+            "--data.held-out.by row"
+        )
+
+
 def examples_of(method: str) -> tuple[str, ...]:
     """Return the examples of a method's help page."""
     return (
@@ -360,3 +375,6 @@ class RunConfig:
             raise UserError("seed must be at least 0, and data.sources name at least one source")
         if self.max_steps is not None and self.max_steps < 1:
             raise UserError("max_steps must be at least 1")
+        # A feature store has data of its own.
+        if self.features.store is None:
+            check_held_out(self.data)

@@ -48,8 +48,13 @@ OUT_OF_MEMORY = (
     "out of memory",
     "cannot allocate memory",
 )
-# Numbers of the signals that `_interrupt` has seen.
+# Numbers of the signals that `_interrupt` has seen, and the process that waits for them.
 _INTERRUPTED: list[int] = []
+_PROCESS = 0
+
+
+class Ended(KeyboardInterrupt):
+    """Interrupt by SIGTERM, which asks nobody whether to go on."""
 
 
 def fail(message: str) -> NoReturn:
@@ -109,15 +114,13 @@ def run_command(command: Callable[[list[str]], None], argv: list[str]) -> None:
     """
     debug = "--debug" in argv or os.environ.get(DEBUG, "") not in ("", "0")
     _open_closed_streams()
-    signal.signal(signal.SIGINT, _interrupt)
-    sys.unraisablehook = _unraisable
+    _listen()
     try:
         command([argument for argument in argv if argument != "--debug"])
         # A full disk or a closed pipe behind the output has to show here, not after `main`.
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(say_stopped("nothing was written")) from None
     except BrokenPipeError:
         # Python flushes the rest of the output at its end and would complain about the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -210,14 +213,39 @@ def _open_closed_streams() -> None:
 _ORDINARY = sys.unraisablehook
 
 
+def _listen() -> None:
+    """Let SIGINT and SIGTERM end this process in a line and a status of this module."""
+    global _PROCESS
+    _INTERRUPTED.clear()
+    _PROCESS = os.getpid()
+    signal.signal(signal.SIGINT, _interrupt)
+    # Of several ranks one may wait for another without end, where no handler runs.
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _unraisable
+
+
 def _interrupt(number: int, frame: object) -> None:
-    """Handle SIGINT: note it, and raise `KeyboardInterrupt`.
+    """Handle SIGINT and SIGTERM: note the signal, and raise `KeyboardInterrupt`.
 
     An import that is interrupted may raise an error of its own in its place, so `guarded` looks at
-    the note.
+    the note. A fork of this process ends at once when it is told to.
     """
+    if number == signal.SIGTERM and os.getpid() != _PROCESS:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     _INTERRUPTED.append(number)
-    raise KeyboardInterrupt
+    raise Ended if _INTERRUPTED[0] == signal.SIGTERM else KeyboardInterrupt
+
+
+def say_stopped(what_is_left: str) -> int:
+    """Print the last line of a command that a signal has stopped, and return its status."""
+    if _INTERRUPTED[:1] == [signal.SIGTERM]:
+        print(f"ended by SIGTERM; {what_is_left}", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    print(f"interrupted; {what_is_left}", file=sys.stderr)
+    return 128 + signal.SIGINT
 
 
 def _unraisable(found: Any) -> None:
@@ -233,11 +261,11 @@ def _unraisable(found: Any) -> None:
         _ORDINARY(found)
 
 
-def guarded(work: Callable[[], None], if_interrupted: str) -> None:
+def guarded(work: Callable[[], None], if_interrupted: Callable[[], str]) -> None:
     """Run the work of a command, once its options are known.
 
-    An interrupt ends in the line `if_interrupted` and status 130; so does, with status 1, the loss
-    of another rank. A run that was asked to stop ends with its own status.
+    An interrupt ends in the line of `if_interrupted` and status 130, or 143 for SIGTERM; so does,
+    with status 1, the loss of another rank. A run that was asked to stop ends with its own status.
     """
     from transformers.utils import logging as transformers_logging
 
@@ -265,7 +293,7 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
             raise
         reason = first_line(error)
         print(
-            f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted}",
+            f"error: rank {os.environ['RANK']} lost another one ({reason}); {if_interrupted()}",
             file=sys.stderr,
         )
         leave(1)
@@ -273,10 +301,9 @@ def guarded(work: Callable[[], None], if_interrupted: str) -> None:
         leave(stopped.status)
         raise SystemExit(stopped.status) from None
     except KeyboardInterrupt:
-        if is_main_rank():
-            print(f"interrupted; {if_interrupted}", file=sys.stderr)
-        leave(130)
-        raise SystemExit(130) from None
+        status = say_stopped(if_interrupted()) if is_main_rank() else 128 + signal.SIGINT
+        leave(status)
+        raise SystemExit(status) from None
 
 
 def lost_peer(error: RuntimeError) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..heads.artifact import Artifact
 from ..heads.errors import UserError
 from ..heads.files import JsonObject
+from ..heads.layout import dtype_name
 from ..inference.console import Progress
 from ..inference.decode import generate_one
 from ..inference.drafters import load_proposer, proposer_of
@@ -117,7 +118,7 @@ class HeldOutEvaluation:
 
         `texts` are those of all ranks, from a feature store or a server.
         """
-        self._target, self._config = target, config
+        self._target, self._config, self.dtype = target, config, target.dtype
         self._accelerator, self._method = accelerator, method
         # Under a target that all ranks run together every rank holds all texts, so that each makes
         # the same forward passes; otherwise the ranks share the texts.
@@ -248,6 +249,14 @@ def held_out_prompts(table: TokenTable, count: int, longest: int) -> list[list[i
     return prompts
 
 
+def why_different(dtype: torch.dtype) -> str:
+    """Return why greedy replies of a target in this precision differ from its own text."""
+    if dtype.itemsize >= torch.float32.itemsize:
+        return "in float32 that is a bug; please report it"
+    name = dtype_name(dtype)
+    return f"in {name} near-ties may be decided otherwise; float32 would tell them from a bug"
+
+
 def evaluate(
     held_out: HeldOutEvaluation,
     drafter: nn.Module,
@@ -285,9 +294,9 @@ def evaluate(
             )
     if measured.different:
         log.warning(
-            "%d of %d held-out replies differ from the target's own greedy text: near-ties in low "
-            "precision, a bug in float32",
+            "%d of %d held-out replies differ from the target's own greedy text: %s",
             measured.different,
             len(measured.emitted),
+            why_different(held_out.dtype),
         )
     return estimate, measured, calibration

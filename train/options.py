@@ -219,7 +219,7 @@ class RegenerateOptions:
     data: str
     """Conversations or prompts: a JSON, JSONL or parquet file, a folder of them, or a data set on
     the hub."""
-    out: str
+    out: str = field(metadata={"form": "FILE"})
     """JSONL file to write; one that was not finished is continued. With `share` a folder."""
     sampling: ReplySampling = field(default_factory=ReplySampling)
     server: ServerOptions = field(default_factory=ServerOptions)
@@ -419,6 +419,8 @@ class GenerateOptions:
     """Decode plainly as well, and say how fast that is and whether the text is the same."""
 
     def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens must be at least 1, not {self.max_new_tokens}")
         if self.prompt is None and self.prompts is None and not self.chat:
             raise UserError("give --prompt WORDS, --prompts FILE, or --chat")
         if self.prompts is not None and (self.chat or self.prompt is not None):

@@ -53,6 +53,8 @@ def read_prompts(
                 raise row
             conversation = conversation_of(row)
             ids = prompt_ids(conversation, tokenizer, target_name)
+            if not ids:
+                raise RowError("the prompt is empty")
         except RowError as error:
             left_out.add(name, error)
             continue

@@ -22,6 +22,7 @@ from ..decode import Generation, Request, Round
 from ..proposers.draft_model import DraftModelProposer
 from ..settings import Sampling
 from ..targets.target import Target
+from .names import short_name
 
 
 class Assisted:
@@ -42,7 +43,8 @@ class Assisted:
                 "transformers wants the vocabularies of both models equal, which are "
                 f"{target_vocab} and {draft_vocab}"
             )
-        self.name = f"assisted ({drafter.name})"
+        given = getattr(drafter, "given", None)
+        self.name = f"assisted ({drafter.name if given is None else short_name(given.spec)})"
         self._target, self._helper, self._length = target, drafter.model.model, drafter.plan.length
 
     def generate(

@@ -6,16 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...heads.errors import UserError
 from ...heads.files import check_json
+from ..conversations.prompts import Prompt, read_prompts
 from ..conversations.sources import source_files
 from ..drafters import check_spec
-from ..settings import check_url
+from ..settings import TargetConfig, check_url
+from ..targets.target import Target
+from ..targets.target_files import base_and_adapter, check_config, read_tokenizer
 from .engines import Engine
 from .measure import Setting
 from .options import EvaluateOptions as Options
+from .options import TuneOptions
+from .tuning.profile import read_profile
 
 N = TypeVar("N", int, float)
 
@@ -41,6 +46,8 @@ def check(options: Options) -> list[Setting]:
         Engine(engine)  # raises for an engine or a setting that is not known
     if (options.like or options.profile) and not options.drafter:
         raise UserError("--like and --profile are about drafters; name one with --drafter")
+    if options.profile is not None:
+        read_profile(options.profile)
     check_server(options)
     if options.prompts is not None:
         source_files(options.prompts)
@@ -59,6 +66,31 @@ def check(options: Options) -> list[Setting]:
         for size in sizes:
             settings.append(Setting(sampling, size, options.max_new_tokens, options.repeats))
     return settings
+
+
+def prompts_of(options: Options | TuneOptions, target: Target | None = None) -> list[Prompt]:
+    """Return the prompts that the options name.
+
+    Without a `target` only its tokenizer is read, so that an empty prompt or a malformed row is
+    found before the target is loaded. Raises `UserError`.
+    """
+    assert options.prompts is not None
+    tokenizer = tokenizer_of(options.target) if target is None else target.tokenizer
+    return read_prompts(
+        options.prompts,
+        tokenizer,
+        options.target.path if target is None else target.name,
+        options.limit,
+        options.split,
+        options.bad_rows,
+    )
+
+
+def tokenizer_of(config: TargetConfig) -> Any:
+    """Return the tokenizer of a target whose weights are not loaded. Raises `UserError`."""
+    path, _ = base_and_adapter(config)
+    check_config(path, config.trust_remote_code)
+    return read_tokenizer(path, config.trust_remote_code)
 
 
 def check_server(options: Options) -> None:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from ...heads.errors import UserError
 from ...heads.files import JsonObject, check_json, output_json
 from ..console import Console, plain_table
-from ..metrics import bootstrap, pooled, tau
+from ..metrics import pooled, tau
 from .evaluate import BASELINES
-from .figures import FEWEST
+from .figures import FEWEST, interval
 from .options import CompareOptions as Options
 from .results import Report, RequestRecord, SettingFigures, read_measured
 
@@ -190,16 +190,16 @@ def _change(
 
     # the same prompts are drawn before and after, so that how hard they are cancels out
     prompt_pairs = list(zip(before, after, strict=True))
-    low, high = bootstrap(prompt_pairs, relative)
+    low, high = interval(prompt_pairs, relative)
     change = relative(prompt_pairs)
     return Change(
         category=category,
         report=number,
         requests=len(pairs),
         tau_before=tau(before),
-        tau_before_ci95=bootstrap(before, tau),
+        tau_before_ci95=interval(before, tau),
         tau_after=tau(after),
-        tau_after_ci95=bootstrap(after, tau),
+        tau_after_ci95=interval(after, tau),
         change=change,
         change_ci95=(low, high),
         regressed=change < -limit and high < 0 and len(prompt_pairs) >= FEWEST,
@@ -258,7 +258,8 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
     """Print a table for each of `comparisons`; `paths` are those of the reports."""
 
     def with_interval(value, pair):
-        return f"{value:.2f} ({pair[0]:.2f}-{pair[1]:.2f})"
+        known = pair[0] == pair[0]  # not NaN
+        return f"{value:.2f}" + (f" ({pair[0]:.2f}-{pair[1]:.2f})" if known else "")
 
     for setting in comparisons:
         title = f"T = {setting.temperature:g}, batch {setting.batch}; before: {paths[0]}"
@@ -278,11 +279,14 @@ def show(comparisons: Sequence[Comparison], paths: Sequence[str], console: Conso
                 with_interval(row.tau_before, row.tau_before_ci95),
                 with_interval(row.tau_after, row.tau_after_ci95),
                 f"{row.change:+.1%}",
-                f"{low:+.1%} to {high:+.1%}",
+                f"{low:+.1%} to {high:+.1%}" if low == low else "-",
             )
             if row.regressed:
                 regressed.append(label)
         console.print(table)
         if regressed:
             console.print(f"REGRESSED: {', '.join(regressed)}", style="bold")
-    console.print("tau with 95% intervals over prompts; those of the change are of pairs.")
+    console.print(
+        "tau with 95% intervals over prompts; those of the change are of pairs."
+        f" Fewer than {FEWEST} prompts have none."
+    )

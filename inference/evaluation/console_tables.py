@@ -53,7 +53,10 @@ def show_settings(report: Report, console: Console) -> None:
         if wide(settings_table(report, titles), console) <= console.width:
             break
         titles.remove(title)
-    console.print(settings_table(report, titles))
+    # A name is folded only where it has to be.
+    spare = console.width - wide(settings_table(report, titles), console)
+    longest = LONGEST_NAME + max(spare, 0)
+    console.print(settings_table(report, titles, longest))
     notes = [
         f"{FASTEST}: the fastest of its setting. tau: tokens a round.",
         f"{ACCEPTED}: rounds that accept at least so many drafts." if ACCEPTED in titles else "",
@@ -84,15 +87,15 @@ def wide(table: Table, console: Console) -> int:
     return Measurement.get(console, unlimited, table).maximum
 
 
-def settings_table(report: Report, titles: Sequence[str]) -> Table:
+def settings_table(report: Report, titles: Sequence[str], longest: int = LONGEST_NAME) -> Table:
     """Return the table of all settings with the columns `titles`, a group of rows for each.
 
     A group is headed by its setting and sorted by speed-up. Its fastest row is marked and bold.
+    Names of more than `longest` characters are folded.
     """
-    prompts = report.prompt_set.prompts
-    counted = f"{prompts} held-out prompt{'s' if prompts != 1 else ''}"
+    counted = report.scope.replace("prompt", "held-out prompt", 1)
     table = plain_table(f"{report.target_name}\n{counted}, {report.dtype}")
-    table.add_column("drafter", overflow="fold", min_width=18, max_width=LONGEST_NAME)
+    table.add_column("drafter", overflow="fold", min_width=18, max_width=longest)
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
     for setting in report.settings:
@@ -105,7 +108,7 @@ def settings_table(report: Report, titles: Sequence[str]) -> Table:
             cells = cells_of(figures)
             words = f"{FASTEST if first else ' '} {'plain decoding' if name == 'plain' else name}"
             table.add_row(
-                Text(textwrap.fill(words, LONGEST_NAME, subsequent_indent="    ")),
+                Text(textwrap.fill(words, longest, subsequent_indent="    ")),
                 *(cells[title] for title in titles),
                 style="bold" if first else "",
             )

@@ -13,7 +13,7 @@ from typing import Any
 from ...heads.errors import UserError
 from ...heads.exchange.exports import block_obstacle, eagle_obstacle
 from ..decode import Generation, Request, generate
-from ..drafters import load_proposer, parse_spec, without_tree
+from ..drafters import Given, load_proposer, parse_spec, without_tree
 from ..proposer import Proposer
 from ..proposers.dflash import DFlashProposer
 from ..proposers.draft_model import DraftModelProposer
@@ -171,7 +171,8 @@ class AsIn:
         # has its default tree, since the tree of `spec` is not used and need not fit.
         proposer = load_proposer(without_tree(spec), target, warn)
         self.spec = spec
-        self.name = f"{proposer.name} as in {engine.label}"
+        self.given = Given(without_tree(spec), f" as in {engine.label}")
+        self.name = proposer.name + self.given.suffix
         self.setting = engine.shape(proposer, target.config.model_type)
         self._rule = engine.rule(type(proposer))
         self._target = target

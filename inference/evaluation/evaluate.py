@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json as json_module
+import os
 import resource
 import shlex
 import sys
@@ -30,24 +31,27 @@ from ...heads.files import STANDARD_OUTPUT, JsonObject, checksum, output_json
 from ...heads.fingerprint import tokenizer_hash
 from ...heads.layout import dtype_name
 from ..console import Progress, warn
-from ..conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ..conversations.prompts import Prompt, check_batches, check_room
 from ..drafters import load_proposer, parse_spec, weight_bytes
 from ..proposer import Proposer
 from ..proposers.draft_model import DraftModelProposer
+from ..targets.packed import processor
 from ..targets.target import Target, load_for_decoding
 from . import replayed
 from .assisted import Assisted
 from .batch_model import model_batches
-from .checks import check, numbers
+from .checks import check, numbers, prompts_of
 from .console_tables import show
 from .engines import AsIn, Engine
 from .figures import SAMPLES, figures_of_setting
-from .journal import Journal
-from .measure import Results, Setting, Way, decode_in_turns, distinct_names
+from .journal import Journal, kept
+from .measure import Results, Setting, Way, decode_in_turns
+from .names import distinct_names, short_name
 from .options import EvaluateOptions as Options
 from .results import (
     DEFINITIONS,
     SCHEMA,
+    Conditions,
     DrafterOrigin,
     PromptSet,
     Report,
@@ -66,12 +70,9 @@ BASELINES = ("ngram", "lookahead", "early-exit")
 
 def if_interrupted(options: Options) -> str:
     """Return the line for a user who stopped an evaluation: what was written, and how to go on."""
-    if options.json in (None, STANDARD_OUTPUT) or options.features is not None:
+    if options.json is None or options.json == STANDARD_OUTPUT or options.features is not None:
         return "nothing was written; with --json FILE the same command goes on where it stopped"
-    return (
-        f"{options.json} holds what was measured so far, if anything was; the same command goes on "
-        "where it stopped"
-    )
+    return kept(options.json, "measured")
 
 
 def run(options: Options) -> None:
@@ -120,20 +121,12 @@ def evaluate_drafters(
     if there is one. Greedy replies of a server, in `served`, are compared with plain decoding.
     Raises `UserError`.
     """
-    assert options.prompts is not None
+    prompts = prompts_of(options, given)
+    check_batches([setting.batch for setting in settings], prompts)
     target = given or load_for_decoding(options.target)
+    check_room(prompts, target.max_positions)
     loaded, left_out = proposers_of(options, target)
     proposers = list(loaded.values())
-    prompts = read_prompts(
-        options.prompts,
-        target.tokenizer,
-        target.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
-    check_room(prompts, target.max_positions)
-    check_batches([setting.batch for setting in settings], prompts)
     by_transformers = assisted(options, target, proposers, left_out)
     if by_transformers and any(setting.batch > 1 for setting in settings):
         left_out["assisted generation of batches"] = "transformers assists one request at a time"
@@ -142,7 +135,7 @@ def evaluate_drafters(
     # to be written.
     names = distinct_names(proposers)
     sizes = {name: weight_bytes(p, target) for name, p in zip(names, proposers, strict=True)}
-    origins = dict(zip(sizes, map(origin, loaded), strict=True))
+    origins = dict(zip(names, map(origin, loaded), strict=True))
     report = facts_of(target, target.tokenizer, prompts, options, started)
     report.left_out, report.drafters, report.drafter_bytes = left_out, origins, sizes
     if served is not None:
@@ -162,6 +155,8 @@ def evaluate_drafters(
     if options.spec_bench is not None:
         write_spec_bench(Path(options.spec_bench), results[0], target)
     report.peak_memory_bytes = peak_memory(target)
+    if report.conditions is not None:
+        report.conditions.load_after = load()
     write_report(report, options.json)
     journal.finish()
     return report
@@ -208,14 +203,14 @@ def configured_figures(
     Tuned and engine-like ways have their tree settings and the drafter's spec beside the numbers.
     `samples` replies of each way are shown token by token.
     """
-    configured: dict[str, Tuned | AsIn] = {}
-    for name, way in zip(distinct_names(ways), ways, strict=True):
-        if isinstance(way, Tuned | AsIn):
-            configured[name] = way
+    named = dict(zip(distinct_names(ways), ways, strict=True))
+    configured = {name: way for name, way in named.items() if isinstance(way, Tuned | AsIn)}
     settings_of = {name: way.setting for name, way in configured.items()}
     entry = figures_of_setting(target, results, setting, settings_of, samples)
-    for name, way in configured.items():
-        entry.drafters[name].spec = way.spec
+    for name, figures in entry.drafters.items():
+        figures.kind = named[name].name
+        if name in configured:
+            figures.spec = configured[name].spec
     return entry
 
 
@@ -315,7 +310,7 @@ def tuned_and_served(
             try:
                 engines.append(AsIn(engine, spec, target, lambda message: None))
             except UserError as error:
-                left_out[f"{spec} as in {engine.label}"] = str(error)
+                left_out[f"{short_name(spec)} as in {engine.label}"] = str(error)
 
     def ways(setting: Setting) -> list[Way]:
         if profile is None:
@@ -384,6 +379,7 @@ def facts_of(
         device=str(target.device) if target is not None else None,
         threads=torch.get_num_threads(),
         machine=machine_of(target) if target is not None else None,
+        conditions=conditions_of(target) if target is not None else None,
         versions={"torch": str(torch.__version__), "transformers": transformers.__version__},
         sampling=asdict(options.sampling),
         options=asdict(options),
@@ -397,6 +393,26 @@ def facts_of(
         definitions=DEFINITIONS,
         settings=[],
     )
+
+
+def conditions_of(target: Target) -> Conditions:
+    """Return what the speeds measured here depend on, with the load before the measurement."""
+    cuda = target.device.type == "cuda"
+    return Conditions(
+        processor=torch.cuda.get_device_name(target.device) if cuda else processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        load_before=load(),
+        layout="packed" if target.packed_bytes else "as stored",
+        packed_bytes=target.packed_bytes,
+    )
+
+
+def load() -> float | None:
+    """Return the mean number of running processes of the last minute; None if it is not known."""
+    try:
+        return os.getloadavg()[0]
+    except OSError:
+        return None
 
 
 def peak_memory(target: Target | None) -> int:

@@ -7,7 +7,7 @@ The functions here turn the replies of every way to decode in one setting, which
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,16 @@ from ..metrics import (
 from ..settings import Sampling
 from ..targets.target import Target
 from .measure import Results, Setting, Turn, comparable, first_difference
-from .results import NAN, CategoryFigures, DrafterFigures, RequestRecord, Sample, SettingFigures
+from .results import (
+    FEWEST,
+    NAN,
+    CategoryFigures,
+    DrafterFigures,
+    RequestRecord,
+    Sample,
+    SettingFigures,
+)
 
-FEWEST = 5  # prompts, or batches, for which an interval of the speed-up is given
 SAMPLES = 3  # replies of each drafter that the report shows token by token
 
 
@@ -90,8 +97,7 @@ def figures_of_drafter(
         plain_cost = _cost([plain[i] for i in batch])
         costs.append((*plain_cost, *_cost([generations[i] for i in batch])))
     figures.speedup = _ratio(costs)
-    units = _by_prompt(costs, batches, turns)
-    figures.speedup_ci95 = bootstrap(units, _ratio) if len(units) >= FEWEST else (NAN, NAN)
+    figures.speedup_ci95 = interval(_by_prompt(costs, batches, turns), _ratio)
     # a batch without a round has neither time nor tokens, and no ratio
     ratios = []
     for cost in costs:
@@ -131,9 +137,6 @@ def figures_of_replies(
     # a reply without a round has no tau
     own_taus = [tau([of_request]) if of_request else None for of_request in emitted]
     roots = [len(g.prompt_ids) for g in generations]
-    interval = (NAN, NAN)
-    if rounds:
-        interval = bootstrap(pooled(emitted, prompts or range(count)), tau)
     decode_s = steps = 0
     for batch in batches if batches is not None else [[i] for i in range(count)]:
         together = [generations[i] for i in batch]
@@ -146,7 +149,7 @@ def figures_of_replies(
         steps=steps,
         tokens=sum(len(g.token_ids) for g in generations),
         tau_incl_bonus=tau(emitted),
-        tau_ci95=interval,
+        tau_ci95=interval(pooled(emitted, prompts or range(count)) if rounds else [], tau),
         tau_macro=mean(own_taus),
         tau_by_request=quantiles(own_taus, (0.05, 0.25, 0.5, 0.75, 0.95)),
         tau_by_position=tau_by_position(list(zip(roots, emitted, strict=True))),
@@ -172,6 +175,11 @@ def figures_of_replies(
         split_s=split(rounds),
         decode_s=decode_s,
     )
+
+
+def interval(units: Sequence[Any], statistic: Callable[[Any], float]) -> tuple[float, float]:
+    """Return the 95% interval of a statistic over prompts or batches; NaN for fewer than FEWEST."""
+    return bootstrap(units, statistic) if len(units) >= FEWEST else (NAN, NAN)
 
 
 def _share(count: float, of: float, of_nothing: float = 0.0) -> float:
@@ -244,9 +252,9 @@ def by_category(turns: Sequence[Turn]) -> dict[str, CategoryFigures]:
     for name, group in sorted(groups.items()):
         emitted = [emitted_per_round(turn.generation) for turn in group]
         if any(emitted):
-            interval = bootstrap(pooled(emitted, [turn.prompt.place for turn in group]), tau)
+            by_prompt = pooled(emitted, [turn.prompt.place for turn in group])
             figures[name] = CategoryFigures(
-                requests=len(group), tau_incl_bonus=tau(emitted), tau_ci95=interval
+                requests=len(group), tau_incl_bonus=tau(emitted), tau_ci95=interval(by_prompt, tau)
             )
     return figures
 

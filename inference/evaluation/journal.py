@@ -129,6 +129,21 @@ def journal_path(report: str) -> Path:
     return path.parent / f".{path.name}.progress"
 
 
+def kept(report: str, what: str) -> str:
+    """Return the line for a user who stopped the work of a report: what is kept, how to go on.
+
+    `what` says what was done, such as `measured`.
+    """
+    journal = journal_path(report)
+    if not journal.is_file():
+        return f"nothing was {what} yet; the same command begins anew"
+    shown = f", and {report} shows it" if Path(report).is_file() else ""
+    return (
+        f"what was {what} so far is kept in {journal}{shown}; the same command goes on where it "
+        "stopped"
+    )
+
+
 def as_json(found: dict[str, list[Generation]]) -> dict[str, list[JsonObject]]:
     """Return the replies of each way of decoding as JSON can hold them."""
     stored = {}

@@ -25,6 +25,7 @@ from ..sampling import Draws
 from ..settings import Sampling
 from ..targets.target import Target
 from .journal import Journal, as_json, from_json
+from .names import distinct_names
 
 
 @dataclass
@@ -170,17 +171,6 @@ def _decode(
     if isinstance(way, Loop):
         return way.generate(requests, max_new_tokens, sampling.resolved(target.repetition_penalty))
     return generate(target, way, requests, max_new_tokens, sampling)
-
-
-def distinct_names(ways: Sequence[Way]) -> list[str]:
-    """Return the names of `ways` in order; the second of one name ends in -2, and so on."""
-    names: list[str] = []
-    for way in ways:
-        name, number = way.name, 2
-        while name in names:
-            name, number = f"{way.name}-{number}", number + 1
-        names.append(name)
-    return names
 
 
 @torch.inference_mode()

@@ -113,7 +113,7 @@ class CompareOptions:
 
     reports: list[str] = field(default_factory=list, metadata={"positional": "REPORT"})
     """JSON files of draftsmith evaluate; the first is the one that the others are compared with."""
-    drafter: list[str] = field(default_factory=list)
+    drafter: list[str] = field(default_factory=list, metadata={"form": "NAME"})
     """Name of the drafter in each report, in the same order; not needed where a report has one
     besides the baselines."""
     fail_on_regression: str | None = None
@@ -143,7 +143,7 @@ class ReportOptions:
     runs: list[str] = field(default_factory=list, metadata={"positional": "RUN"})
     """JSON files of draftsmith evaluate, folders of training runs, or folders that hold such files
     or runs."""
-    out: str | None = None
+    out: str | None = field(default=None, metadata={"form": "FILE"})
     """File to write. If not given, HTML goes to report.html and Markdown to the terminal."""
     format: Literal["html", "md"] = "html"
     """html: a page; md: its tables alone, as Markdown."""
@@ -249,7 +249,7 @@ class TuneOptions:
     prompts: str
     """Calibration prompts, in the forms that `draftsmith evaluate` takes; other prompts than those
     that you evaluate on."""
-    out: str
+    out: str = field(metadata={"form": "FILE"})
     """Profile to write; `evaluate` and `generate` take it as --profile."""
     drafter: list[str] = field(default_factory=list)
     """A trained drafter's folder, a draft model's folder, ngram or suffix. May be given several

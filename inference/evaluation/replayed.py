@@ -22,7 +22,7 @@ from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
-from .measure import distinct_names
+from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth
 
@@ -44,8 +44,9 @@ def run(options: EvaluateOptions) -> None:
 
     proposers = [load_proposer(spec, target, warn) for spec in options.drafter]
     drafters = {}
-    for name, proposer in zip(distinct_names(proposers), proposers, strict=True):
-        drafters[name] = replayed(name, proposer, target, texts)
+    named = zip(distinct_names(proposers), options.drafter, proposers, strict=True)
+    for name, spec, proposer in named:
+        drafters[name] = {"spec": spec} | replayed(name, proposer, target, texts)
     report = {
         "schema_version": 2,
         "replayed_from": options.features,

@@ -27,6 +27,7 @@ ByName = Mapping[str, Number]
 ByDepth = Sequence[Number]
 Temperature = Annotated[float, Meta(ge=0)]
 NAN = float("nan")
+FEWEST = 5  # prompts, or batches, for which an interval is given
 SHOWN = 3  # positions whose acceptance tables in the terminal show; the JSON holds all
 MOST_EMITTED = 1 << 20  # tokens of a round; no tree comes near it, so a larger number is damage
 
@@ -156,6 +157,8 @@ class DrafterFigures(Struct, kw_only=True):
     """Settings of the tree that a profile or an engine chose."""
     spec: str | None = None
     """Spec of the drafter for which they were chosen."""
+    kind: str | None = None
+    """Method and settings; in older reports they are the drafter's name."""
 
     @property
     def split(self) -> dict[str, float]:
@@ -293,6 +296,32 @@ class DrafterOrigin(Struct, kw_only=True):
     sha256: str | None = None
 
 
+class Conditions(Struct, kw_only=True):
+    """What speeds depend on beside the target: processor, load, and layout of the matrices."""
+
+    processor: str | None = None
+    """Name of the GPU that the target lies on, else of the machine's processor."""
+    cores: Count | None = None
+    """Processor cores that this process may use."""
+    load_before: Number = None
+    """Mean number of processes that ran in the minute before the measurement."""
+    load_after: Number = None
+    """The same in its last minute; the measurement itself is among them."""
+    layout: str | None = None
+    """`packed`, or `as stored`: the order of the target's matrices."""
+    packed_bytes: Count | None = None
+
+    def __str__(self) -> str:
+        loads = [f"{load:.1f}" for load in (self.load_before, self.load_after) if load is not None]
+        parts = [
+            self.processor,
+            None if self.cores is None else f"cores: {self.cores}",
+            f"load before and after: {', '.join(loads)}" if loads else None,
+            None if self.layout is None else f"matrices {self.layout}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
 class Report(Document, kw_only=True):
     """JSON report of `draftsmith evaluate`."""
 
@@ -310,6 +339,7 @@ class Report(Document, kw_only=True):
     device: str | None = None
     threads: Count | None = None
     machine: JsonObject | None = None
+    conditions: Conditions | None = None
     versions: dict[str, str] = {}
     sampling: JsonObject | None = None
     options: JsonObject | None = None
@@ -328,8 +358,29 @@ class Report(Document, kw_only=True):
     def target_name(self) -> str:
         return (self.target and self.target.name) or "target"
 
+    @property
+    def scope(self) -> str:
+        """What was measured: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
+        count = self.prompt_set.prompts
+        prompts = f"{count} prompt{'s' if count != 1 else ''}"
+        if not self.partial:
+            return prompts
+        only = f"only {self.partial} so far"
+        return only if "prompts" in self.partial else f"{prompts}, {only}"
+
+    @property
+    def measured_on(self) -> str:
+        """Device, type, threads and `conditions`, as far as they are known; "" if not at all."""
+        known = [
+            self.device,
+            self.dtype,
+            None if self.threads is None else f"threads: {self.threads}",
+            None if self.conditions is None else str(self.conditions),
+        ]
+        return ", ".join(part for part in known if part)
+
     def __str__(self) -> str:
-        lines = [f"{self.target_name}, {self.prompt_set.prompts} prompts"]
+        lines = [f"{self.target_name}, {self.scope}"]
         for setting in self.settings:
             for name, figures in setting.drafters.items():
                 tau, gain = figures.tau_incl_bonus, figures.speedup
@@ -339,6 +390,21 @@ class Report(Document, kw_only=True):
                     f"{NAN if gain is None else gain:.2f}x plain decoding"
                 )
         return "\n".join(lines)
+
+    def without_doubtful_intervals(self) -> None:
+        """Remove intervals over fewer than `FEWEST` prompts, which older versions have written."""
+        for setting in self.settings:
+            for figures in setting.drafters.values():
+                places: dict[str, set[str | int]] = {}
+                for r in figures.per_request:
+                    place = r.id if r.prompt is None else r.prompt
+                    places.setdefault(r.category, set()).add(place)
+                prompts = len(set().union(*places.values())) or figures.requests
+                if prompts < FEWEST:
+                    figures.tau_ci95 = None
+                for category, found in figures.by_category.items():
+                    if (len(places.get(category, ())) or found.requests) < FEWEST:
+                        found.tau_ci95 = (NAN, NAN)
 
     def to_json(self) -> JsonObject:
         """Return the report as JSON can hold it; `server` and `partial` only where they apply."""
@@ -368,6 +434,7 @@ def read_report(path: str) -> Report:
     report, _ = read_document(Path(path), Report, remedy)
     if not report.settings and report.server is None:
         raise UserError(f"{path} is not {Report.what}: it holds no setting; {remedy}")
+    report.without_doubtful_intervals()
     return report
 
 
@@ -393,7 +460,7 @@ DEFINITIONS = {
     "tau_incl_bonus": "tokens emitted per round, the target's own included, the prefill's "
     "excluded, pooled over requests",
     "tau_ci95": "95% bootstrap interval over prompts (the turns of one go together), 1000 "
-    "resamples",
+    "resamples; not given for fewer than five prompts",
     "tau_by_position": "tau of the rounds whose root stands below that position",
     "tau_macro": "mean of the requests' own taus; tau_by_request: their quantiles",
     "samples": "the first replies, token by token; came: depth of an accepted draft, 0 the "

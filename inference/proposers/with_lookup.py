@@ -14,7 +14,6 @@ import copy
 import torch
 from torch import Tensor
 
-from ...heads.errors import UserError
 from ..device import send
 from ..proposer import Accepted, Prompts, Proposer
 from ..sampling import Draws
@@ -181,17 +180,3 @@ def replaced(tree: DraftTree, chains: list[list[int]]) -> DraftTree:
     return DraftTree(
         named, parents=torch.where(new, new_parents, tree.tables.parents), levels=levels
     )
-
-
-def with_lookup(proposer: Proposer, settings: dict[str, int], drafter: str) -> WithLookup:
-    """Return a proposer with a lookup of a user's settings beside it. Raises `UserError`.
-
-    `settings` are those of `tree_settings.LOOKUP_SETTINGS` that were given; `drafter` is named in
-    messages.
-    """
-    if "lookup" not in settings:
-        raise UserError(
-            f"drafter {drafter}: lookup_length is the length of a looked-up chain; give lookup "
-            "too, the number of last tokens that must have occurred before: lookup=4"
-        )
-    return WithLookup(proposer, **settings)

@@ -27,8 +27,8 @@ from ..targets.target import Target, load_for_decoding
 
 KEY = "DRAFTSMITH_API_KEY"
 KERNELS = "64"
-"""Products of matrices for which oneDNN and its wrapper in torch each keep a kernel. Each length of a
-prompt needs some of its own; by default 1,024 are kept, which took 550 MB with 200 lengths."""
+"""Products of matrices for which oneDNN and its wrapper in torch each keep a kernel. Each length of
+a prompt needs some of its own; by default 1,024 are kept, which took 550 MB with 200 lengths."""
 EXTRA = {"starlette", "uvicorn", "prometheus_client"}
 
 

@@ -17,7 +17,7 @@ from ...heads.pretrained import clear_errors
 from ...heads.vocabulary import spread_ids
 from ..compiled import prepare_to_compile
 from ..device import prepare
-from ..settings import TargetConfig
+from ..settings import TargetConfig, check_dtype
 from .causal_model import CausalModel
 from .model_head import ModelHead
 from .spread import load_spread
@@ -235,6 +235,4 @@ def resolve_dtype(name: str | torch.dtype, device: torch.device) -> torch.dtype 
         return name
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if name not in ("float32", "bfloat16", "float16", "float64"):
-        raise UserError(f"unknown dtype {name!r}; use auto, float32, bfloat16 or float16")
-    return getattr(torch, name)
+    return getattr(torch, check_dtype(name))

@@ -5,6 +5,8 @@
 #     python scripts/bench/gpu.py --out OUT --wheels wheels     # there
 # msgspec is needed by everything, the rest by the stage `peers`, which measures speculators' step beside ours.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
+case "${1:-}" in -*) no_options "$1" ;; esac
 out=${1:?name the folder for the wheels}
 get() { pip download -q --disable-pip-version-check --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
     --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 -d "$out" "$@"; }

@@ -13,11 +13,12 @@ from pathlib import Path
 # may be computed here.
 import draftsmith.inference.evaluation.evaluate
 import draftsmith.train.loop  # noqa: F401
+from arguments import parsed
 from draftsmith.heads.errors import UserError
 from rich.console import Console
 from rich.table import Table
 from runner import Outcome, Runner, run_isolated
-from shapes import known_shapes, make_shape
+from shapes import make_shape
 from steps import Plan, every_step
 
 GIB = 2**30
@@ -57,51 +58,6 @@ def main() -> None:
     table(console, target, runner.outcomes, len(steps))
     failed = [outcome for outcome in runner.outcomes if outcome.result != "pass"]
     raise SystemExit(1 if failed or len(runner.outcomes) < len(steps) else 0)
-
-
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="check_target.sh", description=__doc__)
-    parser.add_argument("target", nargs="?", help="a model folder, or a name on the hub")
-    parser.add_argument(
-        "--shape", help=f"instead: random weights in the sizes of {', '.join(known_shapes())}"
-    )
-    parser.add_argument("--layers", type=int, help="with --shape: so many decoder layers only")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="as --target.dtype of every command (float32 on a CPU if not given)",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder for all that is made (runs/check/NAME); emptied first"
-    )
-    parser.add_argument("--tokens", type=int, default=8, help="longest reply of a step (8)")
-    parser.add_argument("--steps", type=int, default=4, help="optimiser steps of each training (4)")
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        default=2,
-        help="processes of the trainings that share work; 1 leaves them out",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one method only, no ranks, one export"
-    )
-    parser.add_argument(
-        "--only", help="steps whose names begin with one of these, with commas between them"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=1800,
-        help="seconds after which a command is given up (1800)",
-    )
-    options = parser.parse_args()
-    if (options.target is None) == (options.shape is None):
-        parser.error("give a target, or --shape NAME")
-    if options.layers is not None and options.shape is None:
-        parser.error("--layers goes with --shape")
-    if min(options.tokens, options.ranks) < 1 or options.steps < 2:
-        parser.error("--tokens and --ranks must be at least 1, --steps at least 2")
-    return options
 
 
 def prepared(options: argparse.Namespace) -> tuple[Path, str]:

@@ -13,20 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import CONFIGS, known_shapes
 from draftsmith.heads.errors import UserError
 from draftsmith.heads.files import whole_directory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "train" / "planning" / "targets"
 TOKENIZER = ROOT / "scripts" / "quickstart" / "target"
 SHARD_BYTES = 300_000_000
 UNWANTED = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
-
-
-def known_shapes() -> list[str]:
-    """Names of the models whose config.json is at hand."""
-    return sorted(path.stem for path in CONFIGS.glob("*.json"))
 
 
 def make_shape(name: str, folder: Path, layers: int | None = None, seed: int = 0) -> Path:

@@ -5,6 +5,8 @@
 #
 #     scripts/llamacpp/environment.sh [FOLDER]
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
+case "${1:-}" in -*) no_options "$1" ;; esac
 folder=${1:-runs/llamacpp/venv}
 python="$folder/bin/python"
 if ! [ -e "$folder/complete" ]; then

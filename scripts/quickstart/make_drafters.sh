@@ -6,6 +6,7 @@
 #     ./scripts/quickstart/make_drafters.sh
 # More options go to all trainings; SKIP_DATA=1 keeps the replies that are there.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 ACCELERATE_USE_CPU=true
 

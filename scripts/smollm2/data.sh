@@ -4,15 +4,16 @@
 #     ./scripts/smollm2/data.sh --write    # make the prompts, and let the target write the replies (hours; goes on where it was stopped)
 # Set SMOLLM2_RUNS to put them elsewhere, and SMOLLM2 where the target is.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
+case "$*" in
+    "" | --write) ;;
+    *) echo "error: unknown options $*; there is --write" >&2; exit 2 ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 
 out=${SMOLLM2_RUNS:-runs/smollm2}
 target=${SMOLLM2:-models/smollm2-135m-instruct}
-case "${1:-}" in
-    "") exec python scripts/smollm2/replies.py unpack --out "$out" scripts/smollm2/data ;;
-    --write) ;;
-    *) echo "error: unknown option $1; there is --write" >&2; exit 2 ;;
-esac
+[ "${1:-}" = --write ] || exec python scripts/smollm2/replies.py unpack --out "$out" scripts/smollm2/data
 if [ ! -e "$target/config.json" ]; then
     echo "error: $target is not there; make it by ./scripts/smollm2/get.sh" >&2
     exit 2

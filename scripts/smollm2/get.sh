@@ -4,13 +4,14 @@
 #     ./scripts/smollm2/get.sh --hub     # from the model hub: the published weights
 # The folder is models/smollm2-135m-instruct; set SMOLLM2 to put it elsewhere.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
+case "$*" in
+    "" | --hub) ;;
+    *) echo "error: unknown options $*; there is --hub" >&2; exit 2 ;;
+esac
 source "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 
 out=${SMOLLM2:-models/smollm2-135m-instruct}
-case "${1:-}" in
-    "" | --hub) ;;
-    *) echo "error: unknown option $1; there is --hub" >&2; exit 2 ;;
-esac
 if [ -e "$out/config.json" ]; then
     echo "$out is there already; delete it to make it again" >&2
     exit 0

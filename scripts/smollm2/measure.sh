@@ -14,6 +14,7 @@
 # `distill`, of Medusa heads with `medusa`. Without runs/smollm2/dspark the DSpark that comes with the project is measured.
 # Exit code 1: a check failed. Set SMOLLM2_RUNS and SMOLLM2 as for data.sh.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 parts=(table temperatures bfloat16 long estimate exact counts engines assisted)

@@ -4,6 +4,8 @@
 #
 #     scripts/vllm/environment.sh [FOLDER]
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
+case "${1:-}" in -*) no_options "$1" ;; esac
 folder=${1:-runs/vllm/venv}
 version=0.32.0
 python="$folder/bin/python"

@@ -6,6 +6,7 @@
 # The layers are the run's taps and the number of the target's layers, ascending; FOLDER is where the states are handed over, on a
 # file system that training sees. Other options (tensor parallelism, quantisation, lengths) are vLLM's own.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../usage.sh"
 [ $# -ge 4 ] || { sed -n 2,7p "$0" >&2; exit 2; }
 target=$1 port=$2 layers=$3 folder=$(mkdir -p "$4" && cd "$4" && pwd)
 shift 4

@@ -119,3 +119,8 @@ def test_a_notebook_has_its_own_bar_and_lines_without_ipywidgets(widgets: bool) 
     else:
         assert "displayed" not in done.stdout and "decoding: 1 of 3" in done.stderr
     assert "Warning" not in done.stderr, "tqdm's, of a missing ipywidgets"
+
+
+def test_a_bar_that_was_interrupted_as_it_began_closes() -> None:
+    """Python calls `__del__` of the unfinished object, and would print what goes wrong there."""
+    Progress.__new__(Progress).close()

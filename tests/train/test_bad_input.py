@@ -285,8 +285,8 @@ def test_switches_and_repeated_options(
         ]
     )
     report = json.loads((tmp_path / "o.json").read_text())
-    assert list(report["settings"][0]["drafters"]) == ["plain", "medusa", "medusa-2"]
-    (record,) = report["settings"][0]["drafters"]["medusa"]["per_request"]
+    assert list(report["settings"][0]["drafters"]) == ["plain", "a", "b"]
+    (record,) = report["settings"][0]["drafters"]["a"]["per_request"]
     assert (
         record["id"] == "g.jsonl:1"
         and record["equal_to_ar"]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 from draftsmith.inference.evaluation import options as evaluation_options
 from draftsmith.train import options as train_options
-from draftsmith.train.command_line.help_text import help_page, pairs_together, wrapped
+from draftsmith.train.command_line.help_text import (
+    help_page,
+    options_of_class,
+    pairs_together,
+    wrapped,
+)
 from draftsmith.train.commands.cli import VERBS
 from draftsmith.train.method import METHODS, method_named
 
@@ -53,3 +60,58 @@ def test_a_switch_that_is_on_says_what_is_lost_without_it(monkeypatch: pytest.Mo
     assert "--no-baselines        Without this option: measure ngram" in page
     assert "--json FILE " in page
     assert "(1e9)" in help_page(train_options.PlanOptions, "draftsmith data plan", False)
+
+
+# What the explanation of an option has to speak of if its value is shown as one of these words.
+MEANINGS = {
+    "FILE": "[Ff]ile|JSON|Prompts|[Pp]rofile|prompts|Conversations|Replies|[Cc]onfig",
+    "FILE,FILE,...": "Sources",
+    "FOLDER": "[Ff]older|[Ss]tore|Target|Drafter|Model",
+    "PATH": "files.*folders",
+    "NAME": "[Nn]ame|GPU|Known target|Repository|Split|Licence|implementation|Activation",
+    "DRAFTER": "[Dd]rafter",
+    "ENGINE": "Engine",
+    "URL": "[Aa]ddress",
+    "ADDRESS": "Address",
+    "DEVICE": "Device",
+    "TYPE": "Type of the weights",
+    "KEY": "Key",
+    "KEY=VALUE": "Change of a key",
+    "TEXT": "[Tt]ext|Prompt",
+    "JSON": "Variables",
+    "FIELD": "Field",
+    "TIME": "moment",
+    "N/N": r"such as \d+/\d+",
+    "N%": r"such as \d%",
+}
+
+
+@pytest.mark.parametrize("verb", CLASSES)
+def test_the_form_of_a_value_is_that_of_its_type(verb: str) -> None:
+    """A file is no number, and a word says what the explanation speaks of."""
+    for option in options_of_class(CLASSES[verb]()):
+        kinds = [option.kind]
+        if get_origin(option.kind) in (Union, UnionType):
+            kinds = [kind for kind in get_args(option.kind) if kind is not NoneType]
+        _, _, form = option.usage.partition(" ")
+        kind = kinds[0]
+        where = f"{verb} {option.usage}: {option.text}"
+        if kind is bool:
+            assert not form, where
+        elif kind in (int, float):
+            assert form == "N", where
+        elif get_origin(kind) is Literal:
+            assert form.split("|") == [str(choice) for choice in get_args(kind)], where
+        elif get_origin(kind) in (list, tuple) and {*get_args(kind)} & {int, float}:
+            assert form == "N,N,...", where
+        elif form == "N,N,...":
+            # a text of numbers: its default or its explanation shows some
+            assert re.search(r"\d[\d.]*,\d", f"{option.default} {option.text}"), where
+        else:
+            assert re.search(MEANINGS[form], option.text), where
+
+
+def test_numbers_and_names_are_not_shown_as_files() -> None:
+    page = help_page(CLASSES["train eagle"](), "draftsmith train eagle", True)
+    assert "--evaluation.prompts N\n" in page and "--errors.prompts N " in page
+    assert "--data.held-out.sources NAME" in page and "--data.sources FILE,FILE,..." in page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from draftsmith.inference.settings import Sampling, TargetConfig
@@ -32,6 +32,8 @@ class Example:
     baselines: bool = True
     color: bool | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    stored: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["no", "bf16"] = "no"
 
 
 TYPES = field_types(Example)
@@ -50,6 +52,10 @@ FORMS = [
     (
         "--tokens 300M --params 8b --lr 1.5K",
         ["--tokens=300000000", "--params=8000000000", "--lr=1500"],
+    ),
+    (
+        "--dtype half --stored bf16 --precision bfloat16",
+        ["--target.dtype=half", "--stored=bfloat16", "--precision=bf16"],
     ),
     ("--target 8B", ["--target.path=8B"]),  # a text stays as it is
 ]

@@ -12,7 +12,7 @@ from ...heads.errors import UserError
 from ...heads.exchange.hub import Drafter
 from .mistakes import OPTION, in_words
 from .parse import Parser, build_parser, field_types, near
-from .spelling import is_list_of_paths, known_name, present_keys
+from .spelling import in_form, is_list_of_paths, known_name, present_keys
 
 T = TypeVar("T")
 
@@ -91,7 +91,9 @@ def _word(name: str, value: Any, kind: Any) -> str:
         value = [_plain(one) for one in several]
     elif kind in (str, str | None) and isinstance(value, list | tuple):
         return ",".join(str(_plain(one)) for one in value)  # temperatures=[0, 1]
-    if isinstance(value, str | PathLike):
+    if isinstance(value, str):
+        return in_form(kind, value)
+    if isinstance(value, PathLike):
         return fspath(value)
     try:
         return json.dumps(value, default=_plain)

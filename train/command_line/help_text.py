@@ -34,6 +34,8 @@ class Option:
     """`MISSING` if it has to be given."""
     text: str
     """Explanation."""
+    word: str | None = None
+    """Form of its value, where neither type nor name says it."""
 
     @property
     def group(self) -> str:
@@ -54,7 +56,7 @@ class Option:
         if kinds == [bool]:
             # What can be said beside what holds anyway.
             return self.written if not self.default else self.written.replace("--", "--no-", 1)
-        return f"{self.written} {form(kinds[0], self.name)}"
+        return f"{self.written} {self.word or form(kinds[0], self.name)}"
 
     @property
     def explanation(self) -> str:
@@ -73,33 +75,70 @@ class Option:
         return f"{self.text} ({value})"
 
 
+NUMBERS = "N,N,..."
 FORMS = {
-    "json": "FILE",
+    "acceptance": NUMBERS,
+    "adapter": "FOLDER",
+    "api_key": "KEY",
+    "batch": NUMBERS,
+    "batch_sizes": NUMBERS,
+    "chat_template_kwargs": "JSON",
+    "concurrency": NUMBERS,
     "config": "FILE",
-    "profile": "FILE",
-    "prompts": "FILE",
-    "temperatures": "N,N,...",
-    "batch_sizes": "N,N,...",
-    "target_shape": "NAME",
-    "serve_as": "NAME",
+    "context": NUMBERS,
+    "contexts": NUMBERS,
+    "data": "FILE",
+    "device": "DEVICE",
+    "drafter": "DRAFTER",
+    "dtype": "TYPE",
+    "fail_on_regression": "N%",
+    "features": "FOLDER",
+    "from": "FOLDER",
+    "host": "ADDRESS",
     "init_from": "FOLDER",
-    "sources": "FILES",
+    "json": "FILE",
+    "like": "ENGINE",
+    "out": "FOLDER",
+    "path": "FOLDER",
+    "profile": "FILE",
+    "prompt": "TEXT",
+    "prompts": "FILE",
+    "report": "FILE",
+    "reports": "FILE",
+    "runs": "PATH",
+    "server": "URL",
     "set": "KEY=VALUE",
+    "share": "N/N",
+    "since": "TIME",
+    "spec_bench": "FOLDER",
+    "stop": "TEXT",
+    "store": "FOLDER",
+    "taps": NUMBERS,
+    "target": "FOLDER",
+    "temperatures": NUMBERS,
+    "time_field": "FIELD",
+    "url": "URL",
+    "vocab_data": "FILE",
 }
-"""Words for values of which the option's own name says nothing, or at too great a length."""
+"""Words for texts by the last part of the option's name; NAME for all others.
+
+Where an option of that name takes something else, its field says so: `metadata={"form": "FILE"}`.
+"""
 
 
 def form(kind: Any, name: str) -> str:
-    """Return the form of a value of type `kind`: `a|b` for a choice, else a word."""
-    if get_origin(kind) is not Literal and (word := FORMS.get(name.rpartition(".")[2])):
-        return word
+    """Return the form of a value of type `kind`: `a|b` for a choice, N for a number, or a word."""
+    name = name.rpartition(".")[2].rstrip("_")
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    if get_origin(kind) in (list, tuple) and set(get_args(kind)) & {int, float}:
-        return "N,N,..."
     if kind in (int, float):
         return "N"
-    return name.rpartition(".")[2].rstrip("_").replace("_", "-").upper()
+    items = get_args(kind) if get_origin(kind) in (list, tuple) else ()
+    if {*items} & {int, float}:
+        return NUMBERS
+    if any(map(is_dataclass, items)):  # sources of data
+        return "FILE,FILE,..."
+    return FORMS.get(name, "NAME")
 
 
 def help_page(config_class: Any, prog: str, everything: bool) -> str:
@@ -195,7 +234,8 @@ def options_of_class(config_class: Any, prefix: str = "") -> Iterator[Option]:
         if is_dataclass(kind):
             parts.append((kind, f"{prefix}{one.name}."))
         else:
-            yield Option(prefix + one.name, kind, default_of(one), texts.get(one.name, ""))
+            word = one.metadata.get("form")
+            yield Option(prefix + one.name, kind, default_of(one), texts.get(one.name, ""), word)
     for kind, name in parts:
         yield from options_of_class(kind, name)
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from ...inference.console import warn
-from ...inference.settings import TargetConfig
+from ...inference.settings import TargetConfig, dtype_named
 from ..endings import fail
 from ..method import FORMER_KEYS
 
@@ -109,9 +109,14 @@ def known_name(name: str, types: dict[str, Any]) -> str:
 def in_form(kind: Any, value: str) -> str:
     """Return a value as jsonargparse reads it for an option of type `kind`.
 
-    `2,4,7` becomes `[2,4,7]` for a list of numbers, `300M` becomes `300000000` for a number, and
-    `a.jsonl,b.jsonl` becomes `[{"path": "a.jsonl"}, {"path": "b.jsonl"}]` for a list of sources.
+    `2,4,7` becomes `[2,4,7]` for a list of numbers, `300M` becomes `300000000` for a number,
+    `bf16` becomes `bfloat16` for a type of weights, and `a.jsonl,b.jsonl` becomes
+    `[{"path": "a.jsonl"}, {"path": "b.jsonl"}]` for a list of sources.
     """
+    if get_origin(kind) is Literal:
+        # The choice of the same type, which is bfloat16 in one option and bf16 in another.
+        same = [one for one in get_args(kind) if dtype_named(one) == dtype_named(value)]
+        return same[0] if same else value
     bare = not value.lstrip().startswith(("[", "{"))
     if is_list_of_paths(kind) and bare and value not in ("null", ""):
         return json.dumps([{"path": path} for path in value.split(",")])

@@ -9,17 +9,16 @@ from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ...inference.api import Decoder
 from ...inference.decode import Request
+from ...inference.evaluation.checks import tokenizer_of
 from ...inference.settings import TargetConfig
-from ...inference.targets.target_files import base_and_adapter, check_config, read_tokenizer
+from ..endings import Ended
 from ..options import GenerateOptions as Options
 from .streaming import compare, in_color, legend, one_interrupt, say, stream
 
 
 def check_template(config: TargetConfig) -> None:
     """Raise `UserError` unless the target has a chat template. Its weights are not loaded."""
-    path, _ = base_and_adapter(config)
-    check_config(path, config.trust_remote_code)
-    if not read_tokenizer(path, config.trust_remote_code).chat_template:
+    if not tokenizer_of(config).chat_template:
         raise UserError(
             f"target {config.path} has no chat template, so it cannot chat; give --prompt, or a "
             "target with a template"
@@ -77,8 +76,8 @@ def next_message() -> str | None:
         except EOFError:
             print(file=sys.stderr)
             return None
-        except KeyboardInterrupt:
-            if not terminal:
+        except KeyboardInterrupt as interrupt:
+            if not terminal or isinstance(interrupt, Ended):
                 raise
             if interrupted:
                 print("\nthe chat has ended", file=sys.stderr)

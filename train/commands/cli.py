@@ -69,12 +69,14 @@ def _main(argv: list[str]) -> None:
     options_class = getattr(options_module, options_name)
     options, _ = parse(options_class, argv[verb_words:], f"draftsmith {verb}")
     module = importlib.import_module(f"...{name}", __package__)
-    if verb_words == 2:
-        if_interrupted = "the same command goes on where it stopped"
-    elif hasattr(module, "if_interrupted"):
-        if_interrupted = module.if_interrupted(options)
-    else:
-        if_interrupted = "nothing was written"
+
+    def if_interrupted() -> str:
+        if verb in ("data extract", "data regenerate"):
+            return "the same command goes on where it stopped"
+        if hasattr(module, "if_interrupted"):
+            return module.if_interrupted(options)
+        return "nothing was written"
+
     guarded(lambda: module.run(options), if_interrupted)
 
 
@@ -117,7 +119,7 @@ def _train_main(argv: list[str], prog: str = "accelerate launch -m draftsmith.tr
         if is_main_rank():
             say_what_came_out(best, run)
 
-    guarded(start, "the same command goes on from the last checkpoint")
+    guarded(start, lambda: "the same command goes on from the last checkpoint")
 
 
 def say_what_came_out(best: Path, run: RunConfig) -> None:

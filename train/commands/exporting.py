@@ -216,13 +216,12 @@ def read_card_figures(path: str, drafter: str, method: str) -> list[CardFigures]
             "other weights"
         )
     specs = {origin.spec for name, origin in listed.items() if name in names}
-    prompts = report.prompt_set
-    source = f"{Path(path).name}, {prompts.prompts} prompts, SHA-256 {prompts.sha256[:16]}"
+    source = f"{Path(path).name}, {report.scope}, SHA-256 {report.prompt_set.sha256[:16]}"
     rows = []
     for setting in report.settings:
         for name, drafter_figures in setting.drafters.items():
             # A lookup beside the drafter is no part of the export.
-            if "lookup=" in name:
+            if "lookup=" in (drafter_figures.kind or name):
                 continue
             # By its name as it is; by its spec where it was tuned, or drafted as an engine does.
             if name in names or drafter_figures.spec in specs:
@@ -243,12 +242,13 @@ def _figure(
     `dtype` is the target's; a drafter whose spec names none has it too.
     """
     low, high = known(found.tau_ci95 or (None, None))
+    kind = found.kind or name
     # Later settings win: the method's default, the spec's, and those of a profile.
     default = {"width": 1 if method == "draft_model" else None}
-    named = parse_spec(found.spec or "")[1] | parse_spec(name)[1]
+    named = parse_spec(found.spec or "")[1] | parse_spec(kind)[1]
     chosen = default | named | (found.setting or {})
     return CardFigures(
-        drafts=name,
+        drafts=kind,
         chain=chosen["width"] == 1 or chosen.get("tree") == "chain",
         temperature=setting.temperature,
         batch=setting.batch,

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 from ...heads.errors import UserError
 from ...inference.api import Decoder
@@ -16,7 +17,8 @@ from ...inference.conversations.prompts import Prompt, next_turn
 from ...inference.conversations.rows import prompt_ids
 from ...inference.decode import Request
 from ...inference.drafters import check_spec, load_proposer
-from ...inference.evaluation.tuning.profile import TuningProfile
+from ...inference.evaluation.checks import tokenizer_of
+from ...inference.evaluation.tuning.profile import TuningProfile, read_profile
 from ...inference.targets.target import load_for_decoding
 from ..options import GenerateOptions as Options
 from .chat import chat, check_template
@@ -32,6 +34,8 @@ def run(options: Options) -> None:
     loaded; standard input with several prompts is read as it comes.
     """
     check_spec(options.drafter)
+    if options.profile is not None:
+        read_profile(options.profile)
     given: Iterable[tuple[str, str | Conversation]] = []
     if options.chat:
         check_template(options.target)
@@ -42,6 +46,7 @@ def run(options: Options) -> None:
             given = list(given)
             if not given:
                 raise UserError(f"{options.prompts} holds no prompts; give at least one")
+            check_conversations(given, options)
     else:
         given = [("prompt", one_prompt(options.prompt or ""))]
     decoder = load(options)
@@ -74,6 +79,25 @@ def one_prompt(text: str) -> str:
     return words
 
 
+def check_conversations(given: Iterable[tuple[str, str | Conversation]], options: Options) -> None:
+    """Raise `UserError` for a conversation without a prompt, or one that the template refuses."""
+    tokenizer = tokenizer_of(options.target)
+    for name, prompt in given:
+        if isinstance(prompt, Conversation):
+            ids_of(name, prompt, tokenizer, options.target.path)
+
+
+def ids_of(name: str, conversation: Conversation, tokenizer: Any, target_name: str) -> list[int]:
+    """Return the token ids of a conversation. Raises `UserError`, which says its `name`."""
+    try:
+        ids = prompt_ids(conversation, tokenizer, target_name)
+        if not ids:
+            raise RowError("the prompt is empty")
+        return ids
+    except RowError as error:
+        raise UserError(f"{name}: {error}; mend or remove it") from error
+
+
 def load(options: Options) -> Decoder:
     """Return the target and the drafter, with its tuned tree if there is a profile."""
     target = load_for_decoding(options.target)
@@ -95,13 +119,10 @@ def answer(
     """
     target = decoder.target
     conversation = given if isinstance(given, Conversation) else Conversation(text=given)
-    try:
-        if isinstance(given, str):
-            ids = decoder.encode(given, options.raw)
-        else:
-            ids = prompt_ids(given, target.tokenizer, target.name)
-    except RowError as error:
-        raise UserError(f"{name}: {error}; mend or remove it") from error
+    if isinstance(given, str):
+        ids = decoder.encode(given, options.raw)
+    else:
+        ids = ids_of(name, given, target.tokenizer, target.name)
     following: Prompt | None = Prompt(name, ids, "", number, conversation, conversation.later)
     room = target.max_positions - options.max_new_tokens
     turn, accepted = 0, False

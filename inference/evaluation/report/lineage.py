@@ -19,7 +19,7 @@ from ..results import DrafterFigures, Report, SettingFigures
 from .charts import Bar, bar_chart
 from .page import Figure, folded, side_by_side
 from .sections import BARS, command, numbered
-from .tables import TO, UNNAMED, Colours, Table, with_interval
+from .tables import NOTHING, TO, UNNAMED, Colours, Table, finite_pair, with_interval
 
 Named = tuple[str, Report]
 """A report behind the path that it was read from."""
@@ -32,6 +32,8 @@ class Part:
     reports: list[Named]
     comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
     """Comparisons of each drafter that all reports have; empty for a single report."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """Names of each of these drafters in the reports, one for each."""
 
     @property
     def labels(self) -> list[str]:
@@ -53,34 +55,57 @@ class Part:
 def parts_of_page(reports: Iterable[Named]) -> list[Part]:
     """Return the reports in parts: those that `draftsmith compare` takes stand together.
 
-    They are of the same prompts, target, sampling and lengths, and share a drafter's name.
+    They are of the same prompts, target, sampling and lengths, and share a drafter: one of the same
+    name, or the only one of the same method and settings.
     """
     parts: list[Part] = []
     for entry in reports:
         for part in parts:
             together = [*part.reports, entry]
-            if comparisons := _compared_by_drafter(together):
-                part.reports, part.comparisons = together, comparisons
+            names, comparisons = _compared_by_drafter(together)
+            if comparisons:
+                part.reports, part.comparisons, part.names = together, comparisons, names
                 break
         else:
             parts.append(Part([entry]))
     return parts
 
 
-def _compared_by_drafter(entries: Sequence[Named]) -> dict[str, list[Comparison]]:
-    """Return the comparisons of each drafter that all reports have; {} if there are none."""
+def _compared_by_drafter(
+    entries: Sequence[Named],
+) -> tuple[dict[str, list[str]], dict[str, list[Comparison]]]:
+    """Return the names and the comparisons of each drafter that all reports have.
+
+    Both are by the drafter's name, or by its method where the reports have different ones.
+    """
     paths, reports = [path for path, _ in entries], [report for _, report in entries]
+    names: dict[str, list[str]] = {}
     found = {}
     for name in own_drafters(reports[0]):
-        if not all(name in own_drafters(report) for report in reports):
+        kind = _kind(reports[0], name)
+        own = [_counterpart(report, name, kind) for report in reports]
+        if not all(own):
             continue
         try:
-            settings = compared(reports, [name] * len(reports), paths, 0.0)
+            settings = compared(reports, own, paths, 0.0)
         except UserError:  # they cannot be compared, so each gets a part of its own
             continue
         if any(setting.rows for setting in settings):
-            found[name] = settings
-    return found
+            common = name if len({*own}) == 1 else kind
+            names[common], found[common] = own, settings
+    return names, found
+
+
+def _kind(report: Report, name: str) -> str:
+    """Return method and settings of a drafter, which are its name in older reports."""
+    return report.settings[0].drafters[name].kind or name
+
+
+def _counterpart(report: Report, name: str, kind: str) -> str:
+    """Return the report's own drafter of that name, else the only one of that kind, else ""."""
+    own = own_drafters(report)
+    alike = [other for other in own if _kind(report, other) == kind]
+    return name if name in own else alike[0] if len(alike) == 1 else ""
 
 
 def versioned(name: str, label: str) -> str:
@@ -95,19 +120,22 @@ def merged(part: Part) -> Report:
     """
     settings: dict[tuple[float, int, bool], SettingFigures] = {}
     sizes: dict[str, int | None] = {}
-    for label, (_, report) in zip(part.labels, part.reports, strict=True):
+    for number, (label, (_, report)) in enumerate(zip(part.labels, part.reports, strict=True)):
+        in_common = {names[number]: name for name, names in part.names.items()}
+
+        def named(name: str, common: dict[str, str] = in_common, label: str = label) -> str:
+            return versioned(common[name], label) if name in common else name
+
         for setting in report.settings:
             key = setting.temperature, setting.batch, setting.lossless
             drafters: dict[str, DrafterFigures] = {}
             if key in settings:
                 drafters |= settings[key].drafters
             for name, figures in setting.drafters.items():
-                own = name in part.comparisons
-                drafters[versioned(name, label) if own else name] = figures
+                drafters[named(name)] = figures
             settings[key] = msgspec.structs.replace(setting, drafters=drafters)
         for name, size in report.drafter_bytes.items():
-            own = name in part.comparisons
-            sizes[versioned(name, label) if own else name] = size
+            sizes[named(name)] = size
     last = part.reports[-1][1]
     return msgspec.structs.replace(last, settings=list(settings.values()), drafter_bytes=sizes)
 
@@ -209,13 +237,17 @@ def _sentences(part: Part, rows: Sequence[_Row]) -> list[str]:
 
 def _same_weights(part: Part, name: str) -> bool:
     """Return whether all reports say that a drafter has the same weights."""
-    origins = [report.drafters.get(name) for _, report in part.reports]
+    origins = []
+    for own, (_, report) in zip(part.names[name], part.reports, strict=True):
+        origins.append(report.drafters.get(own))
     hashes = {None if origin is None else origin.sha256 for origin in origins}
     return len(hashes) == 1 and hashes != {None}
 
 
 def _percent_interval(change: Change) -> str:
-    low, high = change.change_ci95
+    if (known := finite_pair(change.change_ci95)) is None:
+        return NOTHING
+    low, high = known
     return f"{low:+.1%} to {high:+.1%}"
 
 
@@ -243,7 +275,7 @@ def _figures_of(part: Part, where: str, rows: Sequence[_Row], colours: Colours) 
             row.change.category or UNNAMED,
             100 * row.change.change,
             look,
-            (100 * low, 100 * high),
+            finite_pair((100 * low, 100 * high)),
             f"{row.change.change:+.1%}",
         )
         groups.setdefault(_subject(part, row), []).append(bar)
@@ -282,14 +314,16 @@ def _table(part: Part, rows: Sequence[_Row]) -> Table:
             _percent_interval(change),
             _outcome(change),
         ])  # fmt: skip
+    narrow = ["category", "change", "drafter", "report", "tau before", "tau after", "outcome"]
     switches = [c for c in ("temperature", "batch size", "drafter", "report") if c in columns]
     paths = f"before: {part.reports[0][0]} {TO} after: {part.reports[-1][0]}"
-    return Table(f"Tau by category, {paths}", columns, cells, switches=switches)
+    return Table(f"Tau by category, {paths}", columns, cells, switches=switches, narrow=narrow)
 
 
 def _command(part: Part) -> str:
     """Return the command that prints this comparison, of the first drafter if there are several."""
     words = ["draftsmith", "compare", *(path for path, _ in part.reports)]
     if any(len(own_drafters(report)) > 1 for _, report in part.reports):
-        words += ["--drafter", next(iter(part.comparisons))] * len(part.reports)
+        for name in next(iter(part.names.values())):
+            words += ["--drafter", name]
     return shlex.join(words)

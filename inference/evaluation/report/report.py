@@ -219,8 +219,9 @@ def markdown(found: Found) -> str:
     blocks = []
     for part in parts_of_page(found.reports):
         report = part.report
-        prompts = report.prompt_set.prompts
-        blocks.append(f"## {report.target_name}\n\n{prompts} prompts, {part.title}\n")
+        blocks.append(f"## {report.target_name}\n\n{report.scope}, {part.title}\n")
+        if where := report.measured_on:
+            blocks.append(f"Measured on {where}.\n")
         tables = [
             compare_table(part),
             summary(report) if report.settings else None,

@@ -10,7 +10,7 @@ from functools import partial
 from html import escape
 
 from ....heads.files import JsonObject
-from ..results import PromptSet, Report, SettingFigures
+from ..results import FEWEST, PromptSet, Report, SettingFigures
 from .axes import Axis
 from .charts import LOOKS, Bar, Series, bar_chart, line_chart
 from .page import Figure, others_folded, side_by_side
@@ -57,7 +57,8 @@ def facts(report: Report, path: str) -> str:
         "report": path,
         "target": report.target.name if report.target is not None else None,
         "measured": report.started_at.replace("T", " ").replace("+00:00", " UTC"),
-        "machine": _machine(report),
+        "machine": report.measured_on,
+        "measured so far": report.partial,
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
         "peak memory": f"{memory / 1e9:.2f} GB" if memory else None,
         "prompts": _prompt_set(report.prompt_set),
@@ -78,14 +79,6 @@ def command(line: str) -> str:
     # The style keeps a word whole where it fits in a line, so that options do not break.
     words = " ".join(f"<span>{escape(word)}</span>" for word in line.split(" "))
     return f'<code class="command">{words}</code>'
-
-
-def _machine(report: Report) -> str:
-    """Return device, dtype and threads, as far as the report has them."""
-    known = [report.device, report.dtype]
-    if report.threads is not None:
-        known.append(f"threads: {report.threads}")
-    return ", ".join(str(value) for value in known if value is not None)
 
 
 def _prompt_set(prompts: PromptSet) -> str:
@@ -144,7 +137,8 @@ def headline(report: Report, colours: Colours) -> str:
         taus.append((caption(setting), tau_bars))
         gains.append((caption(setting), gain_bars))
     tau, gain = "tau (tokens a round)", "speed-up over plain decoding"
-    note = "whiskers: 95% intervals; dotted: plain decoding"
+    few = f"no intervals, of fewer than {FEWEST} prompts"
+    note = f"{few if few_prompts(report) else 'whiskers: 95% intervals'}; dotted: plain decoding"
     return side_by_side([
         Figure("Tau: tokens a round", partial(bar_chart, taus, tau, 1.0), note),
         Figure("Speed-up", partial(bar_chart, gains, gain, 1.0), note),
@@ -191,6 +185,8 @@ def summaries(report: Report, colours: Colours) -> str:
         "Intervals are over prompts. A draft tree offers several tokens for one place, at most one "
         "of which is accepted: its share of accepted tokens is low even where its tau is high."
     ]
+    if few := few_prompts(report):
+        notes.append(few)
     if shares := loop_shares(report, every=True):
         notes.append(shares)
     for setting in report.settings:
@@ -200,6 +196,21 @@ def summaries(report: Report, colours: Colours) -> str:
                 notes.append(f"{caption(setting)}, {name}: {differ} {gap:.2g} apart.")
     remarks = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return summary(report).html(colours) + remarks
+
+
+def few_prompts(report: Report) -> str:
+    """Return why there are no intervals, where too few prompts were measured; else ""."""
+    counts = []
+    for setting in report.settings:
+        places = [r.id if r.prompt is None else r.prompt for r in setting.plain.per_request]
+        if 0 < len({*places}) < FEWEST:
+            counts.append(len({*places}))
+    if not counts:
+        return ""
+    return (
+        f"No interval is given for figures of fewer than {FEWEST} prompts (here {min(counts)}): "
+        "it would be narrower than the figures differ between prompts."
+    )
 
 
 def acceptance(report: Report, colours: Colours) -> str:
@@ -279,7 +290,7 @@ def by_category(report: Report, colours: Colours) -> str:
         per_figure = max(1, BARS // len(setting.drafting))
         pieces = [groups[i : i + per_figure] for i in range(0, len(groups), per_figure)]
         title = f"Tau by category, {caption(setting)}"
-        note = "dotted: plain decoding; whiskers: 95% over prompts"
+        note = f"dotted: plain decoding; whiskers: 95% over prompts, where there are {FEWEST}"
         figures = []
         for piece, suffix in zip(pieces, numbered(len(pieces)), strict=True):
             chart = partial(bar_chart, piece, "tau (tokens a round)", 1.0, high)

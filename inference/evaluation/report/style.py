@@ -21,7 +21,7 @@ html { -webkit-text-size-adjust: 100%; }
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.55 system-ui,
   -apple-system, "Segoe UI", Roboto,
   "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 36px 24px 80px; }
+main { max-width: 1280px; margin: 0 auto; padding: 36px 24px 80px; }
 h1, h2, h3, h4 { line-height: 1.25; text-wrap: balance; overflow-wrap: anywhere; }
 h1 { font-size: 27px; margin: 2px 0 14px; letter-spacing: -.01em; }
 h2 { font-size: 21px; margin: 56px 0 12px; padding-top: 20px; border-top: 1px solid var(--line); }
@@ -49,7 +49,11 @@ dl.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap
   margin: 16px 0; font-size: 14px; }
 dl.facts dt { color: var(--soft); }
 dl.facts dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.wide { overflow-x: auto; margin: 14px 0; }
+.wide { overflow-x: auto; margin: 14px 0;
+  background: linear-gradient(to left, var(--back) 30%, transparent) right / 40px 100% local,
+  linear-gradient(to left, var(--line), transparent) right / 14px 100% scroll;
+  background-repeat: no-repeat; }
+.phone { display: none; }
 .switches { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 14px 0 0; font-size: 13px;
   color: var(--soft); } .switches > div { display: flex; flex-wrap: wrap; gap: 4px;
   align-items: baseline; } .switches + .wide { margin-top: 8px; }
@@ -65,17 +69,19 @@ th button:hover { color: var(--text); text-decoration: underline; text-underline
 th[aria-sort] button { color: var(--text); font-weight: 700; }
 th[aria-sort=ascending] button::after { content: " \\2191"; }
 th[aria-sort=descending] button::after { content: " \\2193"; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums;
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums;
   min-width: 100%; }
 caption { text-align: left; font-weight: 600; font-size: 14px; padding: 4px 0 6px; }
-th, td { padding: 4px 9px; text-align: right; white-space: nowrap;
+th, td { padding: 4px 6px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
-thead th { font-weight: 500; font-size: 12.5px; color: var(--soft); vertical-align: bottom;
-  white-space: normal; min-width: 4.2em; line-height: 1.3; }
+thead th { font-weight: 500; font-size: 12px; color: var(--soft); vertical-align: bottom;
+  white-space: normal; min-width: 4em; line-height: 1.3; }
 th:first-child { text-align: left; position: sticky; left: 0; background: var(--back);
   font-weight: 500; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
   min-width: 10em; max-width: 17em; }
 td:last-child, th:last-child { padding-right: 2px; }
+@media screen and (max-width: 640px) { .more { display: none; } .phone { display: block; }
+  th, td { padding: 4px 3px; } thead th { min-width: 0; font-size: 11px; } }
 tr.best td, tr.best th { font-weight: 700; }
 dl.facts { margin-bottom: 26px; }
 .key { float: left; width: 10px; height: 10px; border-radius: 2px; margin: 6px 8px 0 0;
@@ -143,7 +149,7 @@ dl.words { font-size: 14px; } dl.words dt { font-weight: 600; margin-top: 8px; }
   margin: 0; color: var(--soft); }
 @media (max-width: 600px) { main { padding: 22px 16px 60px; } h1 { font-size: 22px; } svg text {
   font-size: 13px; }
-  th:first-child { min-width: 7.4em; max-width: 9em; }
+  th:first-child { min-width: 7em; max-width: 11em; }
   dl.facts { grid-template-columns: minmax(0, 1fr); gap: 0; } dl.facts dd { margin-bottom: 6px; } }
 @media print { body { font-size: 11px; } main { max-width: none; padding: 0; } nav {
   display: none; }

@@ -29,6 +29,8 @@ class Table:
     """Numbers of the rows that are set in bold, from 0."""
     switches: Sequence[str] = ()
     """Columns of few values, by which a reader of the page can choose rows."""
+    narrow: Sequence[str] = ()
+    """Columns that a phone shows; all if not given. The page says that there are others."""
 
     def markdown(self) -> str:
         """Return the table as Markdown, its title in bold above it."""
@@ -47,11 +49,16 @@ class Table:
         Rows that `colours` names get a key in their colour, so that the table is the legend of the
         charts below it.
         """
-        heads = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
+        more = [' class="more"' * self._left_out(column) for column in self.columns]
+        heads = ""
+        for column, hidden in zip(self.columns, more, strict=True):
+            heads += f'<th scope="col"{hidden}>{escape(column)}</th>'
         body = []
         for number, (name, *cells) in enumerate(self.rows):
             key = f'<i class="key c{colours[name]}"></i>' if colours and name in colours else ""
-            values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+            values = ""
+            for cell, hidden in zip(cells, more[1:], strict=True):
+                values += f"<td{hidden}>{escape(cell)}</td>"
             best = ' class="best"' if number in self.best else ""
             head = f'<th scope="row">{key}<bdi>{escape(name)}</bdi></th>'
             body.append(f"<tr{best}>{head}{values}</tr>")
@@ -62,10 +69,20 @@ class Table:
             f"<table{switches}>{caption}<thead><tr>{heads}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table>"
         )
+        hint = ""
+        if left_out := sum(map(self._left_out, self.columns)):
+            hint = (
+                f'<p class="note phone">{left_out} more columns are shown where the window is '
+                "wider: turn the phone, or open the page on a computer.</p>"
+            )
         return (
             '<div class="wide" tabindex="0" role="region" '
-            f'aria-label="{escape(self.title)}">{table}</div>'
+            f'aria-label="{escape(self.title)}">{table}</div>{hint}'
         )
+
+    def _left_out(self, column: str) -> bool:
+        """Return whether a phone does not show a column."""
+        return bool(self.narrow) and column not in self.narrow
 
 
 def is_finite(value: object) -> TypeGuard[float]:
@@ -157,6 +174,7 @@ COLUMNS = (
     "temperature",
     "batch size",
     "tau",
+    "replies equal to plain decoding's",
     "tau, 95% interval",
     "speed-up, 95% interval",
     "tokens a second",
@@ -166,7 +184,6 @@ COLUMNS = (
     "time per later token, median, ms",
     "95th percentile of that, ms",
     "size of the drafter",
-    "replies equal to plain decoding's",
     "tau if no reply stopped inside a round",
 )
 
@@ -186,7 +203,12 @@ def summary(report: Report) -> Table:
     title = "Every setting"
     if any(not setting.lossless for setting in report.settings):
         title += ", LOSSY typical acceptance"
-    return Table(title, COLUMNS, rows, best, ("temperature", "batch size"))
+    # What is the same in all rows stands above the charts already.
+    narrow = ["drafter", "speed-up", "tau", "replies equal to plain decoding's"]
+    for place in (2, 3):
+        if len({row[place] for row in rows}) > 1:
+            narrow.append(COLUMNS[place])
+    return Table(title, COLUMNS, rows, best, ("temperature", "batch size"), narrow)
 
 
 def _summary_row(
@@ -203,6 +225,7 @@ def _summary_row(
         f"{setting.temperature:g}",
         str(setting.batch),
         number(s.tau_incl_bonus),
+        NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
         interval(s.tau_ci95) if drafts else NOTHING,
         interval(s.speedup_ci95) if name != "plain" else NOTHING,
         number(s.tokens_s, ".0f" if (s.tokens_s or 0) >= 100 else ".1f"),
@@ -212,7 +235,6 @@ def _summary_row(
         number(tpot.get("p50"), ".2f", 1000),
         number(tpot.get("p95"), ".2f", 1000),
         size(weights),
-        NOTHING if equal is None or name == "plain" else f"{equal} of {s.requests}",
         number(s.tau_untruncated),
     ]
 
@@ -261,7 +283,8 @@ def served(report: Report) -> Table | None:
             number(tpot.get("p95"), ".1f", 1000),
             NOTHING if equal is None else f"{equal} of {s.compared}",
         ])  # fmt: skip
-    return Table(server.title, SERVER_COLUMNS, rows)
+    narrow = ("setting", "tau", "tokens a second", "replies equal to plain decoding's")
+    return Table(server.title, SERVER_COLUMNS, rows, narrow=narrow)
 
 
 def categories(setting: SettingFigures) -> Table | None:

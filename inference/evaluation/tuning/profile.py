@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from msgspec import Meta, Struct
@@ -90,6 +90,18 @@ def empty_profile(options: TuneOptions, target: Target, prompts: int) -> JsonObj
     }
 
 
+def read_profile(path: str) -> JsonObject:
+    """Return the profile at `path`, whose target need not be loaded. Raises `UserError`."""
+    _, facts = read_document(
+        Path(path), ProfileFile, "write the profile again with draftsmith tune"
+    )
+    if lacking := [key for key in ("target", "drafters", "machine") if not facts.get(key)]:
+        raise UserError(
+            f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune"
+        )
+    return facts
+
+
 class TuningProfile:
     """Best setting for each drafter, temperature and batch size."""
 
@@ -100,13 +112,7 @@ class TuningProfile:
         machine.
         """
         self.path = path
-        _, facts = read_document(
-            Path(path), ProfileFile, "write the profile again with draftsmith tune"
-        )
-        if lacking := [key for key in ("target", "drafters", "machine") if not facts.get(key)]:
-            raise UserError(
-                f"{path} is not a profile: it lacks {lacking[0]}; write one with draftsmith tune"
-            )
+        facts = read_profile(path)
         made_for, self._drafters, machine = facts["target"], facts["drafters"], facts["machine"]
         # The name is a path, which may differ for the same weights.
         fingerprint = target.fingerprint().as_dict()
@@ -162,8 +168,8 @@ class Tuned:
         self.spec = spec
         self.setting = profile.setting(spec, sampling.temperature, batch)
         self._target = target
-        self._proposer = load_proposer(spec, target, lambda message: None, self.setting)
-        self.name = self._proposer.name
+        self._proposer: Any = load_proposer(spec, target, lambda message: None, self.setting)
+        self.name, self.given = self._proposer.name, self._proposer.given
 
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, sampling: Sampling
@@ -179,5 +185,5 @@ def key_of(spec: str) -> str:
     concern its tree, nor a lookup beside it.
     """
     name, _ = parse_spec(spec)
-    short = without_tree(spec, LOOKUP_SETTINGS)
+    short = without_tree(spec, (*LOOKUP_SETTINGS, "name"))
     return str(Path(name).resolve()) + short.removeprefix(name) if Path(name).is_dir() else short

@@ -21,18 +21,19 @@ from rich.table import Table
 from ....heads.errors import UserError
 from ....heads.files import JsonObject, check_output, whole_file, write_json
 from ...console import Console, Progress, plain_table, warn
-from ...conversations.prompts import Prompt, check_batches, check_room, read_prompts
+from ...conversations.prompts import Prompt, check_batches, check_room
 from ...conversations.sources import source_files
 from ...decode import Generation, Request, generate
 from ...drafters import check_spec, load_proposer
 from ...proposers.plain import PlainDecoding
 from ...settings import Sampling
 from ...targets.target import Target, load_for_decoding
-from ..checks import numbers
+from ..checks import numbers, prompts_of
 from ..evaluate import origin
 from ..figures import figures_of_drafter
-from ..journal import Journal
+from ..journal import Journal, kept
 from ..measure import Setting, decode_in_turns
+from ..names import distinct_labels
 from ..options import SWEEPS
 from ..options import TuneOptions as Options
 from ..results import NAN
@@ -72,10 +73,7 @@ log = logging.getLogger(__name__)
 
 def if_interrupted(options: Options) -> str:
     """Return a line for a person who stopped a tuning: how to continue it."""
-    return (
-        f"{options.out} holds what was tuned so far, if anything was; the same command goes on "
-        "where it stopped"
-    )
+    return kept(options.out, "tuned")
 
 
 def run(options: Options) -> None:
@@ -85,8 +83,11 @@ def run(options: Options) -> None:
     continues there.
     """
     samplings, batches, contexts = check(options)
+    # Tuning looks at the first turns of conversations alone.
+    prompts = [replace(prompt, later=[]) for prompt in prompts_of(options)]
+    check_batches(batches, prompts)
     target = load_for_decoding(options.target)
-    prompts = _prompts(options, target, batches)
+    check_room(prompts, target.max_positions)
 
     for spec in options.drafter:
         check_tunable(load_proposer(spec, target, warn), spec)
@@ -127,25 +128,6 @@ def run(options: Options) -> None:
         log.info(
             "took %.1f of %g minutes", (time.monotonic() - budget.started) / 60, options.budget
         )
-
-
-def _prompts(options: Options, target: Target, batches: Sequence[int]) -> list[Prompt]:
-    """Return the calibration prompts, without the later turns of conversations.
-
-    Raises `UserError` for prompts that leave no room for a reply, or that are too few for a batch.
-    """
-    prompts = read_prompts(
-        options.prompts,
-        target.tokenizer,
-        target.name,
-        options.limit,
-        options.split,
-        options.bad_rows,
-    )
-    prompts = [replace(prompt, later=[]) for prompt in prompts]
-    check_room(prompts, target.max_positions)
-    check_batches(batches, prompts)
-    return prompts
 
 
 def announce(options: Options, parts: Sequence[object], batches: Sequence[int]) -> None:
@@ -475,9 +457,10 @@ class _Ready:
 
 def show(profile: JsonObject, console: Console) -> None:
     """Print the results of each drafter, predicted beside measured."""
-    for name, rows in profile["drafters"].items():
+    names = distinct_labels(profile["drafters"])
+    for key, rows in profile["drafters"].items():
         for row in rows:
-            console.print(_table(name, row))
+            console.print(_table(names[key], row))
             if row["measured"]["speedup"] < 1:
                 console.print("Drafting does not pay here: plain decoding is faster.", style="bold")
     console.print(

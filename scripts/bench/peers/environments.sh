@@ -4,6 +4,8 @@
 # They stand in .peers; set DRAFTSMITH_PEERS to put them elsewhere. The packages are installed without those of their dependencies
 # that a training step does not need (vision and audio, SGLang, trackers).
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../usage.sh"
+no_options "$@"
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 folder=${DRAFTSMITH_PEERS:-.peers}

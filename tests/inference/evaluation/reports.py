@@ -37,8 +37,8 @@ def drafter(tau: float, speedup: float, drafts: float = 4.0, **more: Any) -> dic
         "cond_accept": [0.9, 0.8, 0.5], "cond_offered": [0.9, 0.85, 0.75], "survival": [0.9, 0.72,
         0.36],
         "by_category": {
-            "code": {"requests": 3, "tau_incl_bonus": tau + 1, "tau_ci95": [tau + 0.9, tau + 1.1]},
-            "chat": {"requests": 3, "tau_incl_bonus": tau - 1, "tau_ci95": [tau - 1.1, tau - 0.9]},
+            "code": {"requests": 5, "tau_incl_bonus": tau + 1, "tau_ci95": [tau + 0.9, tau + 1.1]},
+            "chat": {"requests": 5, "tau_incl_bonus": tau - 1, "tau_ci95": [tau - 1.1, tau - 0.9]},
         },
         "split_s": {"draft": 0.05, "verify": 0.1, "accept": 0.02, "kv": 0.01, "host": 0.02},
         "per_request": [],

@@ -134,3 +134,10 @@ def test_warnings_name_their_setting() -> None:
     report.settings[2].drafters["eagle3"].warnings = ["2 replies were cut"]
     said = " ".join(" ".join(shown(report, 80)).split())
     assert "warning, T = 1, batch 1, eagle3: 2 replies were cut" in said
+
+
+def test_a_name_is_whole_where_there_is_space() -> None:
+    name = "a-drafter-of-37-characters-with-words"
+    out = io.StringIO()
+    show(report_of(name), Console(file=out, width=140))
+    assert f"{name}  3.40" in out.getvalue(), "its tau stands in the same line"

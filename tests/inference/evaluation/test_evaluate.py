@@ -19,6 +19,7 @@ from draftsmith.inference.evaluation.evaluate import Options, check
 from draftsmith.inference.evaluation.results import DrafterFigures, SettingFigures
 from draftsmith.inference.metrics import quantiles
 from draftsmith.inference.settings import TargetConfig
+from draftsmith.inference.targets.packed import processor
 from draftsmith.inference.targets.target import load_target
 
 from tests.conftest import QUICKSTART
@@ -247,18 +248,18 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any]) -> None:
     one, three, sampled, _ = second["settings"]
-    theirs, ours = one["drafters"]["assisted (draft-model)"], one["drafters"]["draft-model"]
+    theirs, ours = one["drafters"]["assisted (draft_model)"], one["drafters"]["draft_model"]
     assert theirs["equal_to_ar"] == theirs["requests"] == 6 and theirs["tau_incl_bonus"] > 1.5
     assert theirs["mean_n_draft"] == ours["mean_n_draft"] == 4 and theirs["verify_cost"] is None
     assert all(r["finish_reason"] in ("eos", "length") for r in theirs["per_request"])
-    assert sampled["drafters"]["assisted (draft-model)"]["equal_to_ar"] is None
-    assert "assisted (draft-model)" not in three["drafters"]
+    assert sampled["drafters"]["assisted (draft_model)"]["equal_to_ar"] is None
+    assert "assisted (draft_model)" not in three["drafters"]
 
 
 def test_as_in_an_engine(second: dict[str, Any]) -> None:
     for setting in second["settings"]:
         vllm, sglang = (
-            setting["drafters"][f"draft-model as in {name}"] for name in ("vllm:drafts=2", "sglang")
+            setting["drafters"][f"draft_model as in {name}"] for name in ("vllm:drafts=2", "sglang")
         )
         assert vllm["setting"] == {"length": 2, "width": 1} and vllm["mean_n_draft"] == 2
         assert sglang["setting"] == {"length": 3, "width": 1} and sglang["mean_n_draft"] == 3
@@ -268,8 +269,8 @@ def test_as_in_an_engine(second: dict[str, Any]) -> None:
 def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) -> None:
     greedy, _, sampled, _ = second["settings"]
     assert (
-        greedy["drafters"]["draft-model"]["equal_to_ar"] == 6
-        and sampled["drafters"]["draft-model"]["equal_to_ar"] is None
+        greedy["drafters"]["draft_model"]["equal_to_ar"] == 6
+        and sampled["drafters"]["draft_model"]["equal_to_ar"] is None
     )
     assert (
         sampled["drafters"]["suffix"]["verify_mode"] == ["match"]
@@ -279,13 +280,17 @@ def test_text_is_compared_only_where_it_must_be_equal(second: dict[str, Any]) ->
 
 def test_where_each_drafter_comes_from(second: dict[str, Any]) -> None:
     drafters = second["drafters"]
-    assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft-model", "suffix"]
+    assert list(drafters) == ["plain", "ngram", "lookahead", "early-exit", "draft_model", "suffix"]
     assert (
-        drafters["draft-model"]["spec"].endswith("draft_model")
-        and len(drafters["draft-model"]["sha256"]) == 64
+        drafters["draft_model"]["spec"].endswith("draft_model")
+        and len(drafters["draft_model"]["sha256"]) == 64
     )
     assert drafters["suffix"] == {"spec": "suffix", "sha256": None}
     assert second["machine"]["device"] == "cpu"
+    where = second["conditions"]
+    assert where["processor"] == processor() and where["cores"] >= 1
+    assert where["load_before"] >= 0 and where["load_after"] >= 0
+    assert where["layout"] == ("packed" if where["packed_bytes"] else "as stored")
 
 
 def test_intervals_of_too_few_batches_are_not_given(second: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,47 @@ def test_output_that_cannot_be_written_is_said_before_anything_loads(tmp_path: P
     ]
     done = run_cli(*shared, "--json", str(tmp_path / "file" / "o.json"))
     assert done.returncode == 2 and "is not a folder that may be written to" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["evaluate", "tune", "data regenerate"])
+def test_a_command_that_is_ended_says_what_is_kept(tmp_path: Path, command: str) -> None:
+    """SIGTERM, which schedulers and `timeout` send, ends in a line and its own status."""
+    prompts, out = prompts_in(tmp_path), str(tmp_path / "o.json")
+    words = {
+        "evaluate": ["--prompts", prompts, "--no-baselines", "--json", out, "--repeats", "500"],
+        "tune": ["--prompts", prompts, "--drafter", "suffix", "--out", out, "--samples", "9999"],
+        "data regenerate": ["--data", prompts, "--out", out, "--batch-size", "1",
+                            "--sampling.max-new-tokens", "900"],
+    }[command]  # fmt: skip
+    written = {"data regenerate": tmp_path / "o.json"}.get(command, journal_path(out))
+    process = subprocess.Popen(
+        [PYTHON, "-c", CLI, *command.split(), "--target", str(QUICKSTART), *words],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not any(path.is_file() for path in {written, *tmp_path.glob("o.json*")}):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    last = errors.splitlines()[-1]
+    assert last.startswith("ended by SIGTERM; ") and "the same command goes on where" in last
+    assert (str(written) in last) == (command != "data regenerate")
+    assert "Traceback" not in errors
+
+
+def test_a_command_that_is_ended_early_says_so(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLI, "evaluate", "--target", str(QUICKSTART), "--prompts",
+         prompts_in(tmp_path), "--json", str(tmp_path / "o.json")],
+        env=environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.splitlines()[-1] in (
+        "ended by SIGTERM; nothing was written",  # while modules are imported
+        "ended by SIGTERM; nothing was measured yet; the same command begins anew",
+    )

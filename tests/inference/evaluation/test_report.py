@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         "temperature": "0",
         "batch size": "1",
         "tau": "3.14",
+        "replies equal to plain decoding's": "5 of 6",
         "tau, 95% interval": "2.89\u20133.39",
         "speed-up, 95% interval": "2.50\u20132.72",
         "tokens a second": "322",
@@ -105,7 +107,6 @@ def test_the_numbers_of_the_page_are_those_of_the_json(tmp_path: Path) -> None:
         "time per later token, median, ms": "4.50",
         "95th percentile of that, ms": "6.70",
         "size of the drafter": "3.94 MB",
-        "replies equal to plain decoding's": "5 of 6",
         "tau if no reply stopped inside a round": "3.27",
     }
     assert rows[0][1:] == list(cells), "the second column is what a phone shows"
@@ -490,3 +491,64 @@ def test_texts_from_right_to_left_stay_in_their_place(tmp_path: Path) -> None:
     assert replies.quoted("\u05d0\u05d1") == isolated, "numbers behind it stay there"
     assert replies.quoted("世界") == "\u2018世界\u2019"
     assert '<th scope="row"><i class="key c1"></i><bdi>head</bdi></th>' in text
+
+
+def every_format(report: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The report as each format shows it: the page, Markdown, and the line of Python."""
+    path = folder / "r.json"
+    path.write_text(json.dumps(report))
+    found = gather([str(path)])
+    page = unescape(html(found).decode())
+    return {"html": page, "md": markdown(found), "python": str(found.reports[0][1])}
+
+
+def test_a_partial_report_says_what_was_measured(tmp_path: Path) -> None:
+    report: dict[str, Any] = made() | {"partial": "30 of 88 prompts in setting 1 of 2"}
+    report["prompt_set"]["prompts"] = 88
+    texts = every_format(report, tmp_path)
+    for text in texts.values():
+        assert "only 30 of 88 prompts in setting 1 of 2 so far" in text
+        assert not re.search(r"(?<!of )88 prompts", text), "no format says that 88 were measured"
+    texts = every_format(report | {"partial": "1 of 2 settings"}, tmp_path)
+    assert "88 prompts, only 1 of 2 settings so far" in texts["md"]
+    del report["partial"]
+    assert "\n88 prompts, " in every_format(report, tmp_path)["md"]
+
+
+def test_a_page_says_what_the_speeds_were_measured_on(tmp_path: Path) -> None:
+    conditions = {
+        "processor": "Some CPU AVX9", "cores": 7, "load_before": 1.25, "load_after": 6.0,
+        "layout": "packed", "packed_bytes": 12,
+    }  # fmt: skip
+    texts = every_format(made() | {"conditions": conditions}, tmp_path)
+    for text in (texts["html"], texts["md"]):
+        assert "cpu, float32, threads: 2, Some CPU AVX9, cores: 7, load before and after" in text
+        assert ": 1.2, 6.0, matrices packed" in text
+
+
+def test_few_prompts_have_figures_without_an_interval(tmp_path: Path) -> None:
+    """Older reports hold intervals of two prompts; they are neither drawn nor printed."""
+    report = made()
+    for figures in report["settings"][0]["drafters"].values():
+        figures["requests"], figures["speedup_ci95"] = 4, [float("nan")] * 2
+        figures["by_category"]["chat"]["requests"] = 4
+        for place in range(4):
+            figures["per_request"].append(
+                {"id": place, "prompt": place % 2, "category": "code", "turn": 0, "rounds": []}
+            )
+    texts = every_format(report, tmp_path)
+    assert "No interval is given for figures of fewer than 5 prompts (here 2)" in texts["html"]
+    assert "no intervals, of fewer than 5 prompts" in texts["html"]
+    assert 'class="whisker' not in texts["html"].partition("</style>")[2]
+    assert "2.89\u20133.39" not in texts["html"] + texts["md"] and "| 3.14 |" in texts["md"]
+
+
+def test_a_phone_shows_the_columns_that_matter_and_says_that_there_are_more(
+    tmp_path: Path,
+) -> None:
+    page = page_of(made((1, 2)), tmp_path)
+    table = page[page.index("<table") : page.index("</table>")]
+    *shown, equal = re.findall(r'<th scope="col">([^<]*)<', unescape(table))
+    assert shown == ["drafter", "speed-up", "batch size", "tau"] and equal.startswith("replies")
+    hidden = re.findall(r'<th scope="col" class="more">', table)
+    assert f"{len(hidden)} more columns are shown where the window is wider" in page

@@ -193,7 +193,7 @@ const press = (at) => { heads[at].querySelector('button').click();
 found.before = column(0);
 found.gains = [press(1), press(1)];
 found.names = press(0);
-found.sizes = press(13);
+found.sizes = press(14);
 const groups = [...document.querySelectorAll('.switches')[0].children];
 found.groups = groups.map(group => [group.getAttribute('aria-label'),
   [...group.querySelectorAll('button')].map(button => button.textContent)]);

@@ -442,7 +442,7 @@ def test_importing_what_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture)
         )
     with pytest.raises(SystemExit):
         main(["import", "--help"])
-    assert "--from FROM" in capsys.readouterr().out
+    assert "--from FOLDER" in capsys.readouterr().out
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import draftsmith
 import numpy as np
 import pytest
 from draftsmith.inference.evaluation.options import EvaluateOptions
 from draftsmith.train.command_line.from_python import options_from
+from draftsmith.train.command_line.parse import parse
 from draftsmith.train.commands import python as functions
 from draftsmith.train.config import TargetConfig
 from draftsmith.train.method import method_named
+from draftsmith.train.options import ExportOptions, ExtractOptions
 
 from tests.conftest import QUICKSTART
 from tests.inference.evaluation.test_simulate import run_cli
@@ -179,7 +182,7 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         decoder.target, [best, "ngram"], prompts, baselines=False, max_new_tokens=16, repeats=1
     )
     (setting,) = report.settings
-    assert list(setting.drafters) == ["plain", "medusa", "ngram"]
+    assert list(setting.drafters) == ["plain", "run", "ngram"]
     assert all(f.equal_to_ar == f.requests == 3 for f in setting.drafters.values())
     with pytest.raises(draftsmith.UserError, match="is for the command"):
         draftsmith.evaluate(QUICKSTART, best, prompts, json="-")
@@ -192,3 +195,17 @@ def test_train_evaluate_and_export(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(draftsmith.UserError, match="llamacpp takes"):
         draftsmith.export(best, "llamacpp", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("config_class", "more", "full"),
+    [
+        (ExportOptions, {"drafter": "d", "to": "vllm", "out": "o"}, "bfloat16"),
+        (ExtractOptions, {"config": "c.yaml", "out": "o"}, "bfloat16"),
+    ],
+)
+def test_a_type_may_have_its_short_name(config_class: Any, more: dict[str, str], full: str) -> None:
+    options, _ = options_from(config_class, {**more, "dtype": "bf16"})
+    words = [f"--{name}={value}" for name, value in more.items()]
+    typed, _ = parse(config_class, [*words, "--dtype", "bf16"], "draftsmith")
+    assert options.dtype == typed.dtype == full

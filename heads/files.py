@@ -48,7 +48,8 @@ DISK_ERRORS = (
 def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty directory beside `path`, which becomes `path` on success.
 
-    An existing `path` is replaced; on any error the new directory is removed. A reader never sees a
+    An existing `path` is replaced; on any error until then the new directory is removed. A reader
+    never sees a
     half-written directory, whenever the process is killed. Where the system can exchange two names
     (Linux, most local file systems) there is an old or a new `path` at every moment; elsewhere
     `path` is absent between two renames, and the next writer beside it puts the old one back. The
@@ -56,11 +57,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     deletes it. Raises `UserError` if the disk is full or refuses the files, and for a link.
     """
     path = Path(path)
-    if path.is_symlink():
-        raise UserError(
-            f"cannot write {path}: it is a link to {os.readlink(path)}; remove the link, or name "
-            "another folder"
-        )
+    refuse_link(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         put_back(path.parent)
@@ -71,6 +68,7 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise UserError(
             f"cannot write to {path.parent}: {error.strerror}; choose another output folder"
         ) from error
+    in_place = False
     try:
         yield aside
         # safetensors writes files that only their owner may read, and a server may run as another
@@ -84,13 +82,16 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         # directory of the right name must not hold empty files.
         sync_tree(aside)
         old = _put_in_place(aside, path)
+        in_place = True
         # The new name stands in the parent folder, which is flushed like a file.
         _sync(path.parent)
         if old is not None:
             _remove(old)
     # Ctrl-C too: nothing half-written may stay behind.
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        # After the exchange, what stands aside is the old directory.
+        if not in_place:
+            shutil.rmtree(aside, ignore_errors=True)
         if (reason := write_failure(error)) is not None:
             raise UserError(
                 f"cannot write {path}: {reason}; free some space or choose another output folder"
@@ -187,11 +188,13 @@ def output_json(path: str | None, value: object) -> bool:
     return False
 
 
-def check_output_folder(path: str | os.PathLike[str], option: str) -> None:
+def check_output_folder(path: str | os.PathLike[str], option: str, replaced: bool = False) -> None:
     """Demand that the folder `path`, which `option` names, can be written or, if need be, made.
 
-    Raises `UserError`.
+    `replaced`: it is replaced as a whole, which a link is not. Raises `UserError`.
     """
+    if replaced:
+        refuse_link(Path(path))
     if not str(path).strip():
         raise UserError(f"{option} is empty; name a folder")
     if Path(path).exists() and not Path(path).is_dir():
@@ -220,6 +223,15 @@ def _check_parent(path: Path, option: str) -> None:
             f"with {option}"
         )
     check_space(path, LEAST_FREE, f"name another place with {option}")
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `UserError` for a link, in place of which no folder is put."""
+    if path.is_symlink():
+        raise UserError(
+            f"cannot write {path}: it is a link to {os.readlink(path)}; remove the link, or name "
+            "another folder"
+        )
 
 
 def check_space(path: Path, needed: float, remedy: str) -> None:
@@ -263,14 +275,15 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def remove_partials(folder: Path) -> None:
+def remove_partials(folder: Path, owned: bool = False) -> None:
     """Delete the unfinished files and directories that killed writers left in `folder`.
 
-    Those of living processes stay. A directory that was about to be replaced gets its name back.
+    Those of living processes stay; with `owned`, those of this machine alone: no other one writes
+    there. A directory that was about to be replaced gets its name back.
     """
     put_back(folder)
     for leftover in folder.glob(".*.partial"):
-        if is_abandoned(leftover):
+        if is_abandoned(leftover, owned):
             _remove(leftover)
 
 
@@ -280,7 +293,8 @@ def put_back(folder: Path) -> None:
     Those that have been replaced are deleted.
     """
     for old in folder.glob(".*.replaced"):
-        if is_abandoned(old):
+        # Nothing else may be touched: the folder may be anyone's, such as the user's own.
+        if PARTIAL.search(old.name) and is_abandoned(old):
             path = folder / PARTIAL.sub("", old.name).removeprefix(".")
             if path.exists():
                 _remove(old)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .documents import WeightsIndex, read_document
-from .errors import UserError
+from .errors import UserError, out_of_memory
 from .files import inside
 
 LFS_POINTER = b"version https://git-lfs"
@@ -128,6 +128,8 @@ def _pickled(path: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         raise
     # The readers of pickles and archives were not written for damaged ones: any error may come.
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise UserError(
             f"{path} is refused: it is damaged, or holds more than tensors, which could run code"
         ) from error

@@ -151,7 +151,8 @@ class Stream:
             reply = self.replies[index]
             reply.take(step, reason, elapsed)
             tokens = [token for token in step.tokens if token not in self._hidden]
-            if piece := self._texts[index].add(tokens, last=reason is not None):
+            text = self._texts[index]
+            if piece := text.add(tokens, last=reason is not None, stopped=reason == "stop"):
                 reply.text += piece
                 self._ready.append(piece if self._single else (index, piece))
 
@@ -360,9 +361,8 @@ class Decoder:
     def _text(self, generation: Generation, stops: Sequence[str]) -> str:
         """Return the text of a reply, without special tokens and cut at a stop string."""
         text = StreamedText(self.target.tokenizer, stops)
-        return text.add(
-            [token for token in generation.token_ids if token not in self.hidden], last=True
-        )
+        tokens = [token for token in generation.token_ids if token not in self.hidden]
+        return text.add(tokens, last=True, stopped=generation.finish_reason == "stop")
 
 
 def _without_padding(prompts: Any, input_ids: Any, attention_mask: Any) -> Any:

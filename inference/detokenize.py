@@ -33,8 +33,12 @@ class StreamedText:
         self._text = ""
         self._shown = 0  # characters of `_text` that were returned
 
-    def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Return the text that has become final with `tokens`; with `last`, all that is left."""
+    def add(self, tokens: Sequence[int], last: bool = False, stopped: bool = True) -> str:
+        """Return the text that has become final with `tokens`; with `last`, all that is left.
+
+        A stop string is cut off only where it is what ended the text (`stopped`): tokens that are
+        no text may stand within it, and the text then goes on.
+        """
         self._window.extend(tokens)
         self._undecided += len(tokens)
         decoded = self._tokenizer.decode(self._window)
@@ -54,7 +58,7 @@ class StreamedText:
             self._known = final
         if len(self._window) > 2 * CONTEXT:
             self._forget(len(decoded) - self._known)
-        return self._show(last)
+        return self._show(last, stopped)
 
     def _forget(self, held: int) -> None:
         """Keep the last tokens of the window; the last `held` characters are not in `_text`."""
@@ -68,26 +72,31 @@ class StreamedText:
         self._window, self._known = window, len(decoded) - held
 
     def pieces(
-        self, tokens: Sequence[int], accepted: int, hidden: Collection[int], last: bool = False
+        self,
+        tokens: Sequence[int],
+        accepted: int,
+        hidden: Collection[int],
+        last: bool = False,
+        stopped: bool = True,
     ) -> list[tuple[str, bool]]:
         """Return the text that became final with each token of a round, and whether it was drafted.
 
         The first `accepted` tokens are drafts, those behind them the target's own. Tokens in
         `hidden` are no text. Tokens with which no text became final are left out; with `last`, the
-        last one brings all that is left.
+        last one brings all that is left, as `add` does.
         """
         found = []
         for place, token in enumerate(tokens):
             ends = last and place == len(tokens) - 1
-            if piece := self.add([] if token in hidden else [token], ends):
+            if piece := self.add([] if token in hidden else [token], ends, stopped):
                 found.append((piece, place < accepted))
         return found
 
-    def _show(self, last: bool) -> str:
+    def _show(self, last: bool, stopped: bool) -> str:
         """Return the final text behind what was shown; with `last`, up to the end of the text."""
         end = len(self._text)
         stop_starts = []
-        for stop in self._stops:
+        for stop in self._stops if stopped or not last else ():
             # the beginning of a stop string is held back, so none begins far before the shown end
             start = self._text.find(stop, max(self._shown - len(stop), 0))
             if start >= 0:

@@ -213,15 +213,17 @@ class Draws:
         """
         scores = self.scores(logits, paths)
         probs = scores.softmax(-1)
-        # Truncation gives tokens no probability. Those of a probability that is no normal number
-        # are not drawn either: it has few bits, some devices take it for 0, and the verifier has to
-        # know the distribution of the draws exactly. Any distribution is lossless to draw from.
+        # Truncation gives tokens no probability. Tokens with a subnormal probability are not drawn
+        # either: it has few bits, some devices take it for 0, and the verifier has to know the
+        # distribution of the draws. Any distribution is lossless to draw from.
         drawn = probs >= torch.finfo(probs.dtype).tiny
         probs = torch.where(drawn, probs, 0.0)
         # Root and node together name the place of the noise: no tree has as many as 2^20 nodes, so
         # no two places are the same number.
         places = self.lengths[:, None] * (1 << 20) + nodes
-        noisy = scores + noise.gumbel(
+        # From the largest score on, as the softmax computes them: at a low temperature scores are
+        # so large that float32 would round the noise away.
+        noisy = (scores - scores.amax(-1, keepdim=True)) + noise.gumbel(
             self._keys[:, None], noise.DRAFT, places, scores.shape[-1]
         ).to(scores.dtype)
         best = noisy.masked_fill(~drawn, -torch.inf).topk(min(count, scores.shape[-1]))

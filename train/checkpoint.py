@@ -158,8 +158,9 @@ class RunFolder:
         for step in self.steps()[:-keep]:
             if step != best_step:
                 shutil.rmtree(self.at(step))
-        remove_partials(self.checkpoints)
-        remove_partials(self.path)
+        # The run holds the folder's lock, and no other rank writes while checkpoints are pruned.
+        remove_partials(self.checkpoints, owned=True)
+        remove_partials(self.path, owned=True)
 
     def _link(self, name: str, to: Path) -> None:
         """Point the link OUTPUT/name at a folder inside OUTPUT, in one step.

@@ -303,10 +303,10 @@ def check_held_out(data: Data) -> None:
     They are usually those of a configuration whose sources were replaced on the command line.
     """
     names = [source.name or source.path for source in data.sources]
-    missing = [name for name in data.held_out.sources if name not in names]
-    if data.held_out.by == "source" and missing:
+    wanted = data.held_out.sources
+    if data.held_out.by == "source" and wanted and not {*wanted} & {*names}:
         raise UserError(
-            f"data.held_out.sources asks to hold out {', '.join(missing)}, which none of the "
+            f"data.held_out.sources asks to hold out {', '.join(wanted)}, which none of the "
             f"sources is ({', '.join(names)}); name one of these, or hold out a share of all rows: "
             "--data.held-out.by row"
         )

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import psutil
 
-from ..heads.errors import UserError, first_line
+from ..heads.errors import UserError, first_line, out_of_memory
 from ..heads.files import write_failure
 
 MAIN_SPEAKS_S = 5.0  # seconds that another rank waits for the first one to report the error
@@ -40,13 +40,6 @@ LOST_PEER = (
     "remote process exited",
     "nccl",
     "gloo",
-)
-# Parts of the messages of torch and of the system when memory runs out.
-OUT_OF_MEMORY = (
-    "can't allocate memory",
-    "not enough memory",
-    "out of memory",
-    "cannot allocate memory",
 )
 # Numbers of the signals that `_interrupt` has seen, and the process that waits for them.
 _INTERRUPTED: list[int] = []
@@ -144,8 +137,7 @@ def report_failure(error: Exception, argv: list[str]) -> NoReturn:
             f"cannot write {error.filename or 'the output'}: {reason}; free some space or choose "
             "another folder"
         )
-    message = str(error).lower()
-    if isinstance(error, MemoryError) or any(phrase in message for phrase in OUT_OF_MEMORY):
+    if out_of_memory(error):
         fail(
             f"out of memory: {(str(error) or 'Python could get no more').splitlines()[0]}; make "
             "batches or lengths smaller"
@@ -236,12 +228,12 @@ def _interrupt(number: int, frame: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return
     _INTERRUPTED.append(number)
-    raise Ended if _INTERRUPTED[0] == signal.SIGTERM else KeyboardInterrupt
+    raise Ended if number == signal.SIGTERM else KeyboardInterrupt
 
 
 def say_stopped(what_is_left: str) -> int:
     """Print the last line of a command that a signal has stopped, and return its status."""
-    if _INTERRUPTED[:1] == [signal.SIGTERM]:
+    if signal.SIGTERM in _INTERRUPTED:
         print(f"ended by SIGTERM; {what_is_left}", file=sys.stderr)
         return 128 + signal.SIGTERM
     print(f"interrupted; {what_is_left}", file=sys.stderr)

@@ -17,7 +17,7 @@ import torch
 
 from ..artifact import CONFIG_ERRORS
 from ..eagle import ARCHITECTURES, EagleDrafter, default_taps
-from ..errors import UserError
+from ..errors import UserError, out_of_memory
 from ..files import JsonObject, read_json
 from ..medusa import MedusaHeads
 from ..stored_tensors import StoredTensors
@@ -90,6 +90,8 @@ def read_public(folder: Path, target: TargetSide, answers: Answers) -> Public:
         raise
     # A config that lacks a key, or holds a value of another type, fails somewhere in the reader.
     except (AttributeError, *CONFIG_ERRORS) as error:
+        if out_of_memory(error):
+            raise
         what = f"lacks {error}" if isinstance(error, KeyError) else f"garbles a field ({error})"
         raise UserError(f"{path} {what}; it is needed to build the drafter") from error
 

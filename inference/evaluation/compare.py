@@ -212,6 +212,10 @@ def _requests(setting: SettingFigures, name: str, path: str) -> list[RequestReco
     Reports of older versions do not number their prompts; each request is then a prompt.
     """
     if name not in setting.drafters:
+        # A name of an older report, which is method and settings.
+        alike = [own for own, figures in setting.drafters.items() if figures.kind == name]
+        name = alike[0] if len(alike) == 1 else name
+    if name not in setting.drafters:
         raise UserError(f"{path} has no drafter {name!r}; there are: {', '.join(setting.drafters)}")
     requests = setting.drafters[name].per_request
     for index, request in enumerate(requests):

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
+
 from ...heads.errors import UserError
 from ...heads.files import JsonObject
 from ..decode import Generation, Round
@@ -134,8 +136,11 @@ def kept(report: str, what: str) -> str:
 
     `what` says what was done, such as `measured`.
     """
-    journal = journal_path(report)
+    journal, written = journal_path(report), Path(report)
     if not journal.is_file():
+        # The journal goes when the report is whole, before it is shown.
+        if written.is_file() and written.stat().st_mtime > psutil.Process().create_time():
+            return f"{report} is complete"
         return f"nothing was {what} yet; the same command begins anew"
     shown = f", and {report} shows it" if Path(report).is_file() else ""
     return (

@@ -6,6 +6,7 @@ those of decoding them (`replay.rounds_on_text`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -17,11 +18,12 @@ from ...heads.files import JsonObject, output_json
 from ...heads.layout import dtype_name
 from ..console import Console, Progress, plain_table, warn
 from ..drafters import load_proposer
-from ..metrics import bootstrap, repeats_itself, survival, tau
+from ..metrics import repeats_itself, survival, tau
 from ..proposer import Proposer
 from ..replay import rounds_on_text
 from ..targets.causal_model import Hidden
 from ..targets.stored import HeldOutText, StoredTarget, load_stored, load_texts
+from .figures import interval
 from .names import distinct_names
 from .options import EvaluateOptions
 from .results import SHOWN, by_depth
@@ -84,7 +86,7 @@ def replayed(
         accepted += [tokens - 1 for tokens in rounds]
     return {
         "tau_incl_bonus": tau(emitted),
-        "tau_ci95": bootstrap(emitted, tau),
+        "tau_ci95": interval(emitted, tau),
         "survival": survival(accepted, max(accepted, default=0)),
         "emitted": emitted,
     }
@@ -102,7 +104,8 @@ def show(report: JsonObject, texts: int) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, figures in report["drafters"].items():
         low, high = figures["tau_ci95"]
-        row = (f"{figures['tau_incl_bonus']:.2f}", f"{low:.2f}-{high:.2f}")
+        between = "-" if math.isnan(low) else f"{low:.2f}-{high:.2f}"
+        row = (f"{figures['tau_incl_bonus']:.2f}", between)
         table.add_row(name, *row, by_depth(figures["survival"]))
     console = Console()
     console.print(table)

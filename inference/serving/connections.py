@@ -13,7 +13,9 @@ from .engine import Engine
 
 IDLE_S = 5.0
 """Time in which a connection has to bring a whole request's head, after it was opened and after
-each answer. How long a body may take says `intake.LATEST_S`."""
+each answer. `intake.LATEST_S` limits the time for a body."""
+UNREAD_S = 60.0
+"""Time after which a client that reads nothing of its answer loses its connection."""
 SPARE = 256
 """Connections besides those of requests that run or wait: of pages, and of clients between two
 requests."""
@@ -24,7 +26,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self._engine = engine
-        self._idle: dict[Any, float] = {}  # since when a connection has had no request
+        # what each connection did, and since when
+        self._seen: dict[Any, tuple[Any, float]] = {}
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -39,17 +42,24 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def close_idle(self, now: float) -> None:
-        """Close the connections that have had no request for `IDLE_S` at the time `now`."""
-        idle: dict[Any, float] = {}
+        """Close connections without a request for `IDLE_S`, or unread for `UNREAD_S`, at `now`."""
+        seen: dict[Any, tuple[Any, float]] = {}
         for connection in list(self.server_state.connections):
-            cycle = getattr(connection, "cycle", None)
-            if cycle is not None and not cycle.response_complete:
-                continue  # it has a request
-            idle[connection] = self._idle.get(connection, now)
             transport: Any = connection.transport
-            if now - idle[connection] > IDLE_S and transport is not None:
+            if transport is None:
+                continue
+            cycle = getattr(connection, "cycle", None)
+            busy, unsent = cycle is not None and not cycle.response_complete, 0
+            if not transport.is_closing():
+                unsent = transport.get_write_buffer_size()
+            state = id(cycle), busy, unsent
+            before, since = self._seen.get(connection, (None, now))
+            seen[connection] = state, since if state == before else now
+            if not unsent and busy:
+                continue  # its request is under way
+            if now - seen[connection][1] > (UNREAD_S if unsent else IDLE_S):
                 transport.abort()  # what is unsent would keep it open
-        self._idle = idle
+        self._seen = seen
 
     async def shutdown(self, sockets: Any = None) -> None:
         await asyncio.to_thread(self._engine.close)

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 BATCHES = 2  # batches that begin without waiting for further requests
 PATIENCE_S = 0.25
-"""Time in which requests collect for one batch more than `BATCHES`; it doubles with each further
-one. Many small batches are slower than few large ones."""
+"""Time in which requests collect for one batch more than `BATCHES`. Many small batches are slower
+than few large ones."""
 PADDED = 8192
 """Positions that the prompts of a batch, padded to the longest, may hold in any case."""
 COLLECT_S = 0.005  # time in which further requests may join the first one of an idle engine
@@ -120,8 +120,11 @@ class _Batch:
         for index in still_open:
             counters.ended("error")
             self.jobs[index].deliver(None, message)
-        if self._steps is not None:
-            self._steps.close()
+        try:
+            if self._steps is not None:
+                self._steps.close()
+        except Exception:  # others wait for their answers still
+            log.exception("a batch that has failed cannot be closed")
 
 
 class Engine:
@@ -219,9 +222,15 @@ class Engine:
 
     def _end_running(self, message: str) -> None:
         """Deliver an error to every job that runs."""
-        running, self._running = self._running, []
-        for batch in running:
+        for batch in list(self._running):
             batch.fail(message, self.counters)
+            self._release(batch)
+
+    def _release(self, batch: _Batch) -> None:
+        """Take out a batch that has ended, whose proposer can take another one."""
+        self._running.remove(batch)
+        if batch.proposer is not None:
+            self._idle[batch.drafter].append(batch.proposer)
 
     def _wait(self) -> bool:
         """Return true as soon as there is something to decode, and false when the engine closes."""
@@ -255,7 +264,7 @@ class Engine:
         running = len(self._running)
         if self.target.compiled:
             return running == 0
-        patience = PATIENCE_S * 2 ** (running - BATCHES) if running >= BATCHES else 0.0
+        patience = PATIENCE_S if running >= BATCHES else 0.0
         return time.monotonic() - job.since >= patience
 
     def _together(self, room: int) -> list[Job]:
@@ -289,8 +298,6 @@ class Engine:
             pass
         except Exception:  # the other requests must go on
             log.exception("decoding failed")
-            # Its text may name files of this machine, and belongs into the log alone.
+            # Its text may name files of this machine, and belongs in the log only.
             batch.fail(INTERNAL, self.counters)
-        self._running.remove(batch)
-        if batch.proposer is not None:
-            self._idle[batch.drafter].append(batch.proposer)
+        self._release(batch)

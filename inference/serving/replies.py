@@ -61,7 +61,7 @@ class Choice:
         reply = self.reply
         reply.take(record, reason, time.perf_counter() - self._asked)
         pieces = self._text.pieces(
-            record.tokens, record.accepted, self._hidden, last=reason is not None
+            record.tokens, record.accepted, self._hidden, reason is not None, reason == "stop"
         )
         reply.text += "".join(text for text, _ in pieces)
         return pieces

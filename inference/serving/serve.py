@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import ipaddress
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -79,8 +80,10 @@ def run(options: Options) -> None:
         announce(service, host, port)
         try:
             connections.Server(app_module.app_of(service), engine).run(sockets=[bound])
-        except KeyboardInterrupt:  # uvicorn has closed everything before it raises this
+        except KeyboardInterrupt as interrupt:  # raised by uvicorn after it has closed everything
             print("the server has stopped", file=sys.stderr)
+            if type(interrupt) is not KeyboardInterrupt:  # SIGTERM, which has a status of its own
+                raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def key_of(options: Options) -> str | None:

@@ -35,9 +35,9 @@ PREFILL_CHUNK = 2048
 TAPS_BY_NUMBER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 """True if transformers keeps single hidden states by their index in `hidden_states`."""
 PROMPT = 3  # tokens before the tree of a trial
-TRIAL = TreeShape((-1, 0, 0, 2, 1))
+TRIAL = TreeShape((-1, 0, 0, 2, 1, 3))
 """Tree of a trial; its last node's parent is not the node before it."""
-TRIAL_LEAVES = (3, 4)
+TRIAL_LEAVES = (4, 5)
 UNFIT = (
     AssertionError,
     AttributeError,
@@ -347,7 +347,7 @@ class CausalModel(ModelHead):
         cache: masks are those of a short text. Whatever the model raises passes.
         """
         ids, tables = self._trial_ids()[None], TRIAL.tables(self.device)
-        cache = TreeCache(1, 8, self.device)
+        cache = TreeCache(1, 16, self.device)
         positions = torch.arange(PROMPT, device=self.device)[None]
         prompt = self.forward(ids[:, :PROMPT], positions + start, cache=cache, taps=taps)
         assert len(cache) == self.num_layers, "some layers keep no keys and values"

@@ -47,6 +47,9 @@ def borders_of(config: Any) -> set[int]:
     for name, value in config.items():
         if isinstance(value, dict):
             found |= borders_of(value)
+        elif isinstance(value, list):
+            for table in value:
+                found |= borders_of(table) if isinstance(table, dict) else set()
         elif type(value) is int and any(word in name for word in BORDERS) and "layers" not in name:
             found.add(value)
     return found
@@ -144,9 +147,9 @@ class ModelHead:
     def trial_starts(self) -> list[int]:
         """First positions of trials on loading: 0, and just before each border of the config.
 
-        Some models compute otherwise from a position on: past the length of their first training,
-        a window, a chunk of attention. A trial's text crosses the border, or ends with the last
-        position.
+        Some models compute otherwise from a position on, such as past the length of their first
+        training. A trial's text crosses the border, or ends with the last position. It is short, so
+        that no two of its tokens are a window apart.
         """
         last = self.max_positions - TRIAL_POSITIONS
         starts = {0}

@@ -65,7 +65,7 @@ def run(options: Options) -> None:
 
 def write_export(options: Options) -> Written:
     """Write the export that the options ask for, whole or not at all. Raises `UserError`."""
-    check_output_folder(options.out, "--out")
+    check_output_folder(options.out, "--out", replaced=True)
     artifact, head = load_alone(options.drafter), None
     if Path(options.out).resolve() == Path(options.drafter).resolve():
         raise UserError(f"{options.out} is the drafter itself; name another --out")

@@ -41,7 +41,7 @@ def run(options: Options) -> None:
     Raises `UserError` for a folder that is not a checkpoint of this target, or that needs no
     import.
     """
-    check_output_folder(options.out, "--out")
+    check_output_folder(options.out, "--out", replaced=True)
     folder = fetched(options.from_, READ, "checkpoint")
     if Path(options.out).exists():
         raise UserError(f"{options.out} is there already; name another --out")

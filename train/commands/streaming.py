@@ -108,7 +108,7 @@ def stream(
         if reason is None and ended():
             reason = INTERRUPTED
         reply.take(step, reason, time.perf_counter() - started)
-        reply.text += write(text, step, hidden, reason is not None, color, out)
+        reply.text += write(text, step, hidden, reason, color, out)
         if reason == INTERRUPTED:
             rounds.close()
             break
@@ -118,14 +118,19 @@ def stream(
 
 
 def write(
-    text: StreamedText, step: Round, hidden: frozenset[int], last: bool, color: bool, out: TextIO
+    text: StreamedText,
+    step: Round,
+    hidden: frozenset[int],
+    reason: str | None,
+    color: bool,
+    out: TextIO,
 ) -> str:
-    """Write the tokens of a step, as far as they are whole characters; `last`: nothing follows.
+    """Write the tokens of a step, as far as they are whole characters.
 
-    Returns what was written, without colours.
+    `reason` is why the reply has ended; None: it goes on. Returns what was written, without colours.
     """
     whole = ""
-    pieces = text.pieces(step.tokens, step.accepted, hidden, last)
+    pieces = text.pieces(step.tokens, step.accepted, hidden, reason is not None, reason == "stop")
     # A colour begins and ends once in a step, so that no code comes between joined letters.
     for accepted, run in groupby(pieces, key=lambda piece: piece[1]):
         joined = "".join(piece for piece, _ in run)

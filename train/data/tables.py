@@ -13,6 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import chain
@@ -26,7 +27,14 @@ from safetensors.numpy import load_file, save_file
 
 from ...heads.documents import read_document
 from ...heads.errors import UserError
-from ...heads.files import JsonObject, differs, facts_of, whole_directory, write_json
+from ...heads.files import (
+    JsonObject,
+    differs,
+    facts_of,
+    refuse_link,
+    whole_directory,
+    write_json,
+)
 from ...heads.fingerprint import tokenizer_hash
 from ...inference.console import Progress
 from ...inference.conversations.formats import Conversation, RowError, conversation_of
@@ -138,6 +146,7 @@ def prepare(
     for a source that cannot be read or that loses more rows than `data.max_lost_share` (naming the
     first), and if nothing is left to learn from or to hold out.
     """
+    refuse_link(folder)
     key = tables_key(data, target, seed)
     before = found = None
     if folder.exists():
@@ -161,12 +170,29 @@ def prepare(
         if before is not None and files == to_builtins(before.files):
             # A source that was touched or copied is read again, and gives the same tables.
             identity = before.known_as()
+            check(identity)
         else:
-            identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
-        check(identity)
+            own = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:16]
+            identity = accepted_of(own, key, check)
         noting = {"schema": 1, "key": key, "identity": identity, "counts": tables.counts}
         write_json(aside / COUNTS_FILE, {**noting, "files": files})
     return tables
+
+
+def accepted_of(identity: str, key: str, check: Callable[[str], None]) -> str:
+    """Return the identity of new tables that `check` accepts: their own, or their key.
+
+    Runs and stores of older versions have noted the key, and their tables may be gone. Raises what
+    `check` raises for `identity` if it accepts neither.
+    """
+    try:
+        check(identity)
+        return identity
+    except UserError as error:
+        with suppress(UserError):
+            check(key)
+            return key
+        raise error
 
 
 def noted(folder: Path) -> Counts:

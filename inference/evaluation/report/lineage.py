@@ -83,8 +83,10 @@ def _compared_by_drafter(
     found = {}
     for name in own_drafters(reports[0]):
         kind = _kind(reports[0], name)
-        own = [_counterpart(report, name, kind) for report in reports]
+        own = [name if name in own_drafters(report) else "" for report in reports]
         if not all(own):
+            own = _of_kind(reports, kind)
+        if not own:
             continue
         try:
             settings = compared(reports, own, paths, 0.0)
@@ -101,11 +103,12 @@ def _kind(report: Report, name: str) -> str:
     return report.settings[0].drafters[name].kind or name
 
 
-def _counterpart(report: Report, name: str, kind: str) -> str:
-    """Return the report's own drafter of that name, else the only one of that kind, else ""."""
-    own = own_drafters(report)
-    alike = [other for other in own if _kind(report, other) == kind]
-    return name if name in own else alike[0] if len(alike) == 1 else ""
+def _of_kind(reports: Sequence[Report], kind: str) -> list[str]:
+    """Return the drafter of one kind of each report; nothing unless each has one such drafter."""
+    found = []
+    for report in reports:
+        found += [name for name in own_drafters(report) if _kind(report, name) == kind]
+    return found if len(found) == len(reports) else []
 
 
 def versioned(name: str, label: str) -> str:

@@ -51,22 +51,20 @@ def is_abandoned(partial: Path, owned: bool = False) -> bool:
 
     A writer on another machine, and one of an older version, which noted no process, cannot be
     asked for: it is taken for dead when nothing in `partial` has changed for a day, or at once with
-    `owned`, for a folder that this process alone writes. Containers may share a machine's name and
-    not its processes, so that what has just changed is never taken for abandoned.
+    `owned`, for a folder that this process alone writes.
     """
     times = [0.0]
     for path in (partial, *partial.rglob("*")):
         with suppress(OSError):  # it may be renamed meanwhile
             times.append(path.lstat().st_ctime)
     found = PARTIAL.search(partial.name)
-    age = time.time() - max(times)
     if found is None or found["host"] != host_name():
-        return age > OLD_S or owned
+        return owned or time.time() - max(times) > OLD_S
     try:
         # A process that began after the last write is another one of the same number.
         return psutil.Process(int(found["pid"])).create_time() > max(times) + SKEW_S
     except psutil.NoSuchProcess:
-        return owned or age > SKEW_S
+        return True
     except psutil.Error:  # of another user
         return False
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from draftsmith.heads import files
@@ -92,3 +93,14 @@ def test_two_names_are_exchanged_here(tmp_path: Path) -> None:
     if not files._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot exchange two names")
     assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
+
+
+def test_files_that_others_named_alike_are_left_alone(tmp_path: Path) -> None:
+    """The folder of an export may be the user's own, with any files in it."""
+    names = (".notes.replaced", "notes.replaced", ".vimrc.replaced", ".a.host.1.replaced")
+    for name in names:
+        (tmp_path / name).write_text(name)
+        os.utime(tmp_path / name, (0, 0))
+    with patch("draftsmith.heads.locks.OLD_S", -1), whole_directory(tmp_path / "out") as aside:
+        (aside / "file").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*names, "out"))

@@ -162,3 +162,18 @@ def test_a_launcher_that_goes_takes_the_training_along(
     assert (
         f"asked to stop: saved step {saved} of 100000" in said and damage(folder.at(saved)) is None
     )
+
+
+def test_sigterm_ends_a_chat_that_was_interrupted_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Ctrl-C that only dropped a line must not make SIGTERM another one."""
+    monkeypatch.setattr(endings, "_INTERRUPTED", [])
+    monkeypatch.setattr(endings, "_PROCESS", os.getpid())
+    with pytest.raises(KeyboardInterrupt) as first:
+        endings._interrupt(signal.SIGINT, None)
+    assert first.type is KeyboardInterrupt
+    with pytest.raises(endings.Ended):
+        endings._interrupt(signal.SIGTERM, None)
+    assert endings.say_stopped("nothing is left") == 143
+    assert capsys.readouterr().err == "ended by SIGTERM; nothing is left\n"

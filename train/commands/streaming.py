@@ -127,7 +127,7 @@ def write(
 ) -> str:
     """Write the tokens of a step, as far as they are whole characters.
 
-    `reason` is why the reply has ended; None: it goes on. Returns what was written, without colours.
+    `reason` is why the reply has ended; None: it goes on. Returns what was written, uncoloured.
     """
     whole = ""
     pieces = text.pieces(step.tokens, step.accepted, hidden, reason is not None, reason == "stop")

@@ -239,6 +239,29 @@ def test_a_short_request_does_not_wait_for_long_ones(
     assert waited < 1, waited
 
 
+def test_a_request_of_other_settings_waits_a_bounded_time_for_many(quickstart: Target) -> None:
+    """Each long reply is a batch of its own, and rows are free."""
+    engine = Engine(quickstart, {"none": load_proposer("none", quickstart, print)}, rows=12)
+    prompts = prompts_of(quickstart, 9)
+    long = []
+    for number, prompt in enumerate(prompts[:8]):
+        sampling = Sampling(temperature=0.5 + number / 10)
+        long.append(Listener(prompt, 900, BatchSettings("none", sampling, ignore_eos=True)))
+    short = Listener(prompts[8], 1, BatchSettings("none"))
+    try:
+        for listener in long:
+            engine.submit([listener.job])
+            assert listener.events.get(timeout=60)
+        asked = time.monotonic()
+        engine.submit([short.job])
+        assert len(short.result()[0]) == 1
+        waited = time.monotonic() - asked
+        assert engine.running >= 7, "the long replies have ended, so nothing was tried"
+        assert waited < 2, waited
+    finally:
+        engine.close()
+
+
 def test_rows_of_all_batches_together_are_limited(engine: Engine, quickstart: Target) -> None:
     """The engine has three rows; a fourth reply of other settings waits for one of them."""
     prompts = prompts_of(quickstart, 4)

@@ -420,6 +420,12 @@ def test_the_key_is_asked_for_and_a_stop_is_clean(tmp_path: Path) -> None:
     assert not any("everybody" in line for line in said)
 
 
+def test_sigterm_ends_the_server_with_its_own_status() -> None:
+    process, _ = started()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+
+
 LOCAL = ["127.0.0.1", "localhost", "LOCALHOST", "127.1", "127.0.1.1", "::1", "0:0:0:0:0:0:0:1"]
 
 

@@ -133,3 +133,20 @@ def test_special_tokens_are_no_text(decoder: Decoder) -> None:
         ids = [*words, token, *words, token]
         text = decoder._text(Generation([1], token_ids=ids), ())
         assert text == tokenizer.decode(ids, skip_special_tokens=True) == " the list the list"
+
+
+def test_a_stop_string_within_which_a_special_token_stands_ends_no_text(tiny: Target) -> None:
+    """The token is no text, so that the text holds the string, and the reply goes on all the
+    same: nothing of it is lost."""
+    tokenizer = tiny.tokenizer
+    first, second = tokenizer.encode("hello"), tokenizer.encode(" there you")
+    special = tokenizer.convert_tokens_to_ids("<u>")
+    tokens = [*first, special, *second]
+    stops = StopStrings(tokenizer, ["hello there"])
+    assert not any(stops.end_with(tokens[: end + 1]) for end in range(len(tokens)))
+    streamed, shown = StreamedText(tokenizer, ["hello there"]), ""
+    for number, token in enumerate(tokens):
+        last = number == len(tokens) - 1
+        pieces = streamed.pieces([token], 0, {special}, last, stopped=False)
+        shown += "".join(piece for piece, _ in pieces)
+    assert shown == "hello there you"

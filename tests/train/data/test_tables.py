@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from draftsmith.inference.conversations.sources import rows_of
 from draftsmith.train.commands.cli import main
 from draftsmith.train.config import Data, HeldOutConfig, Source
 from draftsmith.train.data.batches import PADDING, Batches, collate, pack_rows
-from draftsmith.train.data.tables import TokenTable, build, load, noted, prepare
+from draftsmith.train.data.tables import TokenTable, accepted_of, build, load, noted, prepare
 from draftsmith.train.data.templates import Encoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -334,3 +335,22 @@ def test_a_source_that_was_touched_gives_tables_of_the_same_identity(tmp_path: P
         prepare(config, TARGET, folder, 0, refuse)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == sound
     assert [path.name for path in folder.parent.iterdir()] == ["data"]
+
+
+def test_an_older_run_whose_tables_are_gone_is_known_by_their_key() -> None:
+    """Runs and stores of older versions noted the key; a refusal names what is new."""
+    asked: list[str] = []
+
+    def knows(known: str) -> Callable[[str], None]:
+        def check(identity: str) -> None:
+            asked.append(identity)
+            if identity != known:
+                raise UserError(f"{identity} is other data")
+
+        return check
+
+    assert accepted_of("content", "key", knows("key")) == "key"
+    assert accepted_of("content", "key", knows("content")) == "content"
+    with pytest.raises(UserError, match="content is other data"):
+        accepted_of("content", "key", knows("another"))
+    assert asked == ["content", "key", "content", "content", "key"]

@@ -335,7 +335,7 @@ class ServeOptions:
     """Key that requests have to carry; DRAFTSMITH_API_KEY if not given, and none without that.
     Every user of this machine sees it in the list of processes: a file or the variable is
     better."""
-    api_key_file: str | None = None
+    api_key_file: str | None = field(default=None, metadata={"form": "FILE"})
     """File that holds the key, in place of --api-key."""
     name: str | None = None
     """Name of the target as a model; the last part of its path if not given."""

@@ -234,8 +234,8 @@ def test_characters_are_written_whole(tiny: Target, text: str, accepted: int) ->
     for start in range(0, len(ids), 3):
         tokens, out = ids[start : start + 3], io.StringIO()
         step = Round(tokens=tokens, drafted=2, accepted=accepted)
-        last = start + 3 >= len(ids)
-        plain = write(streamed, step, frozenset(), last, True, out)
+        reason = "length" if start + 3 >= len(ids) else None
+        plain = write(streamed, step, frozenset(), reason, True, out)
         shown = out.getvalue()
         assert shown.replace(GREEN, "").replace(RESET, "") == plain and "\ufffd" not in plain
         assert shown.count(GREEN) == shown.count(RESET) <= 1

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from draftsmith.heads.fingerprint import LARGEST_EXACT
 
 from tests.conftest import PYTHON, ROOT, tiny_target
@@ -21,6 +22,7 @@ SMOLLM2: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_every_command_works_on_a_real_vocabulary(tmp_path: Path) -> None:
     """Two layers of SmolLM2's sizes with random weights: its embedding has more elements than
     float32 can count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 from tests.conftest import ROOT
@@ -19,6 +20,7 @@ def printed(cell: Any) -> str:
     return "".join(parts)
 
 
+@pytest.mark.full
 def test_the_notebook_runs() -> None:
     notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -109,10 +109,26 @@ class CompletionRequest(Common, kw_only=True):
         return super().refused()
 
 
+Message = Annotated[
+    JsonObject,
+    Meta(
+        extra_json_schema={
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"type": "string"},
+            },
+        }
+    ),
+]
+"""Message of a conversation. The schema is for clients; `plain_message` checks it, and takes a
+content in parts too."""
+
+
 class ChatRequest(Common, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[JsonObject], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     chat_template_kwargs: JsonObject | None = None
     tools: list[JsonObject] | None = None

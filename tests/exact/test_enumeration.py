@@ -322,7 +322,10 @@ def sure_distributions(seed: int, rest: float, temperature: float, dtype: torch.
     return models
 
 
-@pytest.mark.parametrize("temperature", [0.05, 0.2, 1.0])
+@pytest.mark.parametrize(
+    "temperature",
+    [0.05, *(pytest.param(warmer, marks=pytest.mark.full) for warmer in (0.2, 1.0))],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("shape", "verify"), LOSSLESS, ids=lambda v: getattr(v, "__name__", v))
 def test_a_sure_drafter_leaves_the_targets_distribution(

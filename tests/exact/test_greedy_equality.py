@@ -27,6 +27,9 @@ from tests.conftest import ROOT, wrong_heads
 from tests.trained import chat_prompts, story_prompts, trained_artifact
 
 BATCH = 8
+SAMPLED = ("llama", "mistral", "gemma3", "gpt2", "deepseek-v3", "gpt-oss", "qwen2-moe")
+"""Architectures with every drafter in the default tests; `test_families.py` samples others."""
+
 DRAFT_MODEL = ROOT / "scripts" / "quickstart" / "draft_model"
 
 
@@ -104,8 +107,13 @@ def accepted(results: Sequence[Generation]) -> int:
     return sum(r.accepted for g in results for r in g.rounds)
 
 
-@pytest.mark.parametrize("count", [BATCH, pytest.param(24, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", list(ARCHITECTURES))
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        *((kind, BATCH) for kind in SAMPLED),
+        *(pytest.param(kind, 24, marks=pytest.mark.full) for kind in ARCHITECTURES),
+    ],
+)
 def test_every_architecture(kind: str, count: int) -> None:
     target = architecture(kind)
     target.check_head()

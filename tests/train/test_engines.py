@@ -57,7 +57,10 @@ def train_under(
 
 @pytest.mark.parametrize(
     ("method", "engine", "steps"),
-    [("eagle", "zero3", 8), *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FULL)],
+    [
+        ("eagle", "fsdp2", 8),
+        *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FULL),
+    ],
 )
 def test_the_loss_curve_is_that_of_one_process(
     tmp_path: Path, saved_tiny: Path, method: str, engine: str, steps: int

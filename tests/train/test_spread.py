@@ -16,9 +16,8 @@ from tests.train.test_loop import launch, logged, make_config, train
 @pytest.mark.parametrize(
     ("method", "spread"),
     [
-        ("eagle", "fsdp"),
         pytest.param("medusa", "tensor", marks=pytest.mark.full),
-        *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("tensor", "devices")),
+        *(pytest.param("eagle", s, marks=pytest.mark.full) for s in ("fsdp", "tensor", "devices")),
     ],
 )
 def test_training_with_a_shared_target(

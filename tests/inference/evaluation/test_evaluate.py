@@ -246,6 +246,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "o.json").read_text())
 
 
+@pytest.mark.full
 def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any]) -> None:
     one, three, sampled, _ = second["settings"]
     theirs, ours = one["drafters"]["assisted (draft_model)"], one["drafters"]["draft_model"]

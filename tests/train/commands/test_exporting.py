@@ -502,6 +502,7 @@ def hub() -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.mark.full
 def test_push(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through huggingface_hub's own upload, to a stand-in for the hub."""
     script = (

@@ -14,6 +14,7 @@ from tests.conftest import ROOT
 QUICK = "machine,eager,training"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "stages", [QUICK, pytest.param("exactness,captured,peers", marks=pytest.mark.full)]
 )

@@ -323,6 +323,7 @@ def test_a_saved_draft_model_is_a_plain_model_folder_that_transformers_decodes_w
     assert ours.token_ids == theirs.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,7 +21,7 @@ from tests.tampered import seal
 
 DRAFTERS = ROOT / "scripts" / "quickstart" / "drafters"
 ALL = pytest.param(MANY, marks=pytest.mark.full, id="all")
-SAMPLE = pytest.param(8, id="sample")
+SAMPLE = pytest.param(4, id="sample")
 
 # What may be accepted, and why. A value that is removed may go where a wrong one may.
 HARMLESS = {

@@ -174,6 +174,7 @@ def serving(
         server.server_close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [

@@ -58,7 +58,6 @@ def train_under(
 @pytest.mark.parametrize(
     ("method", "engine", "steps"),
     [
-        ("eagle", "fsdp2", 8),
         *(pytest.param(*case, 20, marks=pytest.mark.full) for case in FULL),
     ],
 )

@@ -178,6 +178,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "blank"),
     [
@@ -339,6 +340,7 @@ def test_plain_text_is_enough_to_train_on(tmp_path: Path, saved_tiny: Path) -> N
     assert logged(train(config).stdout, "tau_measured")[2] >= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["medusa", "eagle", "dspark", "distill"])
 def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
     tmp_path: Path, saved_tiny: Path, method: str

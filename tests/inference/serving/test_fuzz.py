@@ -204,8 +204,16 @@ HOSTILE: list[tuple[str, str, bytes, int]] = [
 ]
 
 
+QUICK = 15
+"""Hostile requests of the default tests: the largest ones."""
+
+
 @pytest.mark.parametrize(
-    ("path", "body", "status"), [case[1:] for case in HOSTILE], ids=[case[0] for case in HOSTILE]
+    ("path", "body", "status"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.full] if number >= QUICK else [])
+        for number, (name, *case) in enumerate(HOSTILE)
+    ],
 )
 def test_a_hostile_request_is_answered_and_others_do_not_wait(
     server: Running, path: str, body: bytes, status: int

@@ -123,7 +123,7 @@ def test_a_stream_is_the_reply_and_says_what_was_drafted(
     assert figures["tau"] == reply.tau and figures["rounds"] == len(reply.rounds)
 
 
-@pytest.mark.parametrize("requests", [48, pytest.param(400, marks=pytest.mark.full)])
+@pytest.mark.parametrize("requests", [50, pytest.param(400, marks=pytest.mark.full)])
 def test_sixteen_clients_and_one_that_leaves(
     server: Running, decoder: Decoder, requests: int
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_conversation_that_outgrows_the_target_ends_in_one_line(
     expect(quick(capsys, "generate", *BASE, "--chat"), "leaves no room")
 
 
+@pytest.mark.full
 def test_a_chat_in_a_terminal(quickstart: Target) -> None:
     """Ctrl-D ends it with status 0, and so does Ctrl-C between two replies."""
     code = "from draftsmith.train.commands.cli import main; main()"

@@ -39,6 +39,7 @@ def test_lengths_fall_into_few_buckets() -> None:
     assert 2 * len({bucket(n) for n in range(1, 32769)}) <= GRAPHS
 
 
+@pytest.mark.full
 def test_flex_is_compiled_for_every_one_of_fifty_lengths() -> None:
     """Done with dynamo alone, else as on a GPU: `fullgraph` turns a fallback into an error."""
     compiled = []

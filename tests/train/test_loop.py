@@ -372,6 +372,7 @@ def test_warm_start_continues_at_the_measured_tau_of_its_artifact(
         torch.testing.assert_close(one[name], other[name], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.full
 def test_a_warm_start_says_what_it_will_not_change_and_what_has_changed(
     tmp_path: Path, saved_tiny: Path
 ) -> None:

@@ -257,6 +257,7 @@ def test_transformers_own_loop_stands_beside_a_draft_model(second: dict[str, Any
     assert "assisted (draft_model)" not in three["drafters"]
 
 
+@pytest.mark.full
 def test_as_in_an_engine(second: dict[str, Any]) -> None:
     for setting in second["settings"]:
         vllm, sglang = (

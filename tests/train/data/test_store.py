@@ -90,6 +90,7 @@ def full(method: str) -> Any:
     return pytest.param(method, marks=pytest.mark.full)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", ["eagle", "distill", full("medusa"), full("eagle1"), full("dflash"), full("dspark")]
 )

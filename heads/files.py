@@ -49,12 +49,12 @@ def whole_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty directory beside `path`, which becomes `path` on success.
 
     An existing `path` is replaced; on any error until then the new directory is removed. A reader
-    never sees a
-    half-written directory, whenever the process is killed. Where the system can exchange two names
-    (Linux, most local file systems) there is an old or a new `path` at every moment; elsewhere
-    `path` is absent between two renames, and the next writer beside it puts the old one back. The
-    directory that a killed writer leaves behind is named as `partial_path` says; `remove_partials`
-    deletes it. Raises `UserError` if the disk is full or refuses the files, and for a link.
+    never sees a half-written directory, whenever the process is killed. Where the system can
+    exchange two names (Linux, most local file systems) there is an old or a new `path` at every
+    moment; elsewhere `path` is absent between two renames, and the next writer in the same folder
+    puts the old one back. The directory that a killed writer leaves is named as `partial_path`
+    says; `remove_partials` deletes it. Raises `UserError` if the disk is full or refuses the files,
+    and for a link.
     """
     path = Path(path)
     refuse_link(path)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 CONTEXT = 32
 LONGEST_CHARACTER = 4  # bytes, and so the most tokens over which a character can be spread
 INCOMPLETE = "\ufffd"
-"""What tokenizers write for bytes that are no character, or not yet."""
+"""Character that tokenizers write for bytes that are no character, or not yet."""
 BASE = "abcdef"  # text before a token whose own text is looked for
 
 

@@ -128,11 +128,11 @@ NAME = re.compile(r"[\w.+-]{1,40}")
 
 
 class Given(NamedTuple):
-    """How a user named a drafter, from which `evaluation/names.py` makes its name in tables."""
+    """Words by which a user named a drafter, and from which `evaluation/names.py` names it."""
 
     spec: str
     suffix: str = ""
-    """What else it is, beside other ways to decode with it: `:tuned`."""
+    """End of its name that tells it from other ways to decode with it: `:tuned`."""
 
 
 FORMER_SETTINGS = {"heat": "score_temperature"}

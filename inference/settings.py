@@ -73,7 +73,7 @@ class TargetConfig:
     """Model folder, or the model's name on the hub. `--target X` is short for `--target.path X`."""
     dtype: str = "auto"
     """Type of the weights: auto (as stored, but float32 on a CPU), float32, bfloat16 or float16;
-    bf16 and the like are understood."""
+    bf16, fp16, fp32 and fp64 are taken too."""
     device: str = "auto"
     """Device: auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
     adapter: str | None = None

@@ -297,7 +297,7 @@ class DrafterOrigin(Struct, kw_only=True):
 
 
 class Conditions(Struct, kw_only=True):
-    """What speeds depend on beside the target: processor, load, and layout of the matrices."""
+    """Conditions that speeds depend on: processor, load, and layout of the matrices."""
 
     processor: str | None = None
     """Name of the GPU that the target lies on, else of the machine's processor."""
@@ -360,7 +360,7 @@ class Report(Document, kw_only=True):
 
     @property
     def scope(self) -> str:
-        """What was measured: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
+        """Extent of the measurement: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
         count = self.prompt_set.prompts
         prompts = f"{count} prompt{'s' if count != 1 else ''}"
         if not self.partial:

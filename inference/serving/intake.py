@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Intake:
-    """What reads bodies. The loop of the connections only collects bytes; threads do the rest."""
+    """Reader of bodies. The loop of the connections only collects bytes; threads do the rest."""
 
     def __init__(self) -> None:
         self._held = 0

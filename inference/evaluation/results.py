@@ -360,7 +360,7 @@ class Report(Document, kw_only=True):
 
     @property
     def scope(self) -> str:
-        """Extent of the measurement: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
+        """Prompts measured: `88 prompts`, or `only 30 of 88 prompts in setting 1 of 2 so far`."""
         count = self.prompt_set.prompts
         prompts = f"{count} prompt{'s' if count != 1 else ''}"
         if not self.partial:

@@ -10,6 +10,8 @@ if [ "${1:-}" = "--all" ]; then
     select="not gpu and not peers"
     shift
 fi
+# Tests start Python some hundred times: what was compiled once is kept, whatever the shell says.
+unset PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
 # The models in the tests are tiny: one thread each and a process a core is faster than threads.
 export OMP_NUM_THREADS=1

@@ -93,7 +93,7 @@ def tiny(kind: str = "llama") -> tuple[Target, dict[str, Proposer]]:
 
 @pytest.mark.parametrize(
     "seeds",
-    [(0, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))],
+    [(4, 12), *(pytest.param((s, s + 100), marks=pytest.mark.full) for s in range(0, 1000, 100))],
 )
 def test_text_is_the_oracles_for_every_seed_proposer_and_batch(seeds: tuple[int, int]) -> None:
     """Each seed with ragged prompts and all proposers: one by one, in a batch of three, in a batch

@@ -191,7 +191,7 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(rule: str, shape: str)
 @pytest.mark.parametrize(
     ("spec", "count"),
     [
-        ("draft_model:length=1", 4),
+        pytest.param("draft_model:length=1", 4, marks=pytest.mark.full),
         pytest.param("draft_model:length=1", 24, marks=pytest.mark.full),
         pytest.param("drafters/eagle3:length=1,width=1", 24, marks=pytest.mark.full),
         pytest.param("drafters/distill:length=1", 24, marks=pytest.mark.full),

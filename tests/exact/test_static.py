@@ -25,9 +25,9 @@ SAMPLINGS = {
     "penalty": Sampling(repetition_penalty=1.3),
 }
 # Heads on the target's states, and a drafter with layers; the others with `--all`.
-TRACED = ("medusa", "eagle3 tree")
+TRACED = ("medusa",)
 OTHERS = (
-    *("eagle3 chain", "eagle1 tree", "dflash chain", "dspark tree"),
+    *("eagle3 tree", "eagle3 chain", "eagle1 tree", "dflash chain", "dspark tree"),
     *("draft-model chain", "draft-model tree", "early-exit tree"),
 )
 full = pytest.mark.full
@@ -92,17 +92,17 @@ def test_drafts_that_are_made_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch
     target = architecture("llama")
     drafters = proposers(target, near_copy(target))
     ahead = []
-    for sampling in (SAMPLINGS["coupled"], SAMPLINGS["rejection"]):
-        for way, proposer in drafters.items():
-            target.compiled = False
-            expected = without_times(run(target, proposer, sampling))
-            with monkeypatch.context() as patched:
-                use(patched, lambda function: function)
-                patched.setattr(loop, "drafts_ahead", lambda device: True)
-                target.compiled = True
-                assert without_times(run(target, proposer, sampling)) == expected, way
-            if proposer.static:
-                ahead.append(way)
+    sampling = SAMPLINGS["rejection"]
+    for way, proposer in drafters.items():
+        target.compiled = False
+        expected = without_times(run(target, proposer, sampling))
+        with monkeypatch.context() as patched:
+            use(patched, lambda function: function)
+            patched.setattr(loop, "drafts_ahead", lambda device: True)
+            target.compiled = True
+            assert without_times(run(target, proposer, sampling)) == expected, way
+        if proposer.static:
+            ahead.append(way)
     assert len(set(ahead)) >= 12
 
 

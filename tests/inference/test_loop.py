@@ -123,11 +123,7 @@ def test_interleaved_requests_give_the_same_text_as_alone() -> None:
     target = tiny_target(seed=5, dtype=torch.float64)
     drafter = near_copy(target)
     requests = [Request(prompt, i) for i, prompt in enumerate(PROMPTS[:2])]
-    for sampling in (
-        Sampling(),
-        Sampling(temperature=1.0),
-        Sampling(temperature=1.0, rule="rejection"),
-    ):
+    for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, rule="rejection")):
         alone, *each = (proposers(target, drafter) for _ in range(3))
         for name in alone:
             expected = [

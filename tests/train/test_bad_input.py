@@ -313,7 +313,7 @@ def test_doctor_says_what_is_wrong_and_exits_with_2(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
-@pytest.mark.parametrize("kilobytes", [4, 40])
+@pytest.mark.parametrize("kilobytes", [4, pytest.param(40, marks=pytest.mark.full)])
 def test_a_full_disk_leaves_nothing_half_written(
     tmp_path: Path, saved_tiny: Path, kilobytes: int
 ) -> None:

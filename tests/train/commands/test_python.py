@@ -140,6 +140,7 @@ def test_a_drafter_by_its_folder(tmp_path: Path) -> None:
         draftsmith.Drafter.from_pretrained("./nothing")
 
 
+@pytest.mark.full
 def test_a_profile_sets_the_tree(tmp_path: Path) -> None:
     prompts, profile = tmp_path / "prompts.jsonl", tmp_path / "profile.json"
     write_prompts(prompts, 4)

@@ -344,6 +344,7 @@ def test_the_table_of_the_readme_is_what_the_script_prints(plans: Any) -> None:
     assert found == [SCRIPT.table(plans)], "python scripts/recipes.py --write"
 
 
+@pytest.mark.full
 def test_a_plan_takes_changes_to_its_run(tmp_path: Path) -> None:
     recipe = next(path for path in RECIPES if name_of(path) == "eagle/qwen3-0.6b")
     changes = [

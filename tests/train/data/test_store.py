@@ -128,6 +128,7 @@ def test_training_from_a_store_is_training_from_the_target(
     assert estimates[0] == pytest.approx(estimates[1])
 
 
+@pytest.mark.full
 def test_a_store_in_bf16_or_fp8_is_near(tmp_path: Path, saved_tiny: Path) -> None:
     """The first loss differs by what rounding the features does."""
     config = config_for(tmp_path / "live", saved_tiny, "eagle", max_steps=1)

@@ -87,6 +87,7 @@ def test_a_step_that_could_not_be_traced_is_taken_from_the_arithmetic() -> None:
     assert need.each(1) == 2e9 + 16e8 + 1e9
 
 
+@pytest.mark.full
 def test_a_known_target_needs_no_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
